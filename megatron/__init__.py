@@ -1,0 +1,1 @@
+"""Megatron-hybrid: GPT training with the optimizer's state in host memory."""

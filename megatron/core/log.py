@@ -1,0 +1,50 @@
+"""The one rank-aware logger.
+
+Every file that reports something does `logger = logging.getLogger(__name__)`. `configure(rank)` decides once what is
+shown: rank 0 shows information and up, the others warnings and up with their rank in front.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from tqdm import tqdm
+
+_ROOT = "megatron"
+
+
+class _StdoutHandler(logging.Handler):
+    """Writes lines to the present `sys.stdout`, above the progress bar if one stands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """`[time] message`; warnings and errors name their level, ranks other than 0 their rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._prefix = "" if rank == 0 else f"[rank {rank}] "
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}[{self.formatTime(record, self.datefmt)}] {level}{record.getMessage()}"
+
+
+def configure(rank: int) -> logging.Logger:
+    """Sets up the project's logger for this rank and returns it. Calling again replaces the earlier set-up."""
+    logger = logging.getLogger(_ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = _StdoutHandler()
+    handler.setFormatter(_Formatter(rank))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    return logger

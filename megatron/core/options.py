@@ -1,0 +1,228 @@
+"""Options: dataclass fields that know their flag, their help line and what values they admit.
+
+A config class lives with the code that reads it. It is a frozen dataclass whose fields are made with `option(...)`;
+`check_options(self)` in its `__post_init__` holds every value against the field's type, choices and bounds. The same
+metadata serves the command line and YAML (`megatron/training/arguments.py`), so a value is described in one place.
+
+    @dataclass(frozen=True)
+    class OptimizerConfig:
+        lr: float = option(1e-3, "peak learning rate", more_than=0.0)
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+    OptimizerConfig(lr=-1.0)   # ConfigError: --lr: expected a number > 0.0, got -1.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_METADATA_KEY = "megatron.option"
+
+# What a field may hold. Lists of values are tuples, so that configs stay hashable.
+_SCALARS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured. The message is one line: the flag, what was expected, what was got."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What `option(...)` records beside a dataclass field."""
+
+    help: str
+    flag: str | None = None
+    off_flag: str | None = None
+    choices: tuple[Any, ...] | None = None
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    flag: str | None = None,
+    off_flag: str | None = None,
+    choices: Sequence[Any] | None = None,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    at_most: float | None = None,
+    less_than: float | None = None,
+) -> Any:
+    """A dataclass field that becomes a flag.
+
+    Args:
+        default: the field's default; a field without one must be given by the user.
+        help: one line for `--help`.
+        flag: the flag's name where it is not `--field-name`.
+        off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
+        choices: the only values admitted.
+        at_least, more_than, at_most, less_than: bounds of a number.
+    """
+    described = Option(
+        help=help,
+        flag=flag,
+        off_flag=off_flag,
+        choices=None if choices is None else tuple(choices),
+        at_least=at_least,
+        more_than=more_than,
+        at_most=at_most,
+        less_than=less_than,
+    )
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One option of a config class, resolved: its name, type, default and description."""
+
+    name: str
+    scalar: type  # int, float, str or bool
+    is_optional: bool
+    is_list: bool
+    default: Any  # dataclasses.MISSING if the user must give it
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def off_flag(self) -> str:
+        return self.option.off_flag or "--no-" + self.name.replace("_", "-")
+
+    @property
+    def expected(self) -> str:
+        """The values this field admits, in words."""
+        if self.option.choices is not None:
+            what = "one of " + ", ".join(str(choice) for choice in self.option.choices)
+        else:
+            bounds = (
+                (">=", self.option.at_least),
+                (">", self.option.more_than),
+                ("<=", self.option.at_most),
+                ("<", self.option.less_than),
+            )
+            limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+            what = f"{_SCALARS[self.scalar]} {limits}".rstrip()
+        return f"a list, each {what}" if self.is_list else what
+
+    def error(self, got: Any) -> ConfigError:
+        return ConfigError(f"{self.flag}: expected {self.expected}, got {got!r}.")
+
+    def convert(self, value: Any) -> Any:
+        """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if it is not one."""
+        if value is None:
+            if not self.is_optional:
+                raise self.error(None)
+            return None
+        if self.is_list:
+            items = value if isinstance(value, (list, tuple)) else str(value).split()
+            return tuple(self._convert_scalar(item) for item in items)
+        return self._convert_scalar(value)
+
+    def _convert_scalar(self, value: Any) -> Any:
+        if self.scalar is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, self.scalar) and not (isinstance(value, bool) and self.scalar is not bool):
+            return value
+        if self.scalar is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                if self.scalar is bool:
+                    return {"true": True, "false": False}[value.lower()]
+                # YAML 1.1 reads 1e-4 as a string; float() does not.
+                return self.scalar(value)
+            except (ValueError, KeyError):
+                pass
+        raise self.error(value)
+
+    def check(self, value: Any) -> None:
+        """ConfigError unless `value` has this field's type and lies within its bounds."""
+        if value is None:
+            if not self.is_optional:
+                raise self.error(None)
+            return
+        if self.is_list != isinstance(value, tuple):
+            raise self.error(value)
+        for item in value if self.is_list else (value,):
+            self._check_scalar(item, got=value)
+
+    def _check_scalar(self, item: Any, got: Any) -> None:
+        admitted: tuple[type, ...] = (int, float) if self.scalar is float else (self.scalar,)
+        if not isinstance(item, admitted) or (isinstance(item, bool) and self.scalar is not bool):
+            raise self.error(got)
+        rule = self.option
+        if rule.choices is not None and item not in rule.choices:
+            raise self.error(got)
+        if not isinstance(item, (int, float)):
+            return
+        if (
+            not math.isfinite(item)
+            or (rule.at_least is not None and not item >= rule.at_least)
+            or (rule.more_than is not None and not item > rule.more_than)
+            or (rule.at_most is not None and not item <= rule.at_most)
+            or (rule.less_than is not None and not item < rule.less_than)
+        ):
+            raise self.error(got)
+
+
+def options_of(config: type[Any]) -> list[Field]:
+    """The options of a config class, in the order of declaration."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for field in dataclasses.fields(config):
+        described = field.metadata.get(_METADATA_KEY)
+        if described is not None:
+            scalar, is_optional, is_list = _resolve(hints[field.name])
+            found.append(Field(field.name, scalar, is_optional, is_list, field.default, described))
+    return found
+
+
+def check_options(config: Any) -> None:
+    """ConfigError for the first option of `config` (an instance) whose value its field does not admit."""
+    for field in options_of(type(config)):
+        field.check(getattr(config, field.name))
+
+
+def expect(condition: bool, flag: str, expected: str, got: Any) -> None:
+    """ConfigError in the house's one form unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{flag}: expected {expected}, got {got!r}.")
+
+
+def resolve_default(config: Any, name: str, value: Any) -> None:
+    """Sets a None option of a frozen config to the value derived from the others. For `__post_init__` only."""
+    if getattr(config, name) is None:
+        object.__setattr__(config, name, value)
+
+
+def _resolve(hint: Any) -> tuple[type, bool, bool]:
+    """A field's annotation -> (scalar type, may be None, is a list)."""
+    is_optional = False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        is_optional = True
+    is_list = typing.get_origin(hint) is tuple
+    if is_list:
+        hint = typing.get_args(hint)[0]
+    if hint not in _SCALARS:
+        raise TypeError(f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}.")
+    return hint, is_optional, is_list

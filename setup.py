@@ -1,0 +1,5 @@
+"""Packaging. Everything declarative stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,144 @@
+"""`run_ranks(world_size, function, *args)`: runs a test's body on ranks of its own.
+
+A pool of ranks per world size lives as long as the test session: each is a process with a gloo group of that size, and
+runs the functions it is handed. Importing torch anew would cost every test seconds per rank. A function that raises or
+hangs on any rank takes its pool down, and the next call starts a fresh one.
+
+Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the function themselves; tests
+for other world sizes are skipped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEFAULT_TIMEOUT = 120.0  # seconds
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks, with their tracebacks."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+    """Calls `function(*args)` on every rank of a process group of `world_size`; returns what each rank returned.
+
+    The function is sent by value, so it may be a local one; results must be picklable.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_under_torchrun(world_size, function, args)
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size)
+    try:
+        return pool.run(function, args, timeout)
+    except BaseException:
+        _pools.pop(world_size, None)
+        pool.kill()
+        raise
+
+
+class _Pool:
+    """The processes of one process group."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self._store = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, str(Path(self._store.name) / "store"), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        # The ranks cannot import test files, so what is defined in one travels by value.
+        module = sys.modules.get(function.__module__)
+        if module is not None:
+            cloudpickle.register_pickle_by_value(module)
+        job = cloudpickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+        waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        results: list[Any] = [None] * len(self._pipes)
+        while waiting:
+            ready = wait(list(waiting), timeout)
+            if not ready:
+                raise RankError(
+                    f"Expected an answer within {timeout} s, got none from ranks {sorted(waiting.values())}."
+                )
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                results[rank] = self._receive(pipe, rank)
+        return results
+
+    def _receive(self, pipe: Any, rank: int) -> Any:
+        try:
+            is_good, result = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            raise RankError(f"Expected an answer from rank {rank}, got its death.") from None
+        if not is_good:
+            raise RankError(f"rank {rank} failed:\n{result}")
+        return result
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._store.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    """A rank's life: join the group, then run what comes."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+def _run_under_torchrun(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    if int(os.environ["WORLD_SIZE"]) != world_size:
+        pytest.skip(f"needs {world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    results: list[Any] = [None] * world_size
+    dist.all_gather_object(results, function(*args))
+    return results
+
+
+_pools: dict[int, _Pool] = {}
+
+
+@atexit.register
+def _kill_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()

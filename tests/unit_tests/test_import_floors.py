@@ -1,0 +1,125 @@
+"""The house has floors: a file imports only from floors below its own, or from files listed before it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the ground up. Within a floor, a file may import from those listed before it.
+FLOORS: list[list[str]] = [
+    [
+        "megatron.core.options",
+        "megatron.core.log",
+        "megatron.core.device",
+        "megatron.core.mesh",
+        "megatron.core.transformer.config",
+        "megatron.core.transformer.fused_weight",
+        "megatron.core.transformer.norms",
+        "megatron.core.transformer.rotary",
+        "megatron.core.transformer.cross_entropy",
+        "megatron.core.transformer.init",
+        "megatron.core.transformer.attention",
+        "megatron.core.transformer.mlp",
+        "megatron.core.transformer.layer",
+        "megatron.core.models.gpt.flops",
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.datasets.permutation",
+        "megatron.core.datasets.indexed_dataset",
+        "megatron.core.datasets.config",
+        "megatron.core.datasets.sample_index",
+        "megatron.core.datasets.gpt_dataset",
+        "megatron.core.datasets.mock_dataset",
+        "megatron.core.datasets.blended_dataset",
+        "megatron.core.datasets.builder",
+        "megatron.core.datasets.sampler",
+    ],
+    ["megatron.core.distributed.config"],
+    [],
+    [],
+    ["megatron.core.distributed.torch_fsdp2"],
+    [
+        "megatron.core.optimizer.config",
+        "megatron.core.optimizer.lr_schedule",
+        "megatron.core.optimizer.clip_grads",
+        "megatron.core.optimizer.torch_optimizer",
+    ],
+    [
+        "megatron.core.dist_checkpointing.config",
+        "megatron.core.dist_checkpointing.errors",
+        "megatron.core.dist_checkpointing.state",
+        "megatron.core.dist_checkpointing.manager",
+    ],
+    [
+        "megatron.training.tokenizer",
+        "megatron.training.stop",
+        "megatron.training.rng",
+        "megatron.training.launch",
+        "megatron.training.step",
+        "megatron.training.metrics",
+        "megatron.training.config",
+        "megatron.training.checkpointing",
+        "megatron.training.loop",
+    ],
+    ["megatron.training.arguments", "megatron.training.pretrain"],
+]
+ORDER = {module: (floor, place) for floor, names in enumerate(FLOORS) for place, module in enumerate(names)}
+
+
+def project_files() -> dict[str, Path]:
+    """Every module of the project that holds code; a package's `__init__` may hold a docstring only."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "megatron").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+
+
+def project_imports(tree: ast.AST) -> list[str]:
+    """The project's modules that a file imports, wherever in the file."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            found += [f"{module}.{alias.name}" if f"{module}.{alias.name}" in ORDER else module for alias in node.names]
+    return [name for name in found if name.split(".")[0] == "megatron"]
+
+
+def forbidden_imports(module: str, tree: ast.AST) -> list[str]:
+    """What `module` imports from its own height or above."""
+    return [name for name in project_imports(tree) if ORDER[name] >= ORDER[module]]
+
+
+def test_every_file_has_its_place_in_the_list():
+    assert set(project_files()) == set(ORDER)
+
+
+def test_files_import_only_from_below():
+    for module, path in project_files().items():
+        assert forbidden_imports(module, ast.parse(path.read_text())) == [], module
+
+
+def test_an_import_from_above_would_be_found():
+    tree = ast.parse("def f():\n    from megatron.training.loop import train\n")
+    assert forbidden_imports("megatron.core.log", tree) == ["megatron.training.loop"]
+
+
+def test_packages_hold_no_code():
+    for path in (ROOT / "megatron").rglob("__init__.py"):
+        (docstring,) = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr), path
+
+
+def test_no_project_import_stands_inside_a_function():
+    for module, path in project_files().items():
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert not [name for function in functions for name in project_imports(function)], module
+
+
+def test_only_device_py_names_cuda():
+    naming = [module for module, path in project_files().items() if "cuda" in path.read_text()]
+    assert naming == ["megatron.core.device"]
