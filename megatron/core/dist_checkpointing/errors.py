@@ -1,0 +1,7 @@
+"""The exception for everything that is wrong with what is on disk."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read. The message names the path and the reason."""

@@ -1,0 +1,193 @@
+"""Checkpoint folders: how one is written, published, found and read.
+
+    SAVE/latest_checkpointed_iteration.txt      moves last, atomically
+    SAVE/iter_0000010/                          published by rename
+    SAVE/iter_0000020.saving/                   in flight or abandoned: never loaded
+
+A checkpoint is PyTorch DCP's files and `train_state.json`, which holds everything that is not a tensor as plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.state import check_tensors
+
+logger = logging.getLogger(__name__)
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+TRAIN_STATE_FILE = "train_state.json"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+
+
+def checkpoint_folder(root: str | Path, iteration: int) -> Path:
+    """The folder of the checkpoint of this iteration."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def published_iterations(root: str | Path) -> list[int]:
+    """The iterations of the published checkpoints in `root`, ascending; none if there is no such folder."""
+    if not Path(root).is_dir():
+        return []
+    matches = (_FOLDER.fullmatch(entry.name) for entry in Path(root).iterdir() if entry.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The newest published checkpoint's iteration, or None if `root` holds nothing of a checkpoint.
+
+    Raises:
+        CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there. "There is one that
+            cannot be found" must not look like "there is none", or a run would begin anew over its own results.
+    """
+    published = published_iterations(root)
+    tracker = Path(root) / TRACKER_FILE
+    if not tracker.exists():
+        if published:
+            # A crash between the publication of the very first checkpoint and the tracker's.
+            logger.warning("%s has no %s; taking its newest checkpoint, %d", root, TRACKER_FILE, published[-1])
+        return published[-1] if published else None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(f"Expected an iteration in {tracker}, got {text!r}.")
+    if int(text) not in published:
+        raise CheckpointError(
+            f"Expected {checkpoint_folder(root, int(text))}, which {tracker} names, got checkpoints {published}. "
+            "Name one with --ckpt-step, or correct the file."
+        )
+    return published[-1]
+
+
+def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], train_state: dict[str, Any]) -> Path:
+    """Writes and publishes a checkpoint. Called by all ranks together; returns its folder.
+
+    Args:
+        root: the folder of all checkpoints, made if need be.
+        iteration: names the checkpoint.
+        state: nested dict of tensors (DTensors stay sharded: each rank writes what it has) and of what DCP pickles.
+        train_state: plain data, for `train_state.json`; rank 0's is written.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write. Then nothing has been published.
+    """
+    folder = checkpoint_folder(root, iteration)
+    draft = folder.with_name(folder.name + ".saving")
+
+    def prepare() -> None:
+        if folder.exists():
+            raise CheckpointError(f"Expected no checkpoint yet at {folder}, got a published one.")
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+
+    def publish() -> None:
+        _write_durably(draft / TRAIN_STATE_FILE, json.dumps(train_state, indent=1) + "\n")
+        _sync_folder(draft)
+        draft.rename(folder)
+        _sync_folder(folder.parent)
+        _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
+
+    _on_first_rank(prepare, f"preparing {draft}")
+    try:
+        save(state, storage_writer=FileSystemWriter(draft, sync_files=True))
+    except CheckpointException as failure:
+        raise CheckpointError(f"Expected {draft} to be written, got {_causes(failure)}.") from failure
+    _on_first_rank(publish, f"publishing {folder}")
+    return folder
+
+
+def read_train_state(folder: Path) -> dict[str, Any]:
+    """The plain data of a published checkpoint. CheckpointError if it is not there or not readable."""
+    path = folder / TRAIN_STATE_FILE
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as failure:
+        raise CheckpointError(
+            f"Expected the run's state in {path}, got {type(failure).__name__}: {failure}."
+        ) from failure
+    if not isinstance(state, dict):
+        raise CheckpointError(f"Expected an object in {path}, got {type(state).__name__}.")
+    return state
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's metadata of a published checkpoint. CheckpointError if it is not there or not readable."""
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except Exception as failure:  # unpickling a damaged file raises almost anything
+        raise CheckpointError(
+            f"Expected DCP metadata in {folder / '.metadata'}, got {type(failure).__name__}: {failure}."
+        ) from failure
+
+
+def load_tensors(folder: Path, state: dict[str, Any], ignored_prefixes: tuple[str, ...]) -> None:
+    """Reads a published checkpoint into `state`, whose tensors are written in place.
+
+    Args:
+        folder: the checkpoint.
+        state: a state dict like the one saved; sharding may differ.
+        ignored_prefixes: beginnings of keys that may stay unread.
+
+    Raises:
+        CheckpointError: before anything is touched if a tensor is missing, unasked for, or of another shape or dtype;
+            afterwards only if a file cannot be read.
+    """
+    check_tensors(str(folder), state, read_metadata(folder), ignored_prefixes)
+    try:
+        load(state, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as failure:
+        raise CheckpointError(f"Expected {folder} to be readable, got {_causes(failure)}.") from failure
+
+
+def _on_first_rank(action: Callable[[], None], what: str) -> None:
+    """Runs `action` on rank 0 and tells all ranks how it went, so that none waits for a rank that gave up."""
+    outcome: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as failure:
+            outcome[0] = f"{what}: {type(failure).__name__}: {failure}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise CheckpointError(outcome[0])
+
+
+def _causes(failure: CheckpointException) -> str:
+    """What went wrong on which rank, in one line."""
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items())
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Writes a file so that a reader finds either its old or its new content, also after a crash."""
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes renames within a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

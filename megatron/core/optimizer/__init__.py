@@ -1,0 +1,1 @@
+"""Optimizers and what they need: gradient norms, learning-rate schedules, parameter groups."""

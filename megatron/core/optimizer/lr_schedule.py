@@ -1,0 +1,151 @@
+"""Learning-rate schedules: a pure function of the iteration.
+
+A schedule holds no state that could get out of step with the run: resuming needs the iteration alone. What is saved
+with a checkpoint is the schedule's settings, so that a run resumed with others is told.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.options import ConfigError, check_options, expect, option
+
+
+@dataclass(frozen=True)
+class LRScheduleConfig:
+    """The learning rate over the iterations. Names and defaults are Megatron's."""
+
+    lr: float = option(help="peak learning rate", at_least=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay, and its least value ever", at_least=0)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine", "WSD"))
+    lr_decay_iters: int | None = option(None, "iterations until min-lr is reached; default: train-iters", more_than=0)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", at_least=0)
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a fraction of lr-decay-iters, instead of lr-warmup-iters", at_least=0, at_most=1
+    )
+    lr_warmup_init: float = option(0.0, "learning rate at which the warm-up begins", at_least=0)
+    lr_wsd_decay_style: str = option(
+        "exponential", "shape of the last phase of WSD", choices=("exponential", "linear", "cosine")
+    )
+    lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD", more_than=0)
+    override_opt_param_scheduler: bool = option(
+        False, "on load, take this run's schedule where it differs from the checkpoint's"
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "on load, take the checkpoint's schedule where it differs from this run's"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        expect(self.min_lr <= self.lr, "--min-lr", f"at most --lr {self.lr}", self.min_lr)
+        expect(self.lr_warmup_init <= self.lr, "--lr-warmup-init", f"at most --lr {self.lr}", self.lr_warmup_init)
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ConfigError(
+                "--lr-warmup-fraction: expected it alone, without --lr-warmup-iters, "
+                f"got {self.lr_warmup_fraction} and {self.lr_warmup_iters}."
+            )
+        is_wsd = self.lr_decay_style == "WSD"
+        expect(
+            is_wsd == (self.lr_wsd_decay_iters is not None),
+            "--lr-wsd-decay-iters",
+            "a value exactly when --lr-decay-style is WSD",
+            self.lr_wsd_decay_iters,
+        )
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ConfigError(
+                "--override-opt-param-scheduler: expected it or --use-checkpoint-opt-param-scheduler, got both."
+            )
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A resolved schedule: `schedule(iteration)` is the learning rate of that iteration, the first being 0."""
+
+    peak: float
+    least: float
+    style: str
+    decay_iters: int
+    warmup_iters: int
+    warmup_init: float
+    wsd_style: str | None
+    wsd_iters: int | None
+
+    @classmethod
+    def build(cls, config: LRScheduleConfig, train_iters: int) -> LRSchedule:
+        """Resolves the defaults that depend on the run's length. ConfigError if the phases do not fit."""
+        decay_iters = config.lr_decay_iters or train_iters
+        warmup_iters = config.lr_warmup_iters
+        if config.lr_warmup_fraction is not None:
+            warmup_iters = int(config.lr_warmup_fraction * decay_iters)
+        most = f"at most the {decay_iters} decay iterations"
+        expect(warmup_iters <= decay_iters, "--lr-warmup-iters", most, warmup_iters)
+        if config.lr_wsd_decay_iters is not None:
+            expect(
+                warmup_iters + config.lr_wsd_decay_iters <= decay_iters,
+                "--lr-wsd-decay-iters",
+                f"at most {decay_iters - warmup_iters}: {decay_iters} decay iterations less {warmup_iters} of warm-up",
+                config.lr_wsd_decay_iters,
+            )
+        is_wsd = config.lr_decay_style == "WSD"
+        return cls(
+            peak=config.lr,
+            least=config.min_lr,
+            style=config.lr_decay_style,
+            decay_iters=decay_iters,
+            warmup_iters=warmup_iters,
+            warmup_init=config.lr_warmup_init,
+            wsd_style=config.lr_wsd_decay_style if is_wsd else None,
+            wsd_iters=config.lr_wsd_decay_iters,
+        )
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LRSchedule:
+        """Takes back what `state()` gave."""
+        return cls(**state)
+
+    def state(self) -> dict[str, Any]:
+        """The settings, as plain data."""
+        return asdict(self)
+
+    def __call__(self, iteration: int) -> float:
+        """The learning rate of the iteration that follows `iteration` completed ones."""
+        # The first step of a warm-up over n takes 1/n of the way. (Megatron's takes none of it: a step with rate 0.)
+        step = iteration + 1
+        if self.warmup_iters and step <= self.warmup_iters:
+            return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_iters
+        if self.style == "constant":
+            return self.peak
+        if step >= self.decay_iters:
+            return self.least
+        if self.style == "WSD":
+            return self._stable_then_decay(step)
+        done = (step - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
+        return self._between(self.style, done)
+
+    def apply(self, optimizer: torch.optim.Optimizer, iteration: int) -> float:
+        """Sets every parameter group's learning rate for this iteration, and returns it."""
+        lr = self(iteration)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _stable_then_decay(self, step: int) -> float:
+        if self.wsd_iters is None or self.wsd_style is None:
+            raise RuntimeError(f"Expected a WSD schedule with its last phase, got {self}.")
+        start = self.decay_iters - self.wsd_iters
+        return self.peak if step <= start else self._between(self.wsd_style, (step - start) / self.wsd_iters)
+
+    def _between(self, style: str, done: float) -> float:
+        """From `peak` at 0 to `least` at 1."""
+        if style == "cosine":
+            weight = 0.5 * (1.0 + math.cos(math.pi * done))
+        elif style == "exponential":
+            # MiniCPM's (arXiv:2404.06395): halved with every unit, moved so that it ends at 0.
+            weight = 2.0 * 0.5**done - 1.0
+        else:
+            weight = 1.0 - done
+        return self.least + (self.peak - self.least) * weight

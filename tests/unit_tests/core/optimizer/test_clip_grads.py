@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads, squared_norm
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 3_000_001])
+def test_squared_norm_is_right_to_seven_digits_at_any_length(dtype, numel):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = tensor.double().square().sum()
+    torch.testing.assert_close(squared_norm(tensor), exact, rtol=1e-7, atol=0)
+
+
+def test_the_norm_of_what_pytorch_offers_would_be_wrong():
+    tensor = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    exact = tensor.double().square().sum().sqrt()
+    theirs = torch.linalg.vector_norm(tensor).double()
+    assert abs(theirs / exact - 1) > 1e-3
+    torch.testing.assert_close(squared_norm(tensor).sqrt(), exact, rtol=1e-7, atol=0)
+
+
+def parameter(grad: torch.Tensor | None) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(() if grad is None else grad.shape))
+    made.grad = grad
+    return made
+
+
+def test_plain_gradients_are_added_up_and_missing_ones_count_as_zero():
+    parameters = [parameter(torch.tensor([3.0])), parameter(None), parameter(torch.tensor([[4.0]]))]
+    assert float(global_grad_norm(parameters)) == 5.0
+
+
+def test_without_any_gradient_the_norm_is_zero():
+    assert float(global_grad_norm([parameter(None)])) == 0.0
+
+
+def test_a_nan_shows_in_the_norm():
+    assert global_grad_norm([parameter(torch.tensor([float("nan")])), parameter(torch.ones(1))]).isnan()
+
+
+def test_clipping_scales_down_to_the_limit_and_otherwise_changes_no_bit():
+    long, short = parameter(torch.tensor([30.0, 40.0])), parameter(torch.tensor([0.1, 0.3]))
+    scale_grads([long], clip_coefficient(global_grad_norm([long]), 1.0))
+    torch.testing.assert_close(long.grad, torch.tensor([0.6, 0.8]))
+    before = short.grad.clone()
+    scale_grads([short, parameter(None)], clip_coefficient(global_grad_norm([short]), 1.0))
+    assert torch.equal(short.grad, before)
+
+
+def _norms_on_a_mesh() -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    placements = [
+        (Replicate(), Shard(0)),
+        (Shard(0), Shard(0)),
+        (Replicate(), Replicate()),
+    ]
+    values = [torch.randn(5, 3, generator=generator) for _ in placements]
+    parameters = []
+    for value, placement in zip(values, placements, strict=True):
+        made = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, placement))
+        made.grad = distribute_tensor(value.clone(), mesh, placement)  # a replicated one aliases what it is made from
+        parameters.append(made)
+    norm = global_grad_norm(parameters)
+    scale_grads(parameters, torch.tensor(0.5, dtype=torch.float64))
+    for made, value in zip(parameters, values, strict=True):
+        torch.testing.assert_close(made.grad.full_tensor(), value * 0.5)
+    exact = torch.cat([value.flatten() for value in values]).double().norm()
+    return [float(norm), float(exact)]
+
+
+def test_every_element_counts_once_however_it_is_sharded_or_replicated():
+    for ours, exact in run_ranks(4, _norms_on_a_mesh):
+        assert ours == pytest.approx(exact, rel=1e-6)
+
+
+def _partial_gradient() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    made.grad = DTensor.from_local(torch.zeros(2), mesh, [Partial()])
+    with pytest.raises(NotImplementedError, match="sharded or replicated"):
+        global_grad_norm([made])
+
+
+def test_a_gradient_that_is_not_yet_reduced_is_refused():
+    run_ranks(1, _partial_gradient)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.options import ConfigError
+
+
+def build(train_iters: int = 100, **settings) -> LRSchedule:
+    return LRSchedule.build(LRScheduleConfig(**{"lr": 1.0, **settings}), train_iters)
+
+
+def test_warm_up_is_linear_and_its_first_step_already_learns():
+    schedule = build(lr_warmup_iters=4, lr_decay_style="constant")
+    assert [schedule(i) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_warm_up_may_begin_above_zero_and_be_a_fraction_of_the_decay():
+    schedule = build(lr_warmup_fraction=0.02, lr_warmup_init=0.5, lr_decay_style="constant")
+    assert [schedule(i) for i in range(3)] == [0.75, 1.0, 1.0]
+
+
+def test_cosine_is_half_way_down_in_the_middle_and_stays_at_the_least_rate_after_the_end():
+    schedule = build(lr_decay_style="cosine", min_lr=0.1)
+    assert schedule(49) == pytest.approx(0.55)
+    assert schedule(99) == schedule(500) == 0.1
+
+
+def test_linear_goes_down_by_the_same_amount_every_iteration():
+    schedule = build(10, lr_decay_style="linear")
+    assert [schedule(i) for i in range(10)] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+
+
+@pytest.mark.parametrize(("style", "middle"), [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1)])
+def test_wsd_is_stable_until_its_last_phase(style, middle):
+    schedule = build(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style=style, lr_warmup_iters=10)
+    assert {schedule(i) for i in range(9, 80)} == {1.0}
+    assert schedule(89) == pytest.approx(middle)
+    assert schedule(99) == 0.0
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine", "WSD"]),
+    warmup=st.integers(0, 30),
+    wsd=st.integers(1, 50),
+    least=st.floats(0, 1),
+)
+def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(style, warmup, wsd, least):
+    schedule = build(
+        lr_decay_style=style,
+        lr_warmup_iters=warmup,
+        min_lr=least,
+        lr_wsd_decay_iters=wsd if style == "WSD" else None,
+    )
+    rates = [schedule(i) for i in range(120)]
+    assert all(0 <= rate <= 1 for rate in rates)
+    decay = rates[warmup:]
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(decay))
+    assert all(rate >= least - 1e-12 for rate in decay)
+
+
+def test_the_rate_is_set_on_every_group():
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]]}], lr=9.0)
+    assert build(10).apply(optimizer, 4) == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_the_state_is_plain_data_and_gives_the_same_schedule_back():
+    schedule = build(lr_decay_style="WSD", lr_wsd_decay_iters=5)
+    assert LRSchedule.from_state(schedule.state()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_lr": 2.0}, "--min-lr: expected at most --lr 1.0, got 2.0."),
+        ({"lr_warmup_init": 2.0}, "--lr-warmup-init: expected at most --lr 1.0"),
+        ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters: expected a value exactly when"),
+        ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters: expected a value exactly when"),
+        ({"lr_warmup_iters": 101}, "--lr-warmup-iters: expected at most the 100 decay iterations, got 101."),
+        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-fraction: expected it alone"),
+        (
+            {"lr_decay_style": "WSD", "lr_warmup_iters": 60, "lr_wsd_decay_iters": 50},
+            "--lr-wsd-decay-iters: expected at most 40",
+        ),
+        ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "got both"),
+    ],
+)
+def test_phases_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError) as error:
+        build(**settings)
+    assert message in str(error.value)
