@@ -1,0 +1,79 @@
+# Two commands do everything, set-up included: `make pretrain` and `make test`.
+
+PYTHON ?= python3
+RANKS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' requirements/constraints.txt)
+PIP_FLAGS := --quiet --disable-pip-version-check
+# One thread a rank: ranks that share cores slow each other down otherwise.
+RUN := OMP_NUM_THREADS=1
+
+.PHONY: help install data pretrain generate test test-all peer check format clean-runs clean
+
+help:
+	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
+	@echo "make generate   let the trained model write"
+	@echo "make test       install, then run the tests"
+	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
+	@echo "make check      lint, format, types, import floors"
+	@echo "make clean-runs forget the training run; make clean: forget everything made here"
+
+# torch first and by exact version: what depends on it then takes this build and pulls in no other.
+$(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint requirements/constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed
+
+# The real text: what every CPython ships in English and Python, with a tokenizer trained on it.
+data/stdlib.jsonl: $(VENV)/.installed tools/build_stdlib_corpus.py
+	mkdir -p data
+	$(BIN)/python tools/build_stdlib_corpus.py --output $@
+
+data/stdlib_text_document.idx: data/stdlib.jsonl tools/preprocess_data.py
+	$(BIN)/python tools/preprocess_data.py --input $< --json-keys text --output-prefix data/stdlib \
+	    --train-tokenizer --vocab-size 4096 --tokenizer-type HuggingFaceTokenizer \
+	    --tokenizer-model data/stdlib_tokenizer.json --append-eod --workers 2
+
+data: data/stdlib_text_document.idx
+
+pretrain: data
+	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) pretrain_gpt.py --config examples/gpt_cpu.yaml
+
+generate: pretrain
+	$(BIN)/python tools/generate.py --load runs/gpt_cpu
+
+test: install
+	$(RUN) $(BIN)/python -m pytest
+
+test-all: install peer
+	$(RUN) $(BIN)/python -m pytest -m ''
+
+# Another project of the same import name needs an environment of its own.
+.venv-peer/.installed: requirements/peer.txt
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install $(PIP_FLAGS) $(TORCH)
+	.venv-peer/bin/python -m pip install $(PIP_FLAGS) --requirement requirements/peer.txt
+	touch $@
+
+peer: install .venv-peer/.installed
+	$(RUN) $(BIN)/python -m pytest -m peer
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit_tests/test_import_floors.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean-runs:
+	rm -rf runs
+
+clean: clean-runs
+	rm -rf data build *.egg-info $(VENV) .venv-peer .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,171 @@
+"""The command line and YAML files, both generated from the fields of `RunConfig`.
+
+A flag given on the command line overrides the file of `--config`, which overrides the default. A file's keys are the
+flags' names without the dashes in front (`lr-warmup-iters` or `lr_warmup_iters`). Whatever is wrong is one line, a
+`ConfigError`, before anything has been built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron.core.options import ConfigError, Field, options_of
+from megatron.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """What a YAML key or a flag stands for: a field, and whether it says the opposite (`no-load-optim`)."""
+
+    field: Field
+    is_negated: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are `ConfigError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
+    """The resolved configuration of a run from its command line.
+
+    Args:
+        argv: the arguments, without the program's name.
+        world_size: ranks in the run.
+
+    Raises:
+        ConfigError: one line that names the flag or key, what was expected and what was got.
+    """
+    given, unknown = build_parser().parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], "a known flag", _switches("--")))
+    flags = vars(given)
+    path = flags.pop("config", None)
+    values = {} if path is None else read_yaml(path)
+    fields = {field.name: field for field in _all_fields()}
+    values |= {name: fields[name].convert(value) for name, value in flags.items()}
+    return build_config(values).resolve(world_size)
+
+
+def build_config(values: dict[str, Any]) -> RunConfig:
+    """A configuration from converted values by field name; the rest takes its defaults. Not resolved yet."""
+    sections = {}
+    for name, config_class in _section_classes().items():
+        mine = {}
+        for field in options_of(config_class):
+            if field.name in values:
+                mine[field.name] = values[field.name]
+            elif field.default is dataclasses.MISSING:
+                raise ConfigError(f"{field.flag}: expected {field.expected}, got none; it has no default.")
+        sections[name] = config_class(**mine)
+    return RunConfig(**sections)
+
+
+def config_from_values(values: dict[str, Any]) -> RunConfig:
+    """Takes back what `RunConfig.values()` gave (a checkpoint's, say). Not resolved. ConfigError for unknown names."""
+    fields = {field.name: field for field in _all_fields()}
+    if unknown := [name for name in values if name not in fields]:
+        raise ConfigError(_unknown(unknown[0], "a known setting", list(fields)))
+    return build_config({name: fields[name].convert(value) for name, value in values.items()})
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, converted, by field name. ConfigError for what is not one."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as failure:
+        raise ConfigError(f"--config: expected a readable file, got {path!r} ({failure.strerror}).") from None
+    except yaml.YAMLError as failure:
+        raise ConfigError(f"--config: expected YAML in {path}, got {' '.join(str(failure).split())}.") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: expected keys and values in {path}, got a {type(content).__name__}.")
+    switches = {flag.lstrip("-"): switch for flag, switch in _switches("--").items()}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        switch = switches.get(str(key).replace("_", "-"))
+        if switch is None:
+            raise ConfigError(f"{path}: " + _unknown(str(key), "a known key", list(switches)))
+        converted = switch.field.convert(value)
+        values[switch.field.name] = not converted if switch.is_negated else converted
+    return values
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: one group of flags for each owner."""
+    parser = _Parser(
+        description="Trains a GPT.", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags")
+    for name, config_class in _section_classes().items():
+        group = parser.add_argument_group(name)
+        for field in options_of(config_class):
+            _add_flags(group, field)
+    return parser
+
+
+def describe(config: RunConfig) -> str:
+    """The effective configuration, one setting a line, by owner."""
+    lines = ["effective configuration:"]
+    for name, section in config.sections():
+        lines.append(f"  [{name}]")
+        for field in dataclasses.fields(section):
+            lines.append(f"    {field.name} {'.' * max(2, 44 - len(field.name))} {getattr(section, field.name)}")
+    return "\n".join(lines)
+
+
+def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
+    default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
+    text = (field.option.help + default).replace("%", "%%")
+    if field.scalar is bool:
+        for flag, value, line in ((field.flag, True, text), (field.off_flag, False, "the opposite")):
+            group.add_argument(
+                flag, dest=field.name, action="store_const", const=value, default=argparse.SUPPRESS, help=line
+            )
+        return
+    group.add_argument(
+        field.flag,
+        dest=field.name,
+        nargs="+" if field.is_list else None,
+        metavar=field.scalar.__name__.upper(),
+        default=argparse.SUPPRESS,
+        help=text,
+    )
+
+
+def _section_classes() -> dict[str, type[Any]]:
+    hints = typing.get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+
+
+def _all_fields() -> list[Field]:
+    return [field for config_class in _section_classes().values() for field in options_of(config_class)]
+
+
+def _switches(prefix: str) -> dict[str, _Switch]:
+    """Every flag, and every bool's opposite, by name. Names of fields count too where the flag is called otherwise."""
+    switches: dict[str, _Switch] = {}
+    for field in _all_fields():
+        switches[field.flag] = _Switch(field)
+        switches.setdefault(prefix + field.name.replace("_", "-"), _Switch(field))
+        if field.scalar is bool:
+            switches[field.off_flag] = _Switch(field, is_negated=True)
+    return switches
+
+
+def _unknown(name: str, expected: str, known: Sequence[str] | dict[str, _Switch]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"{name}: expected {expected}, got one that does not exist.{hint}"

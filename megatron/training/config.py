@@ -1,0 +1,122 @@
+"""The configuration of a run: the owners' configs side by side, and what must hold between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.device import DeviceConfig
+from megatron.core.dist_checkpointing.config import CheckpointConfig
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.options import ConfigError, check_options, expect, option, resolve_default
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.metrics import LoggingConfig
+from megatron.training.stop import StopConfig
+from megatron.training.tokenizer import TokenizerConfig
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The run itself: how long, in what batches, in what precision."""
+
+    train_iters: int = option(help="iterations to train", at_least=1)
+    micro_batch_size: int = option(help="sequences in one forward pass of one rank", at_least=1)
+    global_batch_size: int | None = option(
+        None, "sequences in one iteration; default: micro-batch-size x data-parallel size", at_least=1
+    )
+    bf16: bool = option(False, "compute in bf16, with main weights, reductions and optimizer in fp32")
+    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
+    eval_interval: int | None = option(1000, "iterations between evaluations on the validation split", at_least=1)
+    eval_iters: int = option(100, "global batches in an evaluation; 0 evaluates nothing", at_least=0)
+    skip_train: bool = option(False, "evaluate only")
+    check_for_nan_in_loss: bool = option(False, "end the run at a loss that is not finite")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run, by owner. Every flag belongs to exactly one of them."""
+
+    model: TransformerConfig
+    data: GPTDatasetConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    schedule: LRScheduleConfig
+    parallel: DataParallelConfig
+    checkpoint: CheckpointConfig
+    training: TrainingConfig
+    stop: StopConfig
+    logging: LoggingConfig
+    device: DeviceConfig
+
+    def resolve(self, world_size: int) -> RunConfig:
+        """This configuration with the defaults that depend on the number of ranks filled in.
+
+        Raises:
+            ConfigError: for settings that are fine each by itself, but not together or not on so many ranks.
+        """
+        config = dataclasses.replace(self, training=dataclasses.replace(self.training))
+        resolve_default(config.training, "global_batch_size", self.training.micro_batch_size * world_size)
+        config._check_batch(world_size)
+        config._check_model()
+        config._check_precision(world_size)
+        LRSchedule.build(config.schedule, config.training.train_iters)
+        return config
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one iteration; a number once the configuration is resolved."""
+        if self.training.global_batch_size is None:
+            raise RuntimeError("Expected a resolved configuration, got one whose --global-batch-size is still open.")
+        return self.training.global_batch_size
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Microbatches that each rank runs in one iteration."""
+        return self.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
+
+    def values(self) -> dict[str, Any]:
+        """Every setting by its field's name, as plain data."""
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for _, section in self.sections()
+            for field in dataclasses.fields(section)
+            for value in (getattr(section, field.name),)
+        }
+
+    def sections(self) -> Iterator[tuple[str, Any]]:
+        """The owners' configs with the names they have here."""
+        for field in dataclasses.fields(self):
+            yield field.name, getattr(self, field.name)
+
+    def _check_batch(self, world_size: int) -> None:
+        unit = self.training.micro_batch_size * world_size
+        expect(
+            self.global_batch_size % unit == 0,
+            "--global-batch-size",
+            f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x {world_size} rank(s)",
+            self.global_batch_size,
+        )
+
+    def _check_model(self) -> None:
+        limit = self.model.max_position_embeddings
+        expect(
+            limit is None or self.data.seq_length <= limit,
+            "--seq-length",
+            f"at most --max-position-embeddings {limit}",
+            self.data.seq_length,
+        )
+
+    def _check_precision(self, world_size: int) -> None:
+        if self.parallel.use_torch_fsdp2:
+            return
+        if world_size > 1:
+            raise ConfigError(f"--no-use-torch-fsdp2: expected one process, got {world_size}.")
+        if self.training.bf16:
+            raise ConfigError("--bf16: expected --use-torch-fsdp2, which keeps the main weights in fp32, got none.")

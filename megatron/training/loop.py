@@ -1,0 +1,139 @@
+"""The training loop: steps, reports, evaluations, checkpoints, and a clean end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.datasets.blended_dataset import SampleDataset
+from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+from megatron.core.device import Device
+from megatron.training.checkpointing import RunState, save_run
+from megatron.training.config import RunConfig
+from megatron.training.metrics import Metrics
+from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult, evaluate, train_step
+from megatron.training.stop import StopConditions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the loop works with and does not change."""
+
+    config: RunConfig
+    device: Device
+    mesh: DeviceMesh
+    forward_step: ForwardStep
+    metrics: Metrics
+    stop: StopConditions
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.num_microbatches(self.mesh.size())
+
+
+def microbatches(
+    dataset: SampleDataset, surroundings: Surroundings, first_sample: int, num_samples: int
+) -> Iterator[Batch]:
+    """This rank's microbatches of the global batches that cover samples `first_sample` to `num_samples`, in order."""
+    training = surroundings.config.training
+    sampler = GlobalBatchSampler(
+        num_samples=num_samples,
+        consumed_samples=first_sample,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=surroundings.config.global_batch_size,
+        data_parallel_rank=surroundings.mesh.get_local_rank(),
+        data_parallel_size=surroundings.mesh.size(),
+    )
+    loader = build_data_loader(
+        dataset, sampler, num_workers=surroundings.config.data.num_workers, pin_memory=surroundings.device.pins_batches
+    )
+    return iter(loader)
+
+
+def train(
+    state: RunState, surroundings: Surroundings, train_data: SampleDataset, valid_data: SampleDataset | None
+) -> None:
+    """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the end.
+
+    Raises:
+        NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
+    """
+    config, progress = surroundings.config, state.progress
+    checkpoint, training = config.checkpoint, config.training
+    # Data is counted in samples, not iterations, so a run may be resumed with another global batch size.
+    remaining = (training.train_iters - progress.iteration) * config.global_batch_size
+    batches = microbatches(
+        train_data, surroundings, progress.consumed_samples, progress.consumed_samples + max(0, remaining)
+    )
+    surroundings.metrics.resume_clock()
+    saved_iteration = progress.iteration
+    while progress.iteration < training.train_iters:
+        result = _run_iteration(state, surroundings, batches)
+        reason = surroundings.stop.reason(progress.iteration, result.stop_votes)
+        is_last = reason is not None or progress.iteration == training.train_iters
+        interval = training.eval_interval
+        if valid_data is not None and interval and progress.iteration % interval == 0 and not is_last:
+            report_evaluation(state, surroundings, valid_data, "validation")
+        is_due = bool(checkpoint.save_interval) and progress.iteration % (checkpoint.save_interval or 1) == 0
+        if checkpoint.save is not None and (is_due or is_last):
+            save_run(config, state, surroundings.device)
+            saved_iteration = progress.iteration
+        surroundings.metrics.resume_clock()
+        if reason is not None:
+            logger.info("exiting at iteration %d: %s", progress.iteration, reason)
+            break
+    logger.info("training ended at iteration %d; newest checkpoint: %s", progress.iteration, saved_iteration)
+
+
+def report_evaluation(state: RunState, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:
+    """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones, and reports the loss."""
+    config = surroundings.config
+    num_iters = config.training.eval_iters
+    loss = evaluate(
+        state.model,
+        microbatches(dataset, surroundings, 0, num_iters * config.global_batch_size),
+        forward_step=surroundings.forward_step,
+        num_microbatches=num_iters * surroundings.num_microbatches,
+        device=surroundings.device.torch_device,
+        mesh=surroundings.mesh,
+    )
+    surroundings.metrics.evaluation(split, loss, state.progress.iteration)
+    return loss
+
+
+def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:
+    """One iteration: step, counters, report."""
+    config, progress = surroundings.config, state.progress
+    learning_rate = state.schedule.apply(state.optimizer, progress.iteration)
+    result = train_step(
+        state.model,
+        state.optimizer,
+        batches,
+        forward_step=surroundings.forward_step,
+        num_microbatches=surroundings.num_microbatches,
+        clip_grad=config.optimizer.clip_grad,
+        device=surroundings.device.torch_device,
+        mesh=surroundings.mesh,
+        stop_votes=surroundings.stop.votes(),
+    )
+    progress.iteration += 1
+    progress.consumed_samples += config.global_batch_size
+    progress.skipped_iterations += result.is_skipped
+    progress.nan_iterations += not math.isfinite(result.loss)
+    surroundings.metrics.step(
+        result,
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        learning_rate=learning_rate,
+        skipped=progress.skipped_iterations,
+        nan=progress.nan_iterations,
+    )
+    if config.training.check_for_nan_in_loss and not math.isfinite(result.loss):
+        raise NonFiniteLossError(progress.iteration, result.bad_ranks, result.loss)
+    return result

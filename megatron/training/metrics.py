@@ -1,0 +1,258 @@
+"""What a run reports: log lines, a progress bar, a JSONL file, TensorBoard, Weights & Biases.
+
+`Metrics` is told of each step and evaluation and passes it to the sinks that were asked for. Only rank 0 has any.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+_MILLISECONDS = 1000.0
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where a run's progress is reported."""
+
+    log_interval: int = option(100, "iterations between log lines", at_least=1)
+    progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
+    metrics_jsonl: str | None = option(None, "file that gets one JSON object for each iteration and evaluation")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard")
+    wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
+    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
+    wandb_save_dir: str | None = option(None, "folder for Weights & Biases' local files")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            if getattr(self, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                expect(self.wandb_project is not None, "--wandb-project", f"a name, since {flag} is given", None)
+
+
+class Sink(Protocol):
+    """Takes one record: `kind` ("train" or "eval") and flat plain data, `iteration` among it."""
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """Takes a record."""
+
+    def close(self) -> None:
+        """Flushes and lets go."""
+
+
+class JsonlSink:
+    """One JSON object a line, appended. Numbers that are not finite become null.
+
+    After a resume the file goes on, so an iteration may stand in it twice: the later line counts.
+    """
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a")  # noqa: SIM115  closed by close()
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars by iteration: `train/loss`, `valid/loss`, ..."""
+
+    def __init__(self, folder: str) -> None:
+        # Here, not above: importing it takes about a second, which runs without TensorBoard need not wait.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder)
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        for name, value in _scalars(kind, record).items():
+            self._writer.add_scalar(name, value, record["iteration"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, with the scalars' names of `TensorBoardSink`."""
+
+    def __init__(self, config: LoggingConfig, run_config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "--wandb-project: expected the package wandb (pip install 'megatron-hybrid[wandb]'), got none."
+            ) from None
+        self._run = wandb.init(
+            project=config.wandb_project, name=config.wandb_exp_name, dir=config.wandb_save_dir, config=run_config
+        )
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        self._run.log(_scalars(kind, record), step=record["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build_sinks(config: LoggingConfig, run_config: dict[str, Any]) -> list[Sink]:
+    """The sinks that were asked for. For rank 0 only."""
+    sinks: list[Sink] = []
+    if config.metrics_jsonl is not None:
+        sinks.append(JsonlSink(config.metrics_jsonl))
+    if config.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(config.tensorboard_dir))
+    if config.wandb_project is not None:
+        sinks.append(WandbSink(config, run_config))
+    return sinks
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns a step's duration into throughput."""
+
+    train_iters: int
+    global_batch_size: int  # sequences
+    seq_length: int  # tokens
+    flops_per_sequence: float  # forward and backward
+    num_devices: int
+
+
+class Metrics:
+    """A run's report, on every rank; ranks other than 0 have no sinks and their logger shows nothing."""
+
+    def __init__(
+        self,
+        rates: Rates,
+        config: LoggingConfig,
+        sinks: list[Sink],
+        *,
+        start_iteration: int,
+        shows_progress: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._rates = rates
+        self._config = config
+        self._sinks = sinks
+        self._clock = clock
+        self._losses: list[float] = []
+        self._num_steps = 0
+        self._step_start = self._interval_start = clock()
+        is_terminal = config.progress_bar and shows_progress and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=rates.train_iters, initial=start_iteration, unit="it", disable=not is_terminal, dynamic_ncols=True
+        )
+
+    def step(
+        self, result: StepResult, *, iteration: int, consumed_samples: int, learning_rate: float, skipped: int, nan: int
+    ) -> None:
+        """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the run began."""
+        now = self._clock()
+        seconds, self._step_start = now - self._step_start, now
+        self._num_steps += 1
+        if math.isfinite(result.loss):
+            self._losses.append(result.loss)
+        tokens_per_second, tflops = self._throughput(seconds)
+        record = {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": learning_rate,
+            "elapsed_ms": seconds * _MILLISECONDS,
+            "tokens_per_second": tokens_per_second,
+            "tflops_per_device": tflops,
+            "skipped_iterations": skipped,
+            "nan_iterations": nan,
+        }
+        for sink in self._sinks:
+            sink.write("train", record)
+        self._bar.update()
+        if iteration % self._config.log_interval == 0:
+            logger.info("%s", self._interval_line(record))
+            self._restart_interval()
+
+    def evaluation(self, split: str, loss: float, iteration: int) -> None:
+        """Reports an evaluation and leaves the time it took out of the next step's."""
+        # exp overflows from 710 on; a loss above 20 has no perplexity worth reading anyway.
+        perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
+        logger.info("%s loss at iteration %d | lm loss: %.6E | lm loss PPL: %.6E", split, iteration, loss, perplexity)
+        for sink in self._sinks:
+            sink.write("eval", {"iteration": iteration, "split": split, "loss": loss, "perplexity": perplexity})
+
+    def resume_clock(self) -> None:
+        """Leaves what happened since the last step (evaluation, saving) out of the next step's time."""
+        pause = self._clock() - self._step_start
+        self._step_start += pause
+        self._interval_start += pause
+
+    def close(self) -> None:
+        """Closes the bar and the sinks."""
+        self._bar.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _throughput(self, seconds_per_step: float) -> tuple[float, float]:
+        """(tokens a second over all devices, TFLOP/s of one device)."""
+        sequences = self._rates.global_batch_size / max(seconds_per_step, 1e-9)
+        return (
+            sequences * self._rates.seq_length,
+            sequences * self._rates.flops_per_sequence / self._rates.num_devices / _TERA,
+        )
+
+    def _restart_interval(self) -> None:
+        self._losses.clear()
+        self._num_steps = 0
+        self._interval_start = self._clock()
+
+    def _interval_line(self, record: dict[str, Any]) -> str:
+        """Megatron's line for the steps since the last one: means of the loss and the time, the rest as of now."""
+        seconds = (self._step_start - self._interval_start) / self._num_steps
+        tokens_per_second, tflops = self._throughput(seconds)
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        width = len(str(self._rates.train_iters))
+        parts = [
+            f"iteration {record['iteration']:{width}}/{self._rates.train_iters}",
+            f"consumed samples: {record['consumed_samples']:8}",
+            f"elapsed time per iteration (ms): {seconds * _MILLISECONDS:.1f}",
+            f"throughput per device (TFLOP/s): {tflops:.3f}",
+            f"tokens per second: {tokens_per_second:.0f}",
+            f"learning rate: {record['learning_rate']:.6E}",
+            f"global batch size: {self._rates.global_batch_size}",
+            f"lm loss: {loss:.6E}",
+            f"grad norm: {record['grad_norm']:.3f}",
+            f"number of skipped iterations: {record['skipped_iterations']:3}",
+            f"number of nan iterations: {record['nan_iterations']:3}",
+        ]
+        return " | ".join(parts) + " |"
+
+
+def _scalars(kind: str, record: dict[str, Any]) -> dict[str, float]:
+    """A record's numbers under the names that TensorBoard and Weights & Biases show."""
+    group = record.get("split", kind)
+    return {
+        f"{group}/{key}": value
+        for key, value in record.items()
+        if key != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

@@ -1,0 +1,161 @@
+"""`pretrain`: from a configuration and three functions to a trained model.
+
+The caller says what the model is, what the data is, and how a microbatch becomes a loss; everything else (ranks,
+sharding, precision, optimizer, checkpoints, reports) is here and does not know what a GPT is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core import log
+from megatron.core.datasets.blended_dataset import SampleDataset
+from megatron.core.datasets.builder import GPTDatasets
+from megatron.core.device import Device
+from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.lr_schedule import LRSchedule
+from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
+from megatron.core.transformer.init import materialize
+from megatron.training.arguments import describe
+from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
+from megatron.training.config import RunConfig
+from megatron.training.launch import Launch, process_group
+from megatron.training.loop import Surroundings, report_evaluation, train
+from megatron.training.metrics import Metrics, Rates, build_sinks
+from megatron.training.rng import seed_all
+from megatron.training.step import ForwardStep
+from megatron.training.stop import StopConditions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to; the same on every rank."""
+
+    iteration: int
+    validation_loss: float | None
+    test_loss: float | None
+
+
+def pretrain(
+    config: RunConfig,
+    *,
+    model_provider: Callable[[RunConfig], nn.Module],
+    datasets_provider: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets],
+    forward_step: ForwardStep,
+    flops_per_sequence: float,
+) -> Outcome:
+    """Trains, evaluates and checkpoints as `config` says. All ranks call it together.
+
+    Args:
+        config: resolved for the number of ranks.
+        model_provider: builds the model; called under the meta device. Its modules initialise their own parameters in
+            `reset_parameters`.
+        datasets_provider: builds the (train, validation, test) datasets with at least these numbers of samples.
+        forward_step: (model, microbatch) -> the microbatch's mean loss.
+        flops_per_sequence: forward and backward, for the throughput that is logged.
+    """
+    launch = Launch.from_environment()
+    device = Device.for_rank(config.device.kind, launch.local_rank)
+    log.configure(launch.rank)
+    with (
+        process_group(launch, device, config.parallel.distributed_timeout_minutes),
+        StopConditions(config.stop) as stop,
+    ):
+        logger.info("%s", describe(config))
+        mesh = build_mesh(device.kind, launch.world_size)
+        state = build_run_state(config, model_provider, device, mesh)
+        seed_all(config.training.seed, launch.rank)
+        load_run(config, state, device)
+        check_save_folder(config.checkpoint, state.progress.iteration)
+        datasets = datasets_provider(config, _num_samples(config, state.progress))
+        with _metrics(config, launch, state.progress, flops_per_sequence) as metrics:
+            surroundings = Surroundings(config, device, mesh, forward_step, metrics, stop)
+            return _run(state, surroundings, datasets)
+
+
+def build_run_state(
+    config: RunConfig, model_provider: Callable[[RunConfig], nn.Module], device: Device, mesh: DeviceMesh
+) -> RunState:
+    """Model, optimizer and schedule, sharded, with the initial weights of `--seed`."""
+    with torch.device("meta"):
+        model = model_provider(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.parallel.use_torch_fsdp2:
+        shard_model(
+            model,
+            mesh,
+            compute_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+            reshard_after_forward=config.parallel.torch_fsdp2_reshard_after_forward,
+        )
+    materialize(model, device.torch_device, config.training.seed)
+    optimizer = build_torch_optimizer(model, config.optimizer, config.schedule.lr)
+    schedule = LRSchedule.build(config.schedule, config.training.train_iters)
+    engine = "PyTorch FSDP2" if config.parallel.use_torch_fsdp2 else "unsharded"
+    logger.info(
+        "%d parameters, %s on %d rank(s), %s, %s",
+        num_parameters,
+        engine,
+        mesh.size(),
+        "bf16 compute over fp32 main weights" if config.training.bf16 else "fp32",
+        device.description,
+    )
+    return RunState(model, optimizer, schedule, Progress())
+
+
+def _run(state: RunState, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
+    """Training, unless it is to be skipped, and the evaluations at the end."""
+    config = surroundings.config
+    if not config.training.skip_train and datasets.train is not None:
+        train(state, surroundings, datasets.train, datasets.valid)
+        peak = surroundings.device.peak_memory_bytes()
+        logger.info("peak memory of rank 0: %.1f MiB", peak / 2**20)
+
+    def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
+        return None if dataset is None else report_evaluation(state, surroundings, dataset, split)
+
+    return Outcome(
+        iteration=state.progress.iteration,
+        validation_loss=final_loss(datasets.valid, "validation"),
+        test_loss=final_loss(datasets.test, "test"),
+    )
+
+
+def _num_samples(config: RunConfig, progress: Progress) -> tuple[int, int, int]:
+    """Samples that the run will ask of each split."""
+    remaining = max(0, config.training.train_iters - progress.iteration) * config.global_batch_size
+    num_train = 0 if config.training.skip_train else progress.consumed_samples + remaining
+    num_eval = config.training.eval_iters * config.global_batch_size
+    return num_train, num_eval, num_eval
+
+
+@contextmanager
+def _metrics(config: RunConfig, launch: Launch, progress: Progress, flops_per_sequence: float) -> Iterator[Metrics]:
+    rates = Rates(
+        train_iters=config.training.train_iters,
+        global_batch_size=config.global_batch_size,
+        seq_length=config.data.seq_length,
+        flops_per_sequence=flops_per_sequence,
+        num_devices=launch.world_size,
+    )
+    is_first = launch.rank == 0
+    metrics = Metrics(
+        rates,
+        config.logging,
+        build_sinks(config.logging, config.values()) if is_first else [],
+        start_iteration=progress.iteration,
+        shows_progress=is_first,
+    )
+    try:
+        yield metrics
+    finally:
+        metrics.close()

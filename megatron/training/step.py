@@ -1,0 +1,125 @@
+"""One training step, and evaluation: what happens to a global batch.
+
+A rank runs its microbatches forward and backward, the ranks agree on the loss, the gradient norm and whether anybody
+wants to stop in one all-reduce and one transfer to the host, and then all of them step or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads
+
+Batch = dict[str, torch.Tensor]
+# (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
+ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step did; the same on every rank."""
+
+    loss: float  # mean over the global batch, before the step
+    grad_norm: float  # global L2 norm, before clipping
+    is_skipped: bool  # nothing was stepped, since the loss or the norm was not finite
+    bad_ranks: tuple[int, ...]  # ranks whose own loss was not finite
+    stop_votes: tuple[float, float]  # summed over ranks
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss of a training step is NaN or infinite, and the run is to end at that."""
+
+    def __init__(self, iteration: int, ranks: tuple[int, ...], loss: float) -> None:
+        where = ", ".join(str(rank) for rank in ranks)
+        super().__init__(f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where}).")
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Iterator[Batch],
+    *,
+    forward_step: ForwardStep,
+    num_microbatches: int,
+    clip_grad: float,
+    device: torch.device,
+    mesh: DeviceMesh,
+    stop_votes: tuple[float, float] = (0.0, 0.0),
+) -> StepResult:
+    """Forward and backward over this rank's share of one global batch, then the optimizer's step.
+
+    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere.
+    Gradients are cleared before the function returns.
+    """
+    model.train()
+    # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for _ in range(num_microbatches):
+        batch = _to_device(next(microbatches), device)
+        mean_loss = forward_step(model, batch) / num_microbatches
+        mean_loss.backward()
+        loss += mean_loss.detach()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = global_grad_norm(parameters).to(device)
+    loss_sum, num_bad, *votes, norm_value = _agree(loss, norm, stop_votes, mesh)
+    bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
+    is_skipped = not (math.isfinite(loss_sum) and math.isfinite(norm_value))
+    if not is_skipped:
+        if clip_grad > 0:
+            scale_grads(parameters, clip_coefficient(norm, clip_grad))
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum / mesh.size(), norm_value, is_skipped, bad_ranks, (votes[0], votes[1]))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    microbatches: Iterator[Batch],
+    *,
+    forward_step: ForwardStep,
+    num_microbatches: int,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> float:
+    """The mean loss over `num_microbatches` microbatches of every rank, without dropout; the same on every rank."""
+    model.eval()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for _ in range(num_microbatches):
+        loss += forward_step(model, _to_device(next(microbatches), device))
+    model.train()
+    dist.all_reduce(loss, group=mesh.get_group())
+    return float(loss) / (num_microbatches * mesh.size())
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _agree(
+    loss: torch.Tensor, norm: torch.Tensor, stop_votes: tuple[float, float], mesh: DeviceMesh
+) -> tuple[float, ...]:
+    """(sum of losses, number of ranks whose loss is not finite, *summed votes, norm), in one all-reduce.
+
+    The transfer to the host at the end is the step's only synchronisation. The norm is already global.
+    """
+    is_bad = (~torch.isfinite(loss)).double()
+    votes = [torch.full_like(loss, vote) for vote in stop_votes]
+    shared = torch.stack([loss, is_bad, *votes])
+    dist.all_reduce(shared, group=mesh.get_group())
+    return tuple(torch.cat([shared, norm.reshape(1)]).tolist())
+
+
+def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks whose own loss is not finite. A collective, so all ranks call it or none."""
+    flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)
+    flags[mesh.get_local_rank()] = float(not torch.isfinite(loss))
+    dist.all_reduce(flags, group=mesh.get_group())
+    return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
