@@ -1,0 +1,1 @@
+"""The models, built of the transformer's parts."""

@@ -1,0 +1,130 @@
+"""Linear layers, and fused weights: several matrices stored as consecutive rows of one parameter.
+
+The module that fuses says so where it builds the weight; whoever stores it unfused (checkpoints) reads the sections
+from there and never guesses them from names. Two query heads and one key-value head of four channels each:
+
+    FusedWeight((("query", 8), ("key", 4), ("value", 4)))
+
+    rows  0 ........ 7 | 8 .. 11 | 12 .. 15
+          query        | key     | value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Section(NamedTuple):
+    """One of the matrices in a fused weight."""
+
+    name: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class FusedWeight:
+    """The sections of a fused weight's dim 0, in order and without gaps. Pairs are taken for sections.
+
+    Raises:
+        ValueError: no sections, a name used twice, or a section without rows.
+    """
+
+    sections: tuple[Section, ...]
+
+    def __init__(self, sections: Sequence[tuple[str, int]]) -> None:
+        object.__setattr__(self, "sections", tuple(Section(name, num_rows) for name, num_rows in sections))
+        if not self.sections:
+            raise ValueError("Expected at least one section, got none.")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"Expected sections of different names, got {self.names}.")
+        for section in self.sections:
+            if section.num_rows < 1:
+                raise ValueError(f"Expected at least one row in section {section.name!r}, got {section.num_rows}.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(section.name for section in self.sections)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each section, in order."""
+        return tuple(section.num_rows for section in self.sections)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole weight."""
+        return sum(self.sizes)
+
+    def row_range(self, name: str) -> tuple[int, int]:
+        """The rows of section `name`, as (start, stop). ValueError if there is no such section."""
+        start = 0
+        for section in self.sections:
+            if section.name == name:
+                return start, start + section.num_rows
+            start += section.num_rows
+        raise ValueError(f"Expected one of the sections {self.names}, got {name!r}.")
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are zero."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # Before nn.Linear's constructor, which calls reset_parameters.
+        self.init_std = init_std
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the initial weights from the default generator of their device."""
+        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class FusedLinear(Linear):
+    """A linear layer whose output features are the sections of a `FusedWeight`; its forward gives them fused.
+
+    Attributes:
+        fused: the sections of `weight` [fused.num_rows, in_features] and of `bias` [fused.num_rows].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        fused: FusedWeight,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__(in_features, fused.num_rows, bias, init_std=init_std, device=device, dtype=dtype)
+        self.fused = fused
+
+    def split(self, output: Tensor) -> tuple[Tensor, ...]:
+        """Views of the forward's output [..., fused.num_rows], one per section: [..., section.num_rows]."""
+        sections: tuple[Tensor, ...] = output.split(self.fused.sizes, dim=-1)
+        return sections
+
+
+def fused_weights(model: nn.Module) -> dict[str, FusedWeight]:
+    """The sections of every parameter, weight or bias, that a `FusedLinear` of `model` owns, by qualified name."""
+    found = {}
+    for module_fqn, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            for name, _ in module.named_parameters(prefix=module_fqn, recurse=False):
+                found[name] = module.fused
+    return found

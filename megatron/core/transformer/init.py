@@ -1,0 +1,136 @@
+"""Initial weights that do not depend on how many ranks share them.
+
+Every module draws from a generator seeded by the run's seed and the module's name. No rank's draws depend on another's,
+on the order of construction, or on how the parameter is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None:
+    """Gives `model`, built on the meta device or already real, its initial weights.
+
+    Every module that owns parameters draws them whole on `device`, one module at a time, through its
+    `reset_parameters`; a plain parameter takes all of it, a DTensor this rank's shard. Nothing is communicated. The
+    weights are a function of the seed, the modules' names, shapes and dtypes, and the kind of device.
+
+    Args:
+        model: its meta parameters get storage on `device`, its real ones keep theirs; real buffers keep their values.
+        device: where the weights are drawn.
+        seed: of the run; the same on every rank.
+
+    Raises:
+        RuntimeError: parameters that no `reset_parameters` initializes, or buffers on the meta device, by name.
+        NotImplementedError: a DTensor with placements other than Shard and Replicate.
+    """
+    device = torch.device(device)
+    _check_is_covered(model)
+    _leave_meta(model, device)
+    done: set[int] = set()
+    for module_fqn, module in model.named_modules():
+        if callable(getattr(module, "reset_parameters", None)):
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            # A parameter that several modules share is initialized by the first.
+            wanted = {name for name, parameter in own.items() if id(parameter) not in done}
+            if wanted:
+                _initialize(module, module_fqn, own, wanted, device, seed)
+                done.update(map(id, own.values()))
+
+
+def _check_is_covered(model: nn.Module) -> None:
+    covered: set[int] = set()
+    for module in model.modules():
+        if callable(getattr(module, "reset_parameters", None)):
+            covered.update(map(id, module.parameters(recurse=False)))
+    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if left_out:
+        raise RuntimeError(f"Expected a reset_parameters in every module with parameters, got none for {left_out}.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and not all(type(p) in (Shard, Replicate) for p in parameter.placements):
+            raise NotImplementedError(f"Expected Shard or Replicate for {name}, got {parameter.placements}.")
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(f"Expected buffers with storage, which nothing here would fill, got {on_meta} on meta.")
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+@torch.no_grad()
+def _initialize(
+    module: nn.Module,
+    module_fqn: str,
+    own: dict[str, nn.Parameter],
+    wanted: set[str],
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Draws all of the module's `own` parameters and copies the `wanted` ones into place."""
+    drawn = {name: _empty_like_whole(parameter, device) for name, parameter in own.items()}
+    for name, whole in drawn.items():
+        setattr(module, name, whole)
+    try:
+        with _seeded(device, seed, module_fqn):
+            module.reset_parameters()  # type: ignore[operator]  # checked callable by the caller
+    finally:
+        for name, parameter in own.items():
+            setattr(module, name, parameter)
+    for name in sorted(wanted):
+        whole = drawn[name]
+        if whole.is_floating_point() and bool(whole.isnan().any()):
+            raise RuntimeError(
+                f"Expected {type(module).__name__}.reset_parameters to fill {module_fqn}.{name}, got it left as it was."
+            )
+        _copy_local(own[name], whole)
+
+
+def _empty_like_whole(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    if whole.is_floating_point():
+        # What reset_parameters forgets stays recognizable.
+        whole.fill_(float("nan"))
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Copies this rank's part of `whole` into `parameter`."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    if parameter.device_mesh.get_coordinate() is None:
+        return  # this rank is not part of the mesh and holds nothing
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, parameter.device_mesh, parameter.placements)
+    local = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    parameter.to_local().copy_(local)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, module_fqn: str) -> Iterator[None]:
+    """The default generators of the CPU and of `device`, seeded for one module; afterwards as they were before."""
+    module_seed = xxhash.xxh3_64_intdigest(f"{seed}:{module_fqn}".encode())
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(module_seed)
+            yield
+        return
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    with torch.random.fork_rng(devices=[index], device_type=device.type):
+        # Not torch.manual_seed: it would seed the generators of all devices, and only these two are forked.
+        torch.default_generator.manual_seed(module_seed)
+        torch.get_device_module(device.type).default_generators[index].manual_seed(module_seed)
+        yield

@@ -1,0 +1,239 @@
+"""GPTModel: names, causality, ties, losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.fused_weight import fused_weights
+from megatron.core.transformer.init import materialize
+
+VOCAB = 40
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def _config(**changes: Any) -> TransformerConfig:
+    values: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    return TransformerConfig(**{**values, "attention_dropout": 0.0, "hidden_dropout": 0.0, **changes})
+
+
+def _model(config: TransformerConfig) -> GPTModel:
+    with torch.device("meta"):
+        model = GPTModel(config, VOCAB)
+    materialize(model, "cpu", seed=0)
+    return model
+
+
+def _batch(batch: int = 2, seq_length: int = 12) -> tuple[Tensor, Tensor]:
+    text = torch.randint(VOCAB, (batch, seq_length + 1), generator=torch.Generator().manual_seed(0))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _losses_and_gradients(config: TransformerConfig) -> list[Tensor]:
+    model = _model(config)
+    torch.manual_seed(3)
+    losses = model(*_batch())
+    losses.mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+    return [losses, *gradients]
+
+
+def test_parameter_names_of_the_default_model() -> None:
+    layer = "decoder.layers.0."
+    with torch.device("meta"):
+        model = GPTModel(_config(num_layers=1), VOCAB)
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        "embedding.word_embeddings.weight": (VOCAB, 32),
+        layer + "input_layernorm.weight": (32,),
+        layer + "input_layernorm.bias": (32,),
+        layer + "self_attention.linear_qkv.weight": (96, 32),
+        layer + "self_attention.linear_qkv.bias": (96,),
+        layer + "self_attention.linear_proj.weight": (32, 32),
+        layer + "self_attention.linear_proj.bias": (32,),
+        layer + "pre_mlp_layernorm.weight": (32,),
+        layer + "pre_mlp_layernorm.bias": (32,),
+        layer + "mlp.linear_fc1.weight": (48, 32),
+        layer + "mlp.linear_fc1.bias": (48,),
+        layer + "mlp.linear_fc2.weight": (32, 48),
+        layer + "mlp.linear_fc2.bias": (32,),
+        "decoder.final_layernorm.weight": (32,),
+        "decoder.final_layernorm.bias": (32,),
+    }
+    assert not list(model.named_buffers())
+
+
+def test_parameter_names_of_a_llama_like_model() -> None:
+    layer = "decoder.layers.0."
+    with torch.device("meta"):
+        model = GPTModel(_config(num_layers=1, qk_layernorm=True, **LLAMA), VOCAB)
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        "embedding.word_embeddings.weight": (VOCAB, 32),
+        layer + "input_layernorm.weight": (32,),
+        layer + "self_attention.linear_qkv.weight": (64, 32),
+        layer + "self_attention.q_layernorm.weight": (8,),
+        layer + "self_attention.k_layernorm.weight": (8,),
+        layer + "self_attention.linear_proj.weight": (32, 32),
+        layer + "pre_mlp_layernorm.weight": (32,),
+        layer + "mlp.linear_fc1.weight": (96, 32),
+        layer + "mlp.linear_fc2.weight": (32, 48),
+        "decoder.final_layernorm.weight": (32,),
+        "output_layer.weight": (VOCAB, 32),
+    }
+    assert {name: fused.sections for name, fused in fused_weights(model).items()} == {
+        layer + "self_attention.linear_qkv.weight": (("query", 32), ("key", 16), ("value", 16)),
+        layer + "mlp.linear_fc1.weight": (("gate", 48), ("up", 48)),
+    }
+
+
+def test_untying_adds_one_parameter_and_tying_uses_the_embedding() -> None:
+    tied, untied = _model(_config()), _model(_config(untie_embeddings_and_output_weights=True))
+    names = [name for name, _ in tied.named_parameters()]
+    assert [name for name, _ in untied.named_parameters()] == [*names, "output_layer.weight"]
+    tokens, _ = _batch()
+    with torch.no_grad():
+        untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
+        assert torch.equal(tied(tokens), untied(tokens))
+
+
+def test_tied_gradient_is_the_sum_of_embedding_and_output_gradients() -> None:
+    tied, untied = _model(_config()), _model(_config(untie_embeddings_and_output_weights=True))
+    untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
+    for model in (tied, untied):
+        model(*_batch()).mean().backward()
+    assert untied.output_layer is not None
+    both = untied.embedding.word_embeddings.weight.grad + untied.output_layer.weight.grad
+    torch.testing.assert_close(tied.embedding.word_embeddings.weight.grad, both)
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, {"position_embedding_type": "none"}])
+def test_later_tokens_change_no_earlier_logit(changes: dict[str, Any]) -> None:
+    model = _model(_config(init_method_std=0.3, **changes)).eval()
+    tokens, _ = _batch(batch=1)
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert (before[:, 7:] != after[:, 7:]).any(dim=-1).all()
+
+
+def test_rotation_makes_the_order_of_earlier_tokens_matter() -> None:
+    tokens, _ = _batch(batch=1)
+    swapped = tokens.clone()
+    swapped[0, [2, 5]] = tokens[0, [5, 2]]
+    with torch.no_grad():
+        for position, differs in (("rope", True), ("none", False)):
+            # One layer: deeper ones see the order through the causal mask alone.
+            model = _model(_config(num_layers=1, init_method_std=0.3, position_embedding_type=position))
+            same = torch.allclose(model(tokens)[0, -1], model(swapped)[0, -1], atol=1e-5)
+            assert same is not differs
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA])
+def test_losses_are_the_cross_entropy_of_the_logits(changes: dict[str, Any]) -> None:
+    model = _model(_config(**changes))
+    tokens, labels = _batch()
+    logits, losses = model(tokens), model(tokens, labels)
+    assert logits.shape == (2, 12, VOCAB)
+    assert losses.shape == (2, 12)
+    assert losses.dtype == torch.float32
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 12)
+    torch.testing.assert_close(losses, expected)
+    losses.mean().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    expected.mean().backward()
+    for got, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recompute_changes_no_bit_of_losses_and_gradients(granularity: str, dropout: float) -> None:
+    changes = {**LLAMA, "hidden_dropout": dropout, "attention_dropout": dropout}
+    plain = _losses_and_gradients(_config(**changes))
+    recomputed = _losses_and_gradients(_config(**changes, recompute_granularity=granularity))
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = _model(_config(hidden_dropout=0.2))
+    tokens, labels = _batch()
+    assert not torch.equal(model(tokens, labels), model(tokens, labels))
+    model.eval()
+    assert torch.equal(model(tokens, labels), model(tokens, labels))
+
+
+def test_embeddings_are_dropped_out_in_training_only() -> None:
+    model = _model(_config(hidden_dropout=0.5))
+    tokens, _ = _batch()
+    dropped = model.embedding(tokens)
+    kept = model.eval().embedding(tokens)
+    assert 0.4 < dropped.eq(0).float().mean().item() < 0.6
+    torch.testing.assert_close(dropped[dropped != 0], 2 * kept[dropped != 0])
+
+
+def test_outputs_are_no_views() -> None:
+    # Sharding wrappers hang their hooks on the output, and an in-place operation on a view would lose them.
+    model = _model(_config())
+    assert not model(*_batch())._is_view()
+    assert not model(_batch()[0])._is_view()
+
+
+def test_a_tiny_model_overfits_one_batch() -> None:
+    model = _model(_config(**LLAMA))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    tokens, labels = _batch()
+    losses = []
+    for _ in range(60):
+        loss = model(tokens, labels).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(float(VOCAB)).log().item(), abs=0.3)
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA])
+def test_bf16_model_runs_close_to_fp32(changes: dict[str, Any]) -> None:
+    model = _model(_config(**changes))
+    tokens, labels = _batch()
+    expected = model(tokens, labels).detach()
+    model.bfloat16()
+    assert model(tokens).dtype == torch.bfloat16
+    losses = model(tokens, labels)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+    losses.mean().backward()
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model = _model(_config(max_position_embeddings=12))
+    tokens, labels = _batch()
+    model(tokens, labels)
+    with pytest.raises(ValueError, match="Expected at most --max-position-embeddings 12 tokens, got 13"):
+        model(F.pad(tokens, (0, 1)))
+    with pytest.raises(ValueError, match=r"Expected labels of shape \(2, 12\), got \(2, 11\)"):
+        model(tokens, labels[:, 1:])
+    with pytest.raises(ValueError, match=r"Expected int64 tokens \[batch, seq\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match="at least one token, got 0"):
+        GPTModel(_config(), 0)
