@@ -1,0 +1,81 @@
+"""Which data to train on, how it is split, and how it is cut into samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.datasets.indexed_dataset import bin_path, idx_path
+from megatron.core.options import ConfigError, check_options, expect, option
+
+
+class BlendPart(NamedTuple):
+    """One dataset of a blend."""
+
+    weight: float  # only proportions count
+    prefix: str
+
+
+@dataclass(frozen=True)
+class GPTDatasetConfig:
+    """Data of a run. Raises ConfigError for anything that cannot be honoured, files that do not exist included."""
+
+    seq_length: int = option(help="tokens per training sample", at_least=1)
+    data_path: tuple[str, ...] | None = option(
+        None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
+    )
+    split: str = option("969,30,1", "shares of the documents for training, validation and test, in any unit")
+    data_cache_path: str | None = option(
+        None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
+    )
+    mock_data: bool = option(False, "train on a synthetic language instead of --data-path")
+    num_workers: int = option(
+        2, "processes per rank that read samples ahead; 0 reads in the training process", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        self._check_source()
+        _ = self.split_fractions
+        for part in self.blend:
+            for path in (bin_path(part.prefix), idx_path(part.prefix)):
+                expect(path.is_file(), "--data-path", "a PREFIX with files PREFIX.bin and PREFIX.idx", str(path))
+
+    def _check_source(self) -> None:
+        if self.mock_data and self.data_path is not None:
+            raise ConfigError(f"--data-path: expected nothing beside --mock-data, got {' '.join(self.data_path)!r}.")
+        expect(self.mock_data or bool(self.data_path), "--data-path", "a PREFIX, or --mock-data", self.data_path)
+
+    @property
+    def split_fractions(self) -> tuple[float, float, float]:
+        """Shares of training, validation and test; they add up to 1."""
+        expected = "three non-negative numbers with a positive sum"
+        try:
+            shares = [float(share) for share in self.split.split(",")]
+        except ValueError:
+            shares = []
+        is_split = len(shares) == 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+        expect(is_split, "--split", expected, self.split)
+        train, valid, test = (share / sum(shares) for share in shares)
+        return train, valid, test
+
+    @property
+    def blend(self) -> list[BlendPart]:
+        """The datasets with their weights; one of weight 1 for a single PREFIX, none for mock data."""
+        given = self.data_path or ()
+        if len(given) <= 1:
+            return [BlendPart(1.0, prefix) for prefix in given]
+        expect(len(given) % 2 == 0, "--data-path", "pairs of WEIGHT and PREFIX", " ".join(given))
+        return [
+            BlendPart(_parse_weight(weight), prefix) for weight, prefix in zip(given[::2], given[1::2], strict=True)
+        ]
+
+
+def _parse_weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    expect(math.isfinite(weight) and weight > 0, "--data-path", "a WEIGHT > 0 before each PREFIX", text)
+    return weight

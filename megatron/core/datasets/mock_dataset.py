@@ -1,0 +1,60 @@
+"""Samples of a synthetic language, for runs without data: a model can learn it, and nothing has to be read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from megatron.core.datasets.permutation import derive_key, mix64
+
+_ALPHABET = 512  # tokens in use at most: few, so that each is seen often in a short run
+_NUM_STRIDES = 8
+_NOISE = 1 / 32  # share of tokens drawn at random
+
+
+class MockGPTDataset(Dataset[dict[str, torch.Tensor]]):
+    """Noisy arithmetic progressions: each token follows the one before by the sample's stride.
+
+    A sample counts through the first min(vocab_size, 512) tokens in steps of its own, 1 to 8, and now and then jumps
+    to a random token and counts on from there. The steps a token may be followed by are soon learnt, the stride of the
+    sample at hand only from its context; the jumps cannot be predicted.
+
+    Args:
+        vocab_size: token ids lie below it; at least 2.
+        seq_length: tokens of a sample, and as many labels.
+        num_samples: length of the dataset; the content of a sample does not depend on it.
+        seed: another seed gives other samples of the same language.
+    """
+
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"Expected a vocabulary of at least 2 tokens, got {vocab_size}.")
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.seed = seed
+        self._alphabet = min(vocab_size, _ALPHABET)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample `index`: "tokens" and "labels", int64 [seq_length] each; two views of one window.
+
+        Raises:
+            IndexError: an index outside range(num_samples).
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"Expected a sample in range({self.num_samples}), got {index}.")
+        num_tokens = self.seq_length + 1
+        key = derive_key(self.seed, "mock", int(index))
+        # Two random numbers per token, and one for the stride.
+        draws = mix64(np.arange(2 * num_tokens + 1, dtype=np.uint64), key) >> np.uint64(11)  # 53 bits, exact as floats
+        stride = 1 + int(draws[-1]) % _NUM_STRIDES
+        is_jump = draws[:num_tokens] < np.uint64(_NOISE * (1 << 53))
+        is_jump[0] = True
+        targets = (draws[num_tokens:-1] % np.uint64(self._alphabet)).astype(np.int64)
+        places = np.arange(num_tokens)
+        last_jump = np.maximum.accumulate(np.where(is_jump, places, 0))
+        window = torch.from_numpy((targets[last_jump] + stride * (places - last_jump)) % self._alphabet)
+        return {"tokens": window[:-1], "labels": window[1:]}

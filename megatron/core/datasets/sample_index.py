@@ -1,0 +1,217 @@
+"""Where each training sample begins: computed once per data, split and sequence length, kept as a mapped file.
+
+[Note: the order of samples]
+
+The sequences of a split, laid end to end in a random order, are one epoch's token stream. Sample j of the epoch is the
+window of seq_length + 1 tokens that begins at token j * seq_length: the last token of one window, a label only, is the
+first of the next.
+
+    documents     A A A A A B B C C C C C C     seq_length 4
+    window 0      A A A A A
+    window 1              A B B C C
+    window 2                      C C C C C     what is left after the last whole window is dropped
+
+Both orders, of documents in the stream and of samples drawn from the epoch, are `RandomPermutation`s of (seed, epoch).
+What cannot be computed on the spot is which document a window begins in, since that is a running sum over all
+documents before it. That, and nothing else, is stored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, sync_folder
+from megatron.core.datasets.permutation import RandomPermutation, derive_key
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # raised when the same description would give other numbers
+_CHUNK = 1 << 18  # documents, or samples, handled at a time: it bounds the memory of a build
+
+
+@functools.lru_cache(maxsize=64)
+def epoch_permutation(size: int, seed: int, purpose: str, epoch: int) -> RandomPermutation:
+    """The order of `size` things ("documents" or "samples") in one epoch."""
+    return RandomPermutation(size, derive_key(seed, purpose, epoch))
+
+
+@dataclass(frozen=True)
+class EpochStream:
+    """The sequences of one split as an endless row of epochs, each in an order of its own."""
+
+    indexed: IndexedDataset
+    documents: range  # sequences of `indexed` that belong to the split
+    seed: int
+
+    def sequences(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which sequences of `indexed` stand at these positions of the epoch's stream: int64 [n] -> int64 [n]."""
+        order = epoch_permutation(len(self.documents), self.seed, "documents", epoch)
+        return order(positions) + self.documents.start
+
+    def sample_starts(self, epoch: int, seq_length: int, num_samples: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Where windows 0 .. num_samples - 1 of the epoch begin, in pieces.
+
+        Yields:
+            int64 [n, 2]: position of the document in the stream, offset of the first token in that document.
+        """
+        num_tokens = 0
+        num_done = 0
+        for first in range(0, len(self.documents), _CHUNK):
+            positions = np.arange(first, min(first + _CHUNK, len(self.documents)), dtype=np.int64)
+            lengths = self.indexed.gather_lengths(self.sequences(epoch, positions))
+            ends = num_tokens + np.cumsum(lengths, dtype=np.int64)
+            num_tokens = int(ends[-1])
+            reached = min(num_samples, -(-num_tokens // seq_length))
+            for low in range(num_done, reached, _CHUNK):
+                tokens = np.arange(low, min(low + _CHUNK, reached), dtype=np.int64) * seq_length
+                # The first document that ends beyond the token; so it is never an empty one.
+                found = np.searchsorted(ends, tokens, side="right")
+                starts = np.empty((len(tokens), 2), dtype="<i8")
+                starts[:, 0] = first + found
+                starts[:, 1] = tokens - ends[found] + lengths[found]
+                yield starts
+            num_done = reached
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """The stored starts of the samples of `num_epochs` epochs.
+
+    Attributes:
+        stream: what is cut.
+        seq_length: tokens from one window to the next.
+        samples_per_epoch: whole windows in an epoch.
+        num_epochs: epochs stored.
+        folder: where the file is kept; made if missing.
+    """
+
+    stream: EpochStream
+    seq_length: int
+    samples_per_epoch: int
+    num_epochs: int
+    folder: Path
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.num_epochs, self.samples_per_epoch, 2)
+
+    @functools.cached_property
+    def description(self) -> dict[str, object]:
+        """All that the numbers depend on; its hash is the file's name."""
+        indexed, documents = self.stream.indexed, self.stream.documents
+        files = []
+        for path in (indexed.idx_path, indexed.bin_path):
+            status = path.stat()
+            files.append({"path": str(path.resolve()), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns})
+        return {
+            "format": _FORMAT,
+            "files": files,
+            "documents": [documents.start, documents.stop],
+            "seq_length": self.seq_length,
+            "seed": self.stream.seed,
+            "num_epochs": self.num_epochs,
+        }
+
+    @property
+    def path(self) -> Path:
+        """The file of starts, int64 [num_epochs, samples_per_epoch, 2] in numpy's format."""
+        text = json.dumps(self.description, sort_keys=True)
+        return self.folder / f"{xxhash.xxh3_128_hexdigest(text.encode())}.npy"
+
+    def load(self) -> npt.NDArray[np.int64]:
+        """The starts, mapped. The first process to come builds the file; others wait for it.
+
+        Raises:
+            OSError: the folder cannot be written; the message names --data-cache-path.
+        """
+        found = self._map()
+        if found is not None:
+            return found
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path.with_suffix(".lock")):
+                found = self._map()
+                if found is None:
+                    self._build()
+                    found = self._map()
+        except PermissionError as error:
+            raise PermissionError(
+                f"--data-cache-path: expected a folder to write the sample index to, got {self.folder} ({error})."
+            ) from error
+        if found is None:
+            raise OSError(f"Expected the sample index just written to {self.path}, got none that can be read.")
+        return found
+
+    def _map(self) -> npt.NDArray[np.int64] | None:
+        """The file, mapped, or None if there is none of the right shape."""
+        try:
+            starts = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            logger.warning("%s cannot be read (%s); it is built anew.", self.path, error)
+            return None
+        if starts.shape != self.shape or starts.dtype != np.dtype("<i8"):
+            logger.warning("%s holds %s of shape %s; it is built anew.", self.path, starts.dtype, starts.shape)
+            return None
+        # A plain array over the mapping: indexing numpy's memmap class makes a memmap of every element.
+        return np.asarray(starts)
+
+    def _build(self) -> None:
+        begun = time.monotonic()
+        with _published(self.path.with_suffix(".json")) as stream:
+            stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
+        with _published(self.path) as stream:
+            header = {"descr": "<i8", "fortran_order": False, "shape": self.shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for epoch in range(self.num_epochs):
+                for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
+                    stream.write(starts.tobytes())
+        logger.info(
+            "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
+            self.stream.indexed.prefix,
+            len(self.stream.documents),
+            self.num_epochs,
+            self.samples_per_epoch,
+            time.monotonic() - begun,
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file among the processes of this node; waits for it.
+
+    The file stays: removing it would let a process that waits and one that comes later lock two different files.
+    """
+    with path.open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _published(path: Path) -> Iterator[BinaryIO]:
+    """A stream whose content stands under `path` once the block ends, whole and on disk; if it raises, nothing does."""
+    temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,99 @@
+"""Which samples each data-parallel rank reads: arithmetic on the number of samples consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from megatron.core.datasets.blended_dataset import SampleDataset
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Sample numbers of one rank, one micro-batch after another.
+
+    A global batch is the next `global_batch_size` samples, whatever the number of ranks: micro-batch m of rank r takes
+
+        base + (m * data_parallel_size + r) * micro_batch_size + range(micro_batch_size)
+
+    where base is the number of samples consumed before. An incomplete global batch at the end is dropped.
+
+    Args:
+        num_samples: samples of the dataset.
+        consumed_samples: samples that earlier steps have used; the first global batch begins there.
+        micro_batch_size: samples of one forward pass on one rank.
+        global_batch_size: samples of one optimizer step over all ranks.
+        data_parallel_rank, data_parallel_size: this rank among those that read different samples.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
+            raise ValueError(
+                "Expected a micro batch size, a global batch size and a data parallel size of at least 1, got "
+                f"{micro_batch_size}, {global_batch_size} and {data_parallel_size}."
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"Expected a data parallel rank in range({data_parallel_size}), got {data_parallel_rank}.")
+        per_pass = micro_batch_size * data_parallel_size
+        if global_batch_size % per_pass:
+            raise ValueError(
+                f"Expected a global batch size divisible by micro batch size x data parallel size = "
+                f"{micro_batch_size} x {data_parallel_size} = {per_pass}, got {global_batch_size}."
+            )
+        if not 0 <= consumed_samples <= num_samples:
+            raise ValueError(f"Expected 0 to {num_samples} consumed samples, got {consumed_samples}.")
+        self.num_microbatches = global_batch_size // per_pass
+        self.num_global_batches = (num_samples - consumed_samples) // global_batch_size
+        self._consumed_samples = consumed_samples
+        self._micro_batch_size = micro_batch_size
+        self._per_pass = per_pass
+        self._rank_offset = data_parallel_rank * micro_batch_size
+
+    def __len__(self) -> int:
+        """Number of micro-batches of this rank."""
+        return self.num_global_batches * self.num_microbatches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Global batches follow each other without a gap, and so do the passes within one.
+        for number in range(len(self)):
+            begin = self._consumed_samples + number * self._per_pass + self._rank_offset
+            yield list(range(begin, begin + self._micro_batch_size))
+
+
+def build_data_loader(
+    dataset: SampleDataset, sampler: GlobalBatchSampler, num_workers: int, pin_memory: bool
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """A loader of micro-batches: "tokens" and "labels", int64 [micro_batch_size, seq_length] each.
+
+    Args:
+        dataset: gives sample i.
+        sampler: gives the sample numbers of each micro-batch.
+        num_workers: processes that read ahead; 0 reads in this one.
+        pin_memory: whether batches come in page-locked memory, for asynchronous copies to a GPU.
+    """
+    # A loader draws a seed for its workers whenever it is iterated. From a generator of its own: drawn from the global
+    # one, it would shift every random number after a resume, which no longer equal the uninterrupted run's.
+    generator = torch.Generator()
+    generator.manual_seed(0)
+    loaded: Any = dataset
+    return DataLoader(
+        loaded,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=generator,
+        persistent_workers=False,
+    )

@@ -1,0 +1,264 @@
+"""Tokenizers: from text to token ids and back.
+
+Three kinds, chosen by `--tokenizer-type`: a Hugging Face tokenizer from its files, the bytes of the text itself, and
+one for text that is token ids already. All of them can be pickled, so that worker processes can be handed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron.core.options import ConfigError, check_options, expect, option
+
+_END_OF_TEXT = "<|endoftext|>"
+# What ends a text in the vocabularies that do not say so in a file beside them.
+_EOD_CANDIDATES = (_END_OF_TEXT, "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What data preparation, training and generation need of a tokenizer."""
+
+    name: str
+    vocab_size: int  # token ids lie below it, `eod` included
+    eod: int  # the id that ends a document
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, without any that the text does not contain (no begin or end marks)."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of these ids."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer, and how many rows its embedding has."""
+
+    tokenizer_type: str = option(
+        "HuggingFaceTokenizer",
+        "kind of tokenizer",
+        choices=("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = option(None, "a tokenizer.json, or the folder of a Hugging Face tokenizer")
+    vocab_size: int | None = option(
+        None, "size of the vocabulary before padding; by default the tokenizer's own", at_least=1
+    )
+    make_vocab_size_divisible_by: int = option(128, "the embedding has a multiple of this many rows", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.tokenizer_type == "HuggingFaceTokenizer":
+            found = self.tokenizer_model is not None and Path(self.tokenizer_model).exists()
+            expect(
+                found, "--tokenizer-model", "a tokenizer.json or a tokenizer's folder that exists", self.tokenizer_model
+            )
+        else:
+            expect(
+                self.tokenizer_model is None,
+                "--tokenizer-model",
+                f"nothing with {self.tokenizer_type}",
+                self.tokenizer_model,
+            )
+        if self.tokenizer_type == "NullTokenizer":
+            expect(self.vocab_size is not None, "--vocab-size", "a number, as NullTokenizer has none", self.vocab_size)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the `tokenizers` library.
+
+    Special tokens that are spelled out in a text become their ids, as in the transformers library.
+
+    Args:
+        path: a tokenizer.json, or a folder with one. A folder without is read by the transformers library.
+
+    Raises:
+        ConfigError: the files are missing or cannot be read, or say nowhere which token ends a document.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._tokenizer, eos = _load(Path(path))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = f"HuggingFaceTokenizer({path})"
+        # Ids may have gaps, so their number is not enough.
+        self.vocab_size = max(vocabulary.values()) + 1
+        candidates = _EOD_CANDIDATES if eos is None else (eos,)
+        found = [vocabulary[token] for token in candidates if token in vocabulary]
+        if not found:
+            raise ConfigError(
+                f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in tokenizer_config.json, "
+                f"or one of {', '.join(candidates)}), got none."
+            )
+        self.eod = found[0]
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of the text, and one id more for the end of a document. Needs no files."""
+
+    name = "ByteTokenizer"
+    vocab_size = 257
+    eod = 256
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of these ids; the end of a document has none, and broken UTF-8 shows as U+FFFD."""
+        return bytes(token for token in ids if token != self.eod).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Text that is token ids already, separated by white space.
+
+    Args:
+        vocab_size: ids in the text lie below it. It is itself the id that ends a document, as in Megatron, so that
+            the tokenizer has one id more.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.name = f"NullTokenizer({vocab_size})"
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Raises ValueError for a word that is no id of the vocabulary."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError(f"Expected token ids separated by spaces, got text: {error}.") from error
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"Expected token ids in range({self.vocab_size}), got {token}.")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids)
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer the configuration names.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has more ids than `--vocab-size` says.
+    """
+    tokenizer: Tokenizer
+    if config.tokenizer_type == "ByteTokenizer":
+        tokenizer = ByteTokenizer()
+    elif config.tokenizer_type == "NullTokenizer":
+        assert config.vocab_size is not None, "checked by the config"
+        tokenizer = NullTokenizer(config.vocab_size)
+    else:
+        assert config.tokenizer_model is not None, "checked by the config"
+        tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
+    padded_vocab_size(config, tokenizer)
+    return tokenizer
+
+
+def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: the vocabulary, padded to a multiple of `--make-vocab-size-divisible-by`.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than `--vocab-size` says.
+    """
+    num_rows = tokenizer.vocab_size
+    if config.vocab_size is not None and config.tokenizer_type != "NullTokenizer":
+        if config.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"--vocab-size: expected at least the {tokenizer.vocab_size} ids of {tokenizer.name}, got "
+                f"{config.vocab_size}."
+            )
+        num_rows = config.vocab_size
+    divisor = config.make_vocab_size_divisible_by
+    return -(-num_rows // divisor) * divisor
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress: bool = False) -> Path:
+    """Trains a byte-level BPE tokenizer and saves it; the same texts give the same file.
+
+    Args:
+        texts: what to train on.
+        vocab_size: ids of the tokenizer, `<|endoftext|>` among them; fewer if the texts are too short for so many.
+        path: the tokenizer.json to write; its folder is made where it is missing.
+        progress: whether to show a progress bar.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: a vocabulary too small for the 256 bytes and `<|endoftext|>`.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise ValueError(f"Expected a vocabulary of at least {len(alphabet) + 1} tokens, got {vocab_size}.")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[_END_OF_TEXT], initial_alphabet=alphabet, show_progress=progress
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        tokenizer.save(str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _load(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
+    """The tokenizer at `path`, and its end-of-text token where its files name one."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return _load_with_transformers(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer-model: expected a tokenizer in {file}, got {error}.") from error
+    return tokenizer, _find_eos(file.parent)
+
+
+def _find_eos(folder: Path) -> str | None:
+    """The `eos_token` that the files beside a tokenizer.json name."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        if file.is_file():
+            token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token is not None:
+                return str(token)
+    return None
+
+
+def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
+    """A tokenizer kept in another form, converted by the transformers library."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other forms needs the `hf` "
+            "extra (pip install megatron-hybrid[hf])."
+        ) from error
+    try:
+        loaded: Any = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer-model: expected a tokenizer in {path}, got {error}.") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got {type(loaded)}.")
+    return backend, loaded.eos_token

@@ -1,0 +1,80 @@
+"""The data configuration: what it admits and what it says when it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.options import ConfigError
+
+WriteTokens = Callable[..., IndexedDataset]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, write_tokens: WriteTokens) -> str:
+    return write_tokens(tmp_path / "web", [[1, 2, 3]]).prefix
+
+
+def test_a_single_prefix_is_a_blend_of_one(prefix: str) -> None:
+    assert GPTDatasetConfig(seq_length=8, data_path=(prefix,)).blend == [(1.0, prefix)]
+
+
+def test_a_blend_is_pairs_of_weight_and_prefix(prefix: str) -> None:
+    config = GPTDatasetConfig(seq_length=8, data_path=("0.3", prefix, "7", prefix))
+    assert config.blend == [(0.3, prefix), (7.0, prefix)]
+
+
+def test_mock_data_need_no_path() -> None:
+    assert GPTDatasetConfig(seq_length=8, mock_data=True).blend == []
+
+
+def test_split_shares_add_up_to_one() -> None:
+    assert GPTDatasetConfig(seq_length=8, mock_data=True).split_fractions == (0.969, 0.03, 0.001)
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="2, 1,1").split_fractions == (0.5, 0.25, 0.25)
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="1,0,0").split_fractions == (1, 0, 0)
+
+
+@pytest.mark.parametrize("split", ["", "1,2", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1"])
+def test_a_bad_split_is_refused(split: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--split: expected three non-negative .*, got '{split}'"):
+        GPTDatasetConfig(seq_length=8, mock_data=True, split=split)
+
+
+@pytest.mark.parametrize(
+    ("blend", "message"),
+    [
+        ("1 P 2", "pairs of WEIGHT and PREFIX, got '1 .* 2'"),
+        ("P P", "a WEIGHT > 0 before each PREFIX"),
+        ("0 P 1 P", "a WEIGHT > 0 before each PREFIX, got '0'"),
+        ("-1 P", "a WEIGHT > 0 before each PREFIX, got '-1'"),
+        ("nan P", "a WEIGHT > 0 before each PREFIX, got 'nan'"),
+    ],
+)
+def test_a_bad_blend_is_refused(prefix: str, blend: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--data-path: expected {message}"):
+        GPTDatasetConfig(seq_length=8, data_path=tuple(blend.replace("P", prefix).split()))
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_a_missing_file_is_named_with_the_flag(prefix: str, missing: str) -> None:
+    Path(prefix + missing).unlink()
+    with pytest.raises(ConfigError, match=f"^--data-path: expected a PREFIX .*, got '{prefix}{missing}'"):
+        GPTDatasetConfig(seq_length=8, data_path=(prefix,))
+
+
+def test_exactly_one_source_is_wanted(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--data-path: expected a PREFIX, or --mock-data, got None"):
+        GPTDatasetConfig(seq_length=8)
+    with pytest.raises(ConfigError, match=r"^--data-path: expected nothing beside --mock-data"):
+        GPTDatasetConfig(seq_length=8, data_path=(prefix,), mock_data=True)
+
+
+def test_numbers_out_of_bounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--seq-length: expected an integer >= 1, got 0"):
+        GPTDatasetConfig(seq_length=0, mock_data=True)
+    with pytest.raises(ConfigError, match=r"^--num-workers: expected an integer >= 0, got -1"):
+        GPTDatasetConfig(seq_length=8, mock_data=True, num_workers=-1)

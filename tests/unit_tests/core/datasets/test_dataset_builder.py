@@ -1,0 +1,116 @@
+"""From the configuration to the datasets of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.datasets.blended_dataset import BlendedDataset, SampleDataset
+from megatron.core.datasets.builder import build_gpt_datasets, split_documents
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
+from megatron.core.datasets.mock_dataset import MockGPTDataset
+
+WriteTokens = Callable[..., IndexedDataset]
+
+
+def _tokens(dataset: SampleDataset | None) -> set[int]:
+    assert dataset is not None
+    return set(torch.cat([dataset[index]["tokens"] for index in range(len(dataset))]).tolist())
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path, write_tokens: WriteTokens) -> list[str]:
+    """Two corpora of 100 documents of 10 tokens; token = 1000 * corpus + document."""
+    return [
+        write_tokens(tmp_path / f"part{part}", [[1000 * part + number] * 10 for number in range(100)]).prefix
+        for part in range(2)
+    ]
+
+
+def test_splits_are_disjoint_ranges_of_documents(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],), split="8,1,1")
+    train, valid, test = build_gpt_datasets(config, (200, 20, 20), vocab_size=2000, seed=1)
+    assert isinstance(train, GPTDataset)
+    assert _tokens(train) == set(range(80))
+    assert _tokens(valid) == set(range(80, 90))
+    assert _tokens(test) == set(range(90, 100))
+
+
+def test_split_boundaries_are_rounded_cumulative_shares() -> None:
+    assert split_documents((0.969, 0.03, 0.001), 1000) == [range(969), range(969, 999), range(999, 1000)]
+    assert split_documents((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
+    assert split_documents((0.1, 0.2, 0.7), 10) == [range(1), range(1, 3), range(3, 10)]
+
+
+def test_a_split_without_samples_or_share_is_none(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],), split="9,1,0")
+    train, valid, test = build_gpt_datasets(config, (5, 0, 5), vocab_size=2000, seed=1)
+    assert train is not None
+    assert valid is None
+    assert test is None
+
+
+def test_a_blend_draws_by_weight(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=9, data_path=("3", prefixes[0], "1", prefixes[1]), split="1,0,0")
+    train = build_gpt_datasets(config, (100, 0, 0), vocab_size=2000, seed=1).train
+    assert isinstance(train, BlendedDataset)
+    from_first = sum(int(train[index]["tokens"][0]) < 1000 for index in range(100))
+    assert from_first == 75
+
+
+def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    big = write_tokens(tmp_path / "big", [[1] * 100]).prefix
+    tiny = write_tokens(tmp_path / "tiny", [[2]]).prefix
+    config = GPTDatasetConfig(seq_length=9, data_path=("999", big, "1", tiny), split="1,0,0")
+    assert _tokens(build_gpt_datasets(config, (20, 0, 0), vocab_size=10, seed=1).train) == {1}
+
+
+def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=64, data_path=(prefixes[0],), split="98,1,1")
+    assert build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1).train is not None
+    message = r"--split: expected at least 65 tokens .* valid split of .*part0, got 10: 1 of 100 documents at 98,1,1"
+    with pytest.raises(ValueError, match=message):
+        build_gpt_datasets(config, (5, 5, 0), vocab_size=2000, seed=1)
+
+
+def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    prefix = write_tokens(tmp_path / "twice", [[number % 50] * 10 for number in range(100)]).prefix
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefix,), split="1,1,0")
+
+    def orders(seed: int) -> list[list[int]]:
+        built = build_gpt_datasets(config, (50, 50, 0), vocab_size=2000, seed=seed)
+        return [[int(dataset[i]["tokens"][0]) for i in range(50)] for dataset in built if dataset is not None]
+
+    train, valid = orders(1)
+    assert train != valid
+    assert orders(1) == [train, valid]
+    assert orders(2)[0] != train
+
+
+def test_a_vocabulary_smaller_than_the_data_is_refused(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[1],), split="1,0,0")
+    train = build_gpt_datasets(config, (5, 0, 0), vocab_size=1000, seed=1).train
+    assert train is not None
+    with pytest.raises(ValueError, match=r"part1: expected token ids in range\(1000\)"):
+        train[0]
+
+
+def test_mock_data_are_built_without_files() -> None:
+    config = GPTDatasetConfig(seq_length=9, mock_data=True)
+    train, valid, test = build_gpt_datasets(config, (5, 4, 0), vocab_size=1000, seed=1)
+    assert isinstance(train, MockGPTDataset)
+    assert valid is not None
+    assert (len(train), len(valid), test) == (5, 4, None)
+    assert not torch.equal(train[0]["tokens"], valid[0]["tokens"])
+
+
+def test_an_index_that_is_none_is_refused(prefixes: list[str]) -> None:
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],))
+    Path(prefixes[0] + ".idx").write_text("not an index")
+    with pytest.raises(IndexedDatasetError, match=r"part0.idx: expected an index that begins with"):
+        build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1)

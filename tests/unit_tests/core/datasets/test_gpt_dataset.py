@@ -1,0 +1,260 @@
+"""Samples from token files: what they hold, what they depend on, how their index is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets import sample_index
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.permutation import RandomPermutation, derive_key
+
+WriteTokens = Callable[..., IndexedDataset]
+
+
+def _windows(dataset: GPTDataset) -> list[list[int]]:
+    """Every sample of the dataset as its seq_length + 1 tokens."""
+    windows = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        assert sample["tokens"].dtype == sample["labels"].dtype == torch.int64
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        windows.append([*sample["tokens"].tolist(), sample["labels"][-1].item()])
+    return windows
+
+
+def _reference(
+    lists: list[list[int]], documents: range, num_samples: int, seq_length: int, seed: int
+) -> list[list[int]]:
+    """The definition, spelled out on whole lists."""
+    samples: list[list[int]] = []
+    epoch = 0
+    while len(samples) < num_samples:
+        order = RandomPermutation(len(documents), derive_key(seed, "documents", epoch))
+        stream = [token for place in range(len(documents)) for token in lists[documents[order(place)]]]
+        num_windows = (len(stream) - 1) // seq_length
+        windows = [stream[number * seq_length :][: seq_length + 1] for number in range(num_windows)]
+        drawn = RandomPermutation(num_windows, derive_key(seed, "samples", epoch))
+        samples += [windows[drawn(place)] for place in range(num_windows)]
+        epoch += 1
+    return samples[:num_samples]
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    seq_length=st.integers(1, 17),
+    seed=st.integers(0, 100),
+    chunk=st.sampled_from([1, 2, 7, 1 << 18]),
+    data=st.data(),
+)
+def test_samples_are_those_of_the_naive_reference(
+    lengths: list[int], seq_length: int, seed: int, chunk: int, data: st.DataObject
+) -> None:
+    ends = np.cumsum(lengths)
+    lists = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    begin = data.draw(st.integers(0, len(lists) - 1))
+    documents = range(begin, data.draw(st.integers(begin, len(lists))))
+    num_tokens = sum(lengths[begin : documents.stop])
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_index, "_CHUNK", chunk)
+        with IndexedDatasetBuilder(f"{folder}/tokens", np.uint16) as builder:
+            for tokens in lists:
+                builder.add_document(tokens)
+        indexed = IndexedDataset(f"{folder}/tokens")
+        if num_tokens < seq_length + 1:
+            with pytest.raises(ValueError, match=f"got {num_tokens}"):
+                GPTDataset(indexed, documents, 1, seq_length, seed)
+            return
+        num_samples = 2 * ((num_tokens - 1) // seq_length) + 1
+        dataset = GPTDataset(indexed, documents, num_samples, seq_length, seed)
+        assert _windows(dataset) == _reference(lists, documents, num_samples, seq_length, seed)
+
+
+def test_an_epoch_covers_every_token_of_the_stream_once(corpus: IndexedDataset) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), num_samples=1, seq_length=16, seed=1)
+    dataset = GPTDataset(corpus, range(len(corpus)), dataset.samples_per_epoch, seq_length=16, seed=1)
+    drawn = RandomPermutation(dataset.samples_per_epoch, derive_key(1, "samples", 0))
+    in_order = sorted(zip(drawn(np.arange(len(dataset))).tolist(), _windows(dataset), strict=True))
+    windows = [window for _, window in in_order]
+    assert all(left[-1] == right[0] for left, right in itertools.pairwise(windows))
+    stream = windows[0] + [token for window in windows[1:] for token in window[1:]]
+    assert len(stream) == len(set(stream)) == 16 * dataset.samples_per_epoch + 1
+    assert dataset.num_tokens - len(stream) < 16
+
+
+def test_content_does_not_depend_on_num_samples(corpus: IndexedDataset) -> None:
+    short = GPTDataset(corpus, range(len(corpus)), 50, seq_length=64, seed=1)
+    long = GPTDataset(corpus, range(len(corpus)), 500, seq_length=64, seed=1)
+    assert long.num_samples > 2 * long.samples_per_epoch
+    assert _windows(long)[:50] == _windows(short)
+
+
+def test_epochs_seeds_and_splits_differ(corpus: IndexedDataset) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), 200, seq_length=64, seed=1)
+    windows = _windows(dataset)
+    per_epoch = dataset.samples_per_epoch
+    assert not {tuple(window) for window in windows[:per_epoch]} & {
+        tuple(w) for w in windows[per_epoch : 2 * per_epoch]
+    }
+    assert _windows(GPTDataset(corpus, range(len(corpus)), 200, seq_length=64, seed=2)) != windows
+    half = GPTDataset(corpus, range(100), 20, seq_length=64, seed=1)
+    first_of_second_half = corpus.num_tokens(range(100))
+    assert max(max(window) for window in _windows(half)) < first_of_second_half
+
+
+def test_many_tiny_and_empty_documents_make_a_window(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    lists = [[number] if number % 3 == 0 else [] for number in range(3000)]
+    dataset = GPTDataset(write_tokens(tmp_path / "tokens", lists), range(3000), 3, seq_length=300, seed=5)
+    assert _windows(dataset) == _reference(lists, range(3000), 3, 300, 5)
+
+
+def test_too_few_tokens_are_refused_with_the_numbers(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    indexed = write_tokens(tmp_path / "tokens", [[1, 2, 3], [4]])
+    with pytest.raises(ValueError, match=r"tokens: expected at least 5 tokens .* in documents 0 to 2, got 4"):
+        GPTDataset(indexed, range(2), 1, seq_length=4, seed=0)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    indexed = write_tokens(tmp_path / "web", [list(range(100))])
+    assert len(_windows(GPTDataset(indexed, range(1), 9, seq_length=11, seed=0, vocab_size=100))) == 9
+    dataset = GPTDataset(indexed, range(1), 1, seq_length=99, seed=0, vocab_size=99)
+    with pytest.raises(ValueError, match=r"web: expected token ids in range\(99\), the vocabulary size, got 99"):
+        dataset[0]
+
+
+def test_a_negative_token_is_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    indexed = write_tokens(tmp_path / "web", [[1, -1]], np.int32)
+    with pytest.raises(ValueError, match="got -1"):
+        GPTDataset(indexed, range(1), 1, seq_length=1, seed=0, vocab_size=99)[0]
+
+
+def test_tokens_that_are_no_integers_are_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    indexed = write_tokens(tmp_path / "web", [[1, 2, 3]], np.float32)
+    with pytest.raises(ValueError, match="integer dtype, got float32"):
+        GPTDataset(indexed, range(1), 1, seq_length=1, seed=0)
+
+
+@pytest.mark.parametrize("index", [-1, 5])
+def test_a_sample_outside_is_refused(corpus: IndexedDataset, index: int) -> None:
+    with pytest.raises(IndexError, match=rf"range\(5\), got {index}"):
+        GPTDataset(corpus, range(len(corpus)), 5, seq_length=8, seed=0)[index]
+
+
+def test_a_range_beyond_the_data_is_refused(corpus: IndexedDataset) -> None:
+    with pytest.raises(ValueError, match=r"part of range\(200\)"):
+        GPTDataset(corpus, range(201), 5, seq_length=8, seed=0)
+
+
+def test_a_pickled_dataset_carries_no_index(corpus: IndexedDataset) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), 2000, seq_length=8, seed=0)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 3000 < dataset._starts.nbytes
+    assert _windows(pickle.loads(pickled)) == _windows(dataset)
+
+
+def test_the_index_is_built_once_and_described(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob("*.npy")
+    described = json.loads(file.with_suffix(".json").read_text())
+    assert (described["documents"], described["seq_length"], described["seed"]) == ([0, 200], 8, 3)
+    assert np.load(file).shape == (1, dataset.samples_per_epoch, 2)
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    monkeypatch.setattr(sample_index.SampleIndex, "_build", lambda _: pytest.fail("built again"))
+    again = GPTDataset(corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    assert _windows(again) == _windows(dataset)
+
+
+def test_the_index_lies_beside_the_data_by_default(corpus: IndexedDataset) -> None:
+    GPTDataset(corpus, range(len(corpus)), 1, seq_length=8, seed=3)
+    assert list((corpus.bin_path.parent / "cache" / "GPTDataset_indices").glob("*.npy"))
+
+
+def test_rewritten_data_are_not_read_through_the_old_index(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    lists = [[number] * 10 for number in range(20)]
+    prefix = tmp_path / "tokens"
+    GPTDataset(write_tokens(prefix, lists), range(20), 20, seq_length=9, seed=3)
+    # The same number of bytes in both files, other lengths.
+    lists = [[0] * 9, *lists[1:-1], [19] * 11]
+    indexed = write_tokens(prefix, lists)
+    for path in (indexed.bin_path, indexed.idx_path):  # a clock coarser than this test
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1))
+    dataset = GPTDataset(indexed, range(20), 20, seq_length=9, seed=3)
+    assert _windows(dataset) == _reference(lists, range(20), 20, 9, 3)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "other shape"])
+def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    windows = _windows(dataset)
+    (file,) = (tmp_path / "cache").glob("*.npy")
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "other shape":
+        np.save(file, np.zeros((1, 1, 2), dtype=np.int64))
+    else:
+        file.write_bytes(content[:1000] if damage == "truncated" else b"x" * len(content))
+    again = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    assert _windows(again) == windows
+
+
+def test_a_failed_build_leaves_nothing_to_be_mistaken_for_an_index(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_index.EpochStream, "sample_starts", lambda *_: iter([1 / 0]))
+    with pytest.raises(ZeroDivisionError):
+        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
+
+
+def test_a_folder_that_cannot_be_written_names_the_flag(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match="--data-cache-path: expected a folder"):
+        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+
+
+def _count_builds(prefix: str, folder: str, barrier: object, counts: object) -> None:
+    build = sample_index.SampleIndex._build
+
+    def counted(self: sample_index.SampleIndex) -> None:
+        with counts.get_lock():  # type: ignore[attr-defined]
+            counts.value += 1  # type: ignore[attr-defined]
+        build(self)
+
+    sample_index.SampleIndex._build = counted  # type: ignore[method-assign]
+    indexed = IndexedDataset(prefix)
+    barrier.wait()  # type: ignore[attr-defined]
+    GPTDataset(indexed, range(len(indexed)), 50, seq_length=8, seed=3, cache_path=folder)
+
+
+def test_processes_that_come_together_build_the_index_once(corpus: IndexedDataset, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, counts = context.Barrier(4), context.Value("i", 0)
+    arguments = (corpus.prefix, str(tmp_path / "cache"), barrier, counts)
+    processes = [context.Process(target=_count_builds, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert counts.value == 1

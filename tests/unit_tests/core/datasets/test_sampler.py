@@ -1,0 +1,84 @@
+"""Which rank reads which sample, and that reading does not touch the global random numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets.mock_dataset import MockGPTDataset
+from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+
+
+def _global_batches(num_samples: int, consumed: int, micro: int, batch: int, size: int) -> list[list[int]]:
+    """All global batches, each put together from what the ranks read, rank by rank within each micro-batch."""
+    samplers = [GlobalBatchSampler(num_samples, consumed, micro, batch, rank, size) for rank in range(size)]
+    for sampler in samplers:
+        assert len(list(sampler)) == len(sampler)
+    passes = [list(itertools.chain(*parts)) for parts in zip(*samplers, strict=True)]
+    per_batch = samplers[0].num_microbatches
+    return [list(itertools.chain(*passes[begin : begin + per_batch])) for begin in range(0, len(passes), per_batch)]
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(micro=st.integers(1, 4), passes=st.integers(1, 3), num_batches=st.integers(0, 5), rest=st.integers(0, 11))
+def test_a_global_batch_is_the_same_at_every_data_parallel_size(
+    micro: int, passes: int, num_batches: int, rest: int
+) -> None:
+    batch = 4 * micro * passes
+    num_samples = num_batches * batch + min(rest, batch - 1)
+    expected = [list(range(number * batch, (number + 1) * batch)) for number in range(num_batches)]
+    for size in (1, 2, 4):
+        assert _global_batches(num_samples, 0, micro, batch, size) == expected
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(size=st.sampled_from([1, 2, 4]), rank=st.integers(0, 3), done=st.integers(0, 6))
+def test_a_resumed_sampler_gives_the_tail_of_the_uninterrupted_sequence(size: int, rank: int, done: int) -> None:
+    whole = GlobalBatchSampler(100, 0, 2, 16, rank % size, size)
+    resumed = GlobalBatchSampler(100, 16 * done, 2, 16, rank % size, size)
+    assert list(resumed) == list(whole)[done * whole.num_microbatches :]
+
+
+def test_ranks_take_micro_batches_in_turn() -> None:
+    assert list(GlobalBatchSampler(9, 0, 2, 8, 1, 2)) == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((100, 0, 3, 16, 0, 2), r"divisible by .* = 3 x 2 = 6, got 16"),
+        ((100, 101, 2, 16, 0, 2), "0 to 100 consumed samples, got 101"),
+        ((100, -1, 2, 16, 0, 2), "0 to 100 consumed samples, got -1"),
+        ((100, 0, 2, 16, 2, 2), r"rank in range\(2\), got 2"),
+        ((100, 0, 0, 16, 0, 2), "at least 1, got 0, 16 and 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GlobalBatchSampler(*arguments)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loading_draws_nothing_from_the_global_generator(num_workers: int) -> None:
+    dataset = MockGPTDataset(100, 8, 32, seed=1)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = build_data_loader(dataset, GlobalBatchSampler(32, 8, 2, 8, 0, 2), num_workers, pin_memory=False)
+    batches = list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    samples = [dataset[index] for index in itertools.chain(*GlobalBatchSampler(32, 8, 2, 8, 0, 2))]
+    for name in ("tokens", "labels"):
+        assert batches[0][name].shape == (2, 8)
+        expected = torch.stack([sample[name] for sample in samples])
+        assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
+
+
+def test_a_plain_loader_would_draw_from_the_global_generator() -> None:
+    """What the test above guards against exists."""
+    before = torch.get_rng_state()
+    list(torch.utils.data.DataLoader([1, 2], num_workers=0))
+    assert not torch.equal(torch.get_rng_state(), before)

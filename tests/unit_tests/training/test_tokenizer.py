@@ -1,0 +1,190 @@
+"""Tokenizers: there and back, the end of a document, and the size of the vocabulary."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.options import ConfigError
+from megatron.training.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    padded_vocab_size,
+    train_bpe,
+)
+
+TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 東京, 🙂\n\ttabs"] * 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_bpe(TEXTS, 290, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+
+
+def _with_vocabulary(folder: Path, vocabulary: dict[str, int]) -> Path:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _all_tokenizers(model: Path) -> list[Tokenizer]:
+    return [HuggingFaceTokenizer(model), ByteTokenizer(), NullTokenizer(100)]
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(text=st.text())
+def test_bytes_come_back_as_the_text(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.tokenize(text)
+    assert ids == list(text.encode())
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+
+
+@pytest.mark.parametrize("text", [*TEXTS[:3], "never seen: ÿ\x00\r\n  ", ""])
+def test_byte_level_bpe_comes_back_as_the_text(model: Path, text: str) -> None:
+    tokenizer = HuggingFaceTokenizer(model)
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.eod not in tokenizer.tokenize(text)
+
+
+def test_bpe_merges_what_is_frequent(model: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(model)
+    assert tokenizer.vocab_size == 290
+    assert tokenizer.detokenize([tokenizer.eod]) == "<|endoftext|>"
+    assert len(tokenizer.tokenize("the cat sat on the mat")) < 12
+
+
+def test_bpe_training_is_deterministic(model: Path, tmp_path: Path) -> None:
+    again = train_bpe(iter(TEXTS), 290, tmp_path / "new" / "again.json")
+    assert again.read_bytes() == model.read_bytes()
+    assert [path.name for path in again.parent.iterdir()] == ["again.json"]
+
+
+def test_bpe_knows_every_byte_and_refuses_fewer(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(train_bpe([], 257, tmp_path / "tokenizer.json"))
+    assert tokenizer.vocab_size == 257
+    assert tokenizer.detokenize(tokenizer.tokenize("é🙂")) == "é🙂"
+    with pytest.raises(ValueError, match="at least 257 tokens, got 256"):
+        train_bpe([], 256, tmp_path / "tokenizer.json")
+
+
+def test_null_tokenizer_takes_ids() -> None:
+    tokenizer = NullTokenizer(100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.tokenize(" 1 99\n5 ") == [1, 99, 5]
+    assert tokenizer.detokenize([1, 99]) == "1 99"
+    with pytest.raises(ValueError, match=r"range\(101\), got 101"):
+        tokenizer.tokenize("101")
+    with pytest.raises(ValueError, match=r"got text: .*'one'"):
+        tokenizer.tokenize("one")
+
+
+def test_tokenizers_can_be_pickled(model: Path) -> None:
+    for tokenizer in _all_tokenizers(model):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert again.tokenize("1 2") == tokenizer.tokenize("1 2")
+        assert (again.eod, again.vocab_size, again.name) == (tokenizer.eod, tokenizer.vocab_size, tokenizer.name)
+
+
+@pytest.mark.parametrize("eod", ["<|endoftext|>", "</s>", "<eos>"])
+def test_the_end_of_a_document_is_found_by_its_usual_names(tmp_path: Path, eod: str) -> None:
+    assert HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0, eod: 1})).eod == 1
+
+
+@pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_end_of_a_document_is_the_one_the_files_name(tmp_path: Path, eos: object, name: str) -> None:
+    folder = _with_vocabulary(tmp_path, {"a": 0, "<|endoftext|>": 1, "<end>": 2})
+    (folder / name).write_text(json.dumps({"eos_token": eos}))
+    assert HuggingFaceTokenizer(folder).eod == 2
+    assert HuggingFaceTokenizer(folder / "tokenizer.json").eod == 2
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected an end-of-document token in"):
+        HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0}))
+
+
+def test_ids_with_gaps_are_counted_up_to_the_highest(tmp_path: Path) -> None:
+    assert HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0, "</s>": 900})).vocab_size == 901
+
+
+def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*tokenizer.json"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_folder_without_tokenizer_json_needs_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"expected a tokenizer.json in .* needs the `hf` extra"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_folder_in_another_form_is_read_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (slow / "merges.txt").write_text("#version: 0.2\na b\n")
+    (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = HuggingFaceTokenizer(slow)
+    assert tokenizer.tokenize("abb") == [2, 1]
+    assert tokenizer.eod == 3
+
+
+def test_the_configuration_builds_each_kind(model: Path) -> None:
+    assert build_tokenizer(TokenizerConfig(tokenizer_model=str(model))).vocab_size == 290
+    assert build_tokenizer(TokenizerConfig(tokenizer_model=str(model.parent))).vocab_size == 290
+    assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer")).vocab_size == 257
+    assert build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)).vocab_size == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "--tokenizer-model: expected a tokenizer.json or .*, got None"),
+        ({"tokenizer_model": "/nowhere"}, "--tokenizer-model: expected .* that exists, got '/nowhere'"),
+        ({"tokenizer_type": "ByteTokenizer", "tokenizer_model": "x"}, "--tokenizer-model: expected nothing with Byte"),
+        ({"tokenizer_type": "NullTokenizer"}, "--vocab-size: expected a number, as NullTokenizer has none, got None"),
+        ({"tokenizer_type": "Other"}, "--tokenizer-type: expected one of HuggingFaceTokenizer, .*, got 'Other'"),
+        ({"tokenizer_type": "ByteTokenizer", "make_vocab_size_divisible_by": 0}, "expected an integer >= 1, got 0"),
+    ],
+)
+def test_a_bad_configuration_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TokenizerConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_type", "vocab_size", "divisor", "rows"),
+    [
+        ("ByteTokenizer", None, 128, 384),
+        ("ByteTokenizer", None, 1, 257),
+        ("ByteTokenizer", 257, 64, 320),
+        ("ByteTokenizer", 1000, 8, 1000),
+        ("NullTokenizer", 127, 128, 128),
+        ("NullTokenizer", 128, 128, 256),
+    ],
+)
+def test_the_embedding_is_padded(tokenizer_type: str, vocab_size: int | None, divisor: int, rows: int) -> None:
+    config = TokenizerConfig(tokenizer_type=tokenizer_type, vocab_size=vocab_size, make_vocab_size_divisible_by=divisor)
+    assert padded_vocab_size(config, build_tokenizer(config)) == rows
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(model: Path) -> None:
+    message = "--vocab-size: expected at least the 290 ids of HuggingFaceTokenizer.*, got 289"
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_model=str(model), vocab_size=289))

@@ -1,0 +1,297 @@
+"""Tokenizes text into the token files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+        --tokenizer-model data/tokenizer.json --append-eod --workers 4
+
+writes `data/corpus_text_document.bin` and `.idx`. The documents stand in the order of the input, whatever the number
+of workers. Nothing stands under the output names until all of it is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
+from megatron.core.options import options_of
+from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
+
+_PLAIN_TEXT_KEY = "text"
+# What a worker is handed at a time: enough to hide the cost of handing over, little enough to share the work evenly.
+_CHUNK_DOCUMENTS = 256
+_CHUNK_CHARACTERS = 1 << 19
+_CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
+
+
+class InputError(ValueError):
+    """Input that cannot be used. The message names the file, and the line where there is one."""
+
+
+class Document(NamedTuple):
+    """One document as read."""
+
+    texts: tuple[str, ...]  # one per key
+    num_bytes: int  # of the input
+
+
+class Encoded(NamedTuple):
+    """Documents of one chunk and one key, tokenized."""
+
+    tokens: npt.NDArray[np.int32]  # all documents, end to end
+    lengths: list[int]  # tokens of each document; empty documents are left out
+    num_empty: int
+
+
+@dataclass
+class Counts:
+    """What is reported at the end."""
+
+    documents: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    empty: int = 0
+    undecodable: list[Path] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Tokenizes the input as the command line says."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        files = _find_files(arguments.input, arguments.suffix)
+        preprocess(arguments, files)
+    except ValueError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+
+
+def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
+    """Trains the tokenizer if asked to, tokenizes `files`, publishes the token files and prints a summary."""
+    begun = time.monotonic()
+    counts = Counts()
+    keys = list(arguments.json_keys)
+    if arguments.train_tokenizer:
+        _train_tokenizer(arguments, files, keys)
+    config = TokenizerConfig(**{option.name: getattr(arguments, option.name) for option in options_of(TokenizerConfig)})
+    tokenizer = build_tokenizer(config)
+    prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+    with contextlib.ExitStack() as stack:
+        builders = [
+            stack.enter_context(IndexedDatasetBuilder(prefix, optimal_dtype(tokenizer.vocab_size)))
+            for prefix in prefixes
+        ]
+        total = sum(path.stat().st_size for path in files)
+        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=None))
+        chunks = _chunks(_read(files, keys, counts))
+        for num_bytes, encoded in _encode_all(chunks, tokenizer, arguments.append_eod, arguments.workers):
+            for builder, part in zip(builders, encoded, strict=True):
+                _add(builder, part, counts)
+            counts.num_bytes += num_bytes
+            bar.update(num_bytes)
+        if counts.documents == 0:
+            raise InputError(f"Expected at least one document with text in {len(files)} files, got none.")
+    _report(counts, prefixes, time.monotonic() - begun)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Tokenizes text into .bin/.idx token files.")
+    parser.add_argument("--input", nargs="+", type=Path, required=True, help="text files, .jsonl files and folders")
+    parser.add_argument(
+        "--suffix",
+        nargs="+",
+        help="only files with these suffixes are read from folders, e.g. .py .md; by default all that are UTF-8 text",
+    )
+    parser.add_argument("--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of .jsonl files")
+    parser.add_argument("--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx")
+    parser.add_argument("--train-tokenizer", action="store_true", help="train a BPE of --vocab-size on the input first")
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    for option in options_of(TokenizerConfig):
+        parser.add_argument(
+            option.flag,
+            type=option.scalar,
+            default=option.default,
+            choices=option.option.choices,
+            help=option.option.help,
+        )
+    return parser
+
+
+def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: list[str]) -> None:
+    """Trains the tokenizer and makes it the one to use."""
+    if arguments.vocab_size is None:
+        raise InputError("--vocab-size: expected a number for --train-tokenizer, got none.")
+    if arguments.tokenizer_type != "HuggingFaceTokenizer":
+        raise InputError(f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}.")
+    if arguments.tokenizer_model is None:
+        arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
+    texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
+    train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=sys.stderr.isatty())
+
+
+def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[Path]:
+    """The files to read: inputs in the order given, folders recursively and sorted, hidden entries left out."""
+    found = []
+    for path in inputs:
+        if path.is_dir():
+            inside = (each for each in sorted(path.rglob("*")) if each.is_file())
+            for each in inside:
+                is_hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
+                if not is_hidden and (suffixes is None or each.suffix in suffixes):
+                    found.append(each)
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise InputError(f"--input: expected files and folders that exist, got {path}.")
+    if not found:
+        raise InputError(f"--input: expected files to read, got none in {', '.join(map(str, inputs))}.")
+    return found
+
+
+def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Document]:
+    """The documents in order. Files that are no UTF-8 text are left out and noted in `counts`."""
+    for path in files:
+        if path.suffix == ".jsonl":
+            yield from _read_jsonl(path, keys)
+            continue
+        content = path.read_bytes()
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            counts.undecodable.append(path)
+            continue
+        if keys != [_PLAIN_TEXT_KEY]:
+            raise InputError(f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}.")
+        yield Document((text,), len(content))
+
+
+def _read_jsonl(path: Path, keys: list[str]) -> Iterator[Document]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: expected JSON, got {line[:40]!r} ({error}).") from error
+            if not isinstance(record, dict):
+                raise InputError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}.")
+            for key in keys:
+                if not isinstance(record.get(key), str):
+                    got = f"{record[key]!r} under it" if key in record else f"the keys {sorted(record)}"
+                    raise InputError(f"{path}, line {number}: expected a text under the key {key!r}, got {got}.")
+            yield Document(tuple(record[key] for key in keys), len(line))
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        chunk.append(document)
+        num_characters += sum(map(len, document.texts))
+        if len(chunk) == _CHUNK_DOCUMENTS or num_characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, num_characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encode_all(
+    chunks: Iterable[list[Document]], tokenizer: Tokenizer, append_eod: bool, num_workers: int
+) -> Iterator[tuple[int, list[Encoded]]]:
+    """Tokenizes the chunks, in order.
+
+    Yields:
+        per chunk the bytes of input it stands for and, per key, its documents.
+    """
+    if num_workers <= 1:
+        for chunk in chunks:
+            yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
+        return
+    # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads may hang.
+    executor = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, append_eod)
+    )
+    pending: collections.deque[tuple[int, Future[list[Encoded]]]] = collections.deque()
+    try:
+        for chunk in chunks:
+            pending.append((_num_bytes(chunk), executor.submit(_encode_in_worker, chunk)))
+            if len(pending) > num_workers * _CHUNKS_PER_WORKER:
+                num_bytes, future = pending.popleft()
+                yield num_bytes, future.result()
+        for num_bytes, future in pending:
+            yield num_bytes, future.result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _num_bytes(chunk: list[Document]) -> int:
+    return sum(document.num_bytes for document in chunk)
+
+
+_in_worker: dict[str, tuple[Tokenizer, bool]] = {}
+
+
+def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
+    # The processes share the cores; threads of the tokenizer's own would only fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _in_worker["settings"] = (tokenizer, append_eod)
+
+
+def _encode_in_worker(chunk: list[Document]) -> list[Encoded]:
+    return _encode(chunk, *_in_worker["settings"])
+
+
+def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> list[Encoded]:
+    """Tokenizes a chunk: one `Encoded` per key."""
+    encoded = []
+    for texts in zip(*(document.texts for document in chunk), strict=True):
+        ids: list[int] = []
+        lengths = []
+        for text in texts:
+            begin = len(ids)
+            ids.extend(tokenizer.tokenize(text))
+            if len(ids) > begin:
+                if append_eod:
+                    ids.append(tokenizer.eod)
+                lengths.append(len(ids) - begin)
+        encoded.append(Encoded(np.array(ids, dtype=np.int32), lengths, len(texts) - len(lengths)))
+    return encoded
+
+
+def _add(builder: IndexedDatasetBuilder, part: Encoded, counts: Counts) -> None:
+    for document in np.split(part.tokens, np.cumsum(part.lengths)[:-1]) if part.lengths else ():
+        builder.add_document(document)
+    counts.documents += len(part.lengths)
+    counts.tokens += len(part.tokens)
+    counts.empty += part.num_empty
+
+
+def _report(counts: Counts, prefixes: list[str], seconds: float) -> None:
+    notes = []
+    if counts.empty:
+        notes.append(f"{counts.empty} empty documents skipped")
+    if counts.undecodable:
+        notes.append(f"{len(counts.undecodable)} files skipped that are not UTF-8 text")
+    print(
+        f"{', '.join(prefixes)}: {counts.documents} documents, {counts.tokens} tokens from {counts.num_bytes} bytes in "
+        f"{seconds:.1f} s" + "".join(f"; {note}" for note in notes)
+    )
+
+
+if __name__ == "__main__":
+    main()
