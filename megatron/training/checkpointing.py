@@ -197,7 +197,7 @@ def _saved_rng(folder: Path, device: Device) -> dict[str, torch.Tensor] | None:
     own = rng_state(device)
     if len(saved_ranks) == dist.get_world_size() and all(f"rng.{dist.get_rank()}.{name}" in keys for name in own):
         return own
-    logger.warning(
+    logger.info(
         "the checkpoint has random states of %d ranks, this run has %d: dropout goes on with fresh ones",
         len(saved_ranks),
         dist.get_world_size(),

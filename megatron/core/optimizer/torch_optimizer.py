@@ -26,10 +26,11 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 
 
 def build_torch_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it every step."""
+    """AdamW or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it every step."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=True)
+        # Not fused: that kernel takes no DTensors.
+        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum)
     # Fused, not foreach: its arithmetic is correctly rounded and therefore the same on every machine.
     return torch.optim.AdamW(
         groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True

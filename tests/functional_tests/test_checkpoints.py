@@ -1,0 +1,192 @@
+"""What loading a run's checkpoint honours, and what it refuses: whole runs of `pretrain_gpt.py`, on one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.options import ConfigError
+from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.ranks import RankError, run_ranks
+
+SETTINGS = [
+    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "63", "--num-workers", "0"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4", "--eval-iters", "1"),
+    *("--lr", "1e-2", "--lr-decay-style", "cosine"),
+]
+
+
+def pretrain(*flags: object, world_size: int = 1) -> None:
+    run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)])
+
+
+def _run(argv: list[str]) -> None:
+    pretrain_gpt.run(argv)
+
+
+def refusal(*flags: object, world_size: int = 1) -> tuple[str, str]:
+    """(type, message) of the error that a run ends with."""
+    answers = run_ranks(world_size, _refusal, [*SETTINGS, *map(str, flags)])
+    assert len(set(answers)) == 1, "all ranks end alike"
+    return answers[0]
+
+
+def _refusal(argv: list[str]) -> tuple[str, str]:
+    try:
+        pretrain_gpt.run(argv)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four iterations with checkpoints at 2 and 4."""
+    root = tmp_path_factory.mktemp("saved")
+    pretrain("--save", root, "--save-interval", 2)
+    return root
+
+
+def train_state(root: Path, iteration: int) -> dict:
+    return json.loads((root / f"iter_{iteration:07d}" / "train_state.json").read_text())
+
+
+def losses(path: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return {record["iteration"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def test_the_run_is_described_beside_its_tensors(saved):
+    state = train_state(saved, 2)
+    assert state["progress"] == {
+        "iteration": 2,
+        "consumed_samples": 8,
+        "skipped_iterations": 0,
+        "nan_iterations": 0,
+    }
+    assert state["config"]["hidden_size"] == 16
+    assert state["schedule"]["style"] == "cosine"
+    assert state["world_size"] == 1
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_of_another_shape_is_refused_by_name(saved, world_size):
+    kind, message = refusal("--load", saved, "--hidden-size", 24, world_size=world_size)
+    assert kind == "CheckpointError"
+    assert "model.embedding.word_embeddings.weight has shape (128, 16) where the model has (128, 24)" in message
+
+
+def test_a_checkpoint_of_another_model_names_missing_and_unasked_for_keys(saved):
+    kind, message = refusal("--load", saved, "--disable-bias-linear", "--untie-embeddings-and-output-weights")
+    assert kind == "CheckpointError"
+    assert "it lacks model.output_layer.weight" in message
+    assert "the model has no model.decoder.layers.0" in message
+
+
+def test_another_schedule_is_refused_until_a_flag_chooses(saved, tmp_path):
+    longer = ["--load", saved, "--train-iters", 6]
+    kind, message = refusal(*longer)
+    assert kind == "ConfigError"
+    assert "decay_iters 4 (checkpoint) and 6 (this run)" in message
+    pretrain(*longer, "--override-opt-param-scheduler", "--save", tmp_path / "own")
+    assert train_state(tmp_path / "own", 6)["schedule"]["decay_iters"] == 6
+    pretrain(*longer, "--use-checkpoint-opt-param-scheduler", "--save", tmp_path / "saved")
+    assert train_state(tmp_path / "saved", 6)["schedule"]["decay_iters"] == 4
+
+
+def test_a_folder_with_newer_checkpoints_is_not_trained_over(saved):
+    kind, message = refusal("--save", saved)
+    assert kind == "ConfigError"
+    assert "--save: expected a folder without checkpoints beyond iteration 0" in message
+    assert "[2, 4]" in message
+    kind, message = refusal("--save", saved, "--load", saved, "--ckpt-step", 2)
+    assert "beyond iteration 2" in message
+
+
+def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_error(tmp_path):
+    pretrain("--load", tmp_path / "none", "--save", tmp_path / "new")
+    assert train_state(tmp_path / "new", 4)["progress"]["iteration"] == 4
+    kind, message = refusal("--load", tmp_path / "none", "--exit-on-missing-checkpoint")
+    assert kind == "ConfigError"
+    assert "--exit-on-missing-checkpoint is set" in message
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(saved):
+    kind, message = refusal("--load", saved, "--ckpt-step", 3)
+    assert kind == "ConfigError"
+    assert message.startswith("--ckpt-step: expected one of [2, 4]")
+
+
+def test_a_step_that_is_there_is_taken_and_the_run_goes_on_from_it(saved, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    pretrain("--load", saved, "--ckpt-step", 2, "--save", tmp_path / "again", "--metrics-jsonl", metrics)
+    assert sorted(losses(metrics)) == [3, 4]
+    assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
+
+
+def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    pretrain("--load", saved, "--finetune", "--lr", "0", "--save", tmp_path / "tuned", "--metrics-jsonl", metrics)
+    assert sorted(losses(metrics)) == [1, 2, 3, 4]
+    weights, tuned = read_checkpoint(saved), read_checkpoint(tmp_path / "tuned")
+    model = {key: value for key, value in weights.items() if key.startswith("model.")}
+    assert_same_tensors({key: tuned[key] for key in model}, model)
+    assert train_state(tmp_path / "tuned", 4)["progress"]["consumed_samples"] == 16
+
+
+def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path):
+    pretrain("--load", saved, "--ckpt-step", 2, "--no-load-optim", "--no-save-optim", "--save", tmp_path / "bare")
+    bare = read_checkpoint(tmp_path / "bare")
+    assert not [key for key in bare if key.startswith("optim.")]
+    weights = read_checkpoint(saved)
+    assert not all(torch.equal(bare[key], weights[key]) for key in bare), "a fresh optimizer steps differently"
+    kind, message = refusal("--load", tmp_path / "bare")
+    assert kind == "CheckpointError"
+    assert "it lacks optim." in message
+
+
+def test_this_runs_weight_decay_holds_over_the_checkpoints(saved, tmp_path):
+    """The optimizer's groups are saved with their constants; loading must not silently undo a flag."""
+    both = ["--load", saved, "--ckpt-step", 2]
+    pretrain(*both, "--weight-decay", "0.01", "--save", tmp_path / "same")
+    pretrain(*both, "--weight-decay", "0.9", "--save", tmp_path / "other")
+    same, other = read_checkpoint(tmp_path / "same"), read_checkpoint(tmp_path / "other")
+    assert_same_tensors(same, read_checkpoint(saved))
+    key = "model.embedding.word_embeddings.weight"
+    assert not torch.equal(same[key], other[key])
+
+
+def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
+    (tmp_path / "copy").mkdir()
+    for source in sorted((saved / "iter_0000004").iterdir()):
+        target = tmp_path / "copy" / "iter_0000004" / source.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    state_file = tmp_path / "copy" / "iter_0000004" / "train_state.json"
+    state_file.write_text(state_file.read_text()[:-20])
+    kind, message = refusal("--load", tmp_path / "copy")
+    assert kind == "CheckpointError"
+    assert "train_state.json" in message
+    state_file.write_text("{}")
+    kind, message = refusal("--load", tmp_path / "copy")
+    assert "format version 1" in message
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_only_if_asked_to(tmp_path):
+    """A learning rate that is absurd makes the second loss infinite or NaN."""
+    absurd = ["--lr", "1e30", "--optimizer", "sgd", "--lr-decay-style", "constant", "--clip-grad", "0"]
+    pretrain(*absurd, "--metrics-jsonl", tmp_path / "metrics.jsonl")
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-3])
+    assert (last["iteration"], last["loss"]) == (4, None)
+    assert last["nan_iterations"] == last["skipped_iterations"] == 3
+    with pytest.raises(
+        RankError, match=r"NonFiniteLossError: Expected a finite loss in iteration 2, got .* \(on rank 0"
+    ):
+        pretrain(*absurd, "--check-for-nan-in-loss")

@@ -1,0 +1,87 @@
+"""`pretrain_gpt.py` as a user starts it: alone, under torchrun, with a mistake, with a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.test_checkpoints import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 120.0  # seconds
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def environment() -> dict[str, str]:
+    """This process's, without the ranks of a torchrun that the tests may run under."""
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+
+
+def run(launcher: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [*launcher, "pretrain_gpt.py", *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
+    """The unsharded engine gives the losses of FSDP2 on one rank."""
+    losses = []
+    for engine in ("--use-torch-fsdp2", "--no-use-torch-fsdp2"):
+        metrics = tmp_path / f"{engine}.jsonl"
+        done = run([sys.executable], *SETTINGS, engine, "--hidden-dropout", "0", "--metrics-jsonl", str(metrics))
+        assert done.returncode == 0, done.stderr
+        assert "validation loss at iteration 4" in done.stdout
+        losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_mistake_is_one_line_and_exit_code_two():
+    done = run([sys.executable], *SETTINGS, "--global-batch-size", "7")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 2 x 1 rank(s), got 7.\n"
+    )
+
+
+def test_a_global_batch_of_seven_on_two_ranks_is_refused_under_torchrun():
+    done = run(TORCHRUN, *SETTINGS, "--micro-batch-size", "1", "--global-batch-size", "7")
+    assert done.returncode != 0
+    line = "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
+    assert done.stderr.count(line) == 1, "rank 0 says it, once"
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py") not in done.stderr
+
+
+def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_path):
+    """The run is long; the signal comes as soon as it has shown that it trains; what it saved then resumes."""
+    flags = [*SETTINGS, "--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0"]
+    flags += ["--exit-signal-handler", "--save", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [*TORCHRUN, "pretrain_gpt.py", *flags], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        lines: list[str] = []
+        deadline = time.monotonic() + TIMEOUT
+        for line in process.stdout:
+            lines.append(line)
+            assert time.monotonic() < deadline
+            if "] iteration" in line and "| lm loss" in line:
+                break
+        workers = _children(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGTERM)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0
+    assert "SIGTERM was received" in rest
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process started, in order."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import manager
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manager import (
+    TRACKER_FILE,
+    checkpoint_folder,
+    latest_iteration,
+    load_tensors,
+    published_iterations,
+    read_metadata,
+    read_train_state,
+    save_checkpoint,
+)
+from tests.ranks import run_ranks
+
+
+def save(root: Path, iteration: int, value: float = 0.0) -> Path:
+    return save_checkpoint(root, iteration, {"model": {"w": torch.full((3,), value)}}, {"iteration": iteration})
+
+
+def load(folder: Path, ignored: tuple[str, ...] = (), **wanted: torch.Tensor) -> dict:
+    state = {"model": wanted}
+    load_tensors(folder, state, ignored)
+    return state["model"]
+
+
+def test_what_is_saved_is_found_and_read_back(tmp_path):
+    save(tmp_path, 5, 1.5)
+    save(tmp_path, 10, 2.5)
+    assert latest_iteration(tmp_path) == 10
+    assert published_iterations(tmp_path) == [5, 10]
+    folder = checkpoint_folder(tmp_path, 10)
+    assert folder.name == "iter_0000010"
+    assert read_train_state(folder) == {"iteration": 10}
+    assert torch.equal(load(folder, w=torch.zeros(3))["w"], torch.full((3,), 2.5))
+
+
+def test_a_folder_that_holds_nothing_has_no_latest_iteration(tmp_path):
+    assert latest_iteration(tmp_path) is None
+    assert latest_iteration(tmp_path / "missing") is None
+
+
+def test_an_abandoned_save_is_not_found_and_is_replaced_by_the_next(tmp_path):
+    draft = tmp_path / "iter_0000005.saving"
+    draft.mkdir(parents=True)
+    (draft / "half").write_text("written")
+    assert latest_iteration(tmp_path) is None
+    folder = save(tmp_path, 5)
+    assert latest_iteration(tmp_path) == 5
+    assert not draft.exists()
+    assert not (folder / "half").exists()
+
+
+def test_a_published_checkpoint_is_never_overwritten(tmp_path):
+    save(tmp_path, 5, 1.0)
+    with pytest.raises(CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000005, got a published one"):
+        save(tmp_path, 5, 2.0)
+    assert torch.equal(load(checkpoint_folder(tmp_path, 5), w=torch.zeros(3))["w"], torch.ones(3))
+
+
+def test_a_crash_before_the_tracker_is_written_loses_nothing(tmp_path):
+    save(tmp_path, 5)
+    (tmp_path / TRACKER_FILE).unlink()
+    assert latest_iteration(tmp_path) == 5
+    save(tmp_path, 10)
+    (tmp_path / TRACKER_FILE).write_text("5\n")
+    assert latest_iteration(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("text", "message"), [("99\n", "iter_0000099"), ("release", "got 'release'"), ("", "got ''")])
+def test_a_tracker_that_names_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path, text, message):
+    save(tmp_path, 5)
+    (tmp_path / TRACKER_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        latest_iteration(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["draft", "rename", "tracker"])
+def test_a_failure_while_publishing_leaves_the_old_checkpoint_the_newest(tmp_path, monkeypatch, step):
+    save(tmp_path, 5)
+
+    def fail(*_args):
+        raise OSError("disk full")
+
+    real_write = manager._write_durably
+    if step == "rename":
+        real_rename = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda p, to: fail() if p.suffix == ".saving" else real_rename(p, to))
+    else:
+        failing = {"draft": "train_state.json", "tracker": TRACKER_FILE}[step]
+        monkeypatch.setattr(manager, "_write_durably", lambda p, t: fail() if p.name == failing else real_write(p, t))
+    with pytest.raises(CheckpointError, match=r"publishing .*iter_0000010.*disk full"):
+        save(tmp_path, 10)
+    assert (tmp_path / TRACKER_FILE).read_text() == "5\n"
+    assert latest_iteration(tmp_path) == (10 if step == "tracker" else 5)
+
+
+def test_every_difference_is_named_before_anything_is_touched(tmp_path):
+    tensors = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(2), "only_saved": torch.ones(1)}
+    folder = save_checkpoint(tmp_path, 1, {"model": tensors}, {})
+    wanted = {
+        "a": torch.zeros(3),
+        "b": torch.zeros(4),
+        "c": torch.zeros(2, dtype=torch.float64),
+        "only_wanted": torch.zeros(1),
+    }
+    with pytest.raises(CheckpointError) as error:
+        load(folder, **wanted)
+    message = str(error.value)
+    assert "it lacks model.only_wanted" in message
+    assert "the model has no model.only_saved" in message
+    assert "model.b has shape (2,) where the model has (4,)" in message
+    assert "model.c is torch.float32 where the model has torch.float64" in message
+    assert torch.equal(wanted["a"], torch.zeros(3))
+
+
+def test_keys_may_be_left_unread_only_by_naming_their_beginning(tmp_path):
+    folder = save_checkpoint(tmp_path, 1, {"model": {"w": torch.ones(1)}, "optim": {"m": torch.ones(1)}}, {})
+    with pytest.raises(CheckpointError, match=r"optim\.m"):
+        load(folder, w=torch.zeros(1))
+    assert torch.equal(load(folder, ("optim.",), w=torch.zeros(1))["w"], torch.ones(1))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    folder = save(tmp_path, 5)
+    (folder / "train_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"train_state\.json, got JSONDecodeError"):
+        read_train_state(folder)
+    (folder / "train_state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"train_state\.json, got list"):
+        read_train_state(folder)
+    (data,) = folder.glob("*.distcp")
+    data.unlink()
+    with pytest.raises(CheckpointError, match=r"distcp"):
+        load(folder, w=torch.zeros(3))
+    (folder / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        read_metadata(folder)
+
+
+def _one_rank_cannot_write(root: str) -> str:
+    def state() -> dict:
+        class Unwritable:
+            def __reduce__(self):
+                raise OSError("cannot be written")
+
+        mine = {"w": torch.ones(1)} if dist.get_rank() == 0 else {"v": Unwritable()}
+        return {str(dist.get_rank()): mine}
+
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(root, 5, state(), {})
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_published(tmp_path):
+    for message in run_ranks(2, _one_rank_cannot_write, str(tmp_path)):
+        assert "rank 1: OSError: cannot be written" in message
+    assert latest_iteration(tmp_path) is None
+
+
+def _rank_zero_cannot_prepare(root: str) -> str:
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(root, 5, {"w": torch.ones(1)}, {})
+    return str(error.value)
+
+
+def test_all_ranks_hear_of_what_rank_zero_could_not_do(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    for message in run_ranks(2, _rank_zero_cannot_prepare, str(tmp_path / "file")):
+        assert "preparing" in message
+        assert "NotADirectoryError" in message or "FileExistsError" in message
+
+
+def test_the_plain_data_is_readable_json(tmp_path):
+    folder = save(tmp_path, 5)
+    assert json.loads((folder / "train_state.json").read_text()) == {"iteration": 5}

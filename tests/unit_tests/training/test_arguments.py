@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.core.options import ConfigError, options_of
+from megatron.training.arguments import build_parser, config_from_values, describe, parse_config, read_yaml
+from megatron.training.config import RunConfig
+
+MINIMAL = [
+    *("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "31"),
+    *("--micro-batch-size", "1", "--train-iters", "4", "--lr", "0.1"),
+]
+
+
+def refusal(*flags: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_config([*MINIMAL, *flags], world_size)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_flags_reach_their_owners_and_the_rest_has_megatrons_defaults():
+    config = parse_config([*MINIMAL, "--adam-beta2", "0.95", "--qk-layernorm", "--no-load-optim"], world_size=2)
+    assert config.optimizer.adam_beta2 == 0.95
+    assert config.model.qk_layernorm
+    assert not config.checkpoint.load_optim
+    assert config.optimizer.adam_beta1 == 0.9
+    assert config.model.hidden_dropout == 0.1
+    assert config.data.split == "969,30,1"
+
+
+def test_the_global_batch_is_one_microbatch_of_every_rank_unless_given():
+    assert parse_config(MINIMAL, world_size=3).global_batch_size == 3
+    config = parse_config([*MINIMAL, "--global-batch-size", "12"], world_size=3)
+    assert (config.global_batch_size, config.num_microbatches(3)) == (12, 4)
+
+
+def test_no_two_owners_share_a_flag():
+    parser = build_parser()
+    flags = Counter(flag for action in parser._actions for flag in action.option_strings)
+    assert [flag for flag, count in flags.items() if count > 1] == []
+    names = Counter(f.name for _, section in parse_config(MINIMAL, 1).sections() for f in options_of(type(section)))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_every_field_of_every_config_is_a_flag_with_a_help_line():
+    for _, section in parse_config(MINIMAL, 1).sections():
+        described = {field.name: field.option.help for field in options_of(type(section))}
+        assert set(described) == {field.name for field in dataclasses.fields(section)}
+        assert all(described.values())
+
+
+def test_help_shows_every_flag_and_its_default():
+    text = build_parser().format_help()
+    assert "--lr-warmup-iters" in text
+    assert "(default: 969,30,1)" in text
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers():
+    assert refusal("--global-batch-size", "7", world_size=2) == (
+        "--global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
+    )
+
+
+def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
+    assert refusal("--adam-bet1", "0.9") == (
+        "--adam-bet1: expected a known flag, got one that does not exist. Did you mean --adam-beta1?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "fast"], "--lr: expected a number >= 0, got 'fast'."),
+        (["--lr", "nan"], "--lr: expected a number >= 0, got nan."),
+        (["--train-iters", "0"], "--train-iters: expected an integer >= 1, got 0."),
+        (["--normalization", "BatchNorm"], "--normalization: expected one of LayerNorm, RMSNorm, got 'BatchNorm'."),
+        (["--save-interval", "5"], "--save: expected a folder, since --save-interval is given, got None."),
+        (["--ckpt-step", "5"], "--load: expected a folder, since --ckpt-step is given, got None."),
+        (["--wandb-exp-name", "a"], "--wandb-project: expected a name"),
+        (["--seq-length", "64", "--max-position-embeddings", "32"], "--seq-length: expected at most"),
+        (["--no-use-torch-fsdp2", "--bf16"], "--bf16: expected --use-torch-fsdp2"),
+        (["--lr-warmup-iters", "9"], "--lr-warmup-iters: expected at most the 4 decay iterations, got 9."),
+        (["--data-path", "/nowhere/data"], "--data-path"),
+        (["--ckpt-format", "zarr"], "--ckpt-format: expected one of torch_dcp, got 'zarr'."),
+        (["--lr"], "argument --lr: expected one argument"),
+    ],
+)
+def test_what_cannot_be_honoured_is_one_line_that_names_the_flag(flags, message):
+    assert message in refusal(*flags)
+
+
+def test_a_flag_without_default_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"--lr: expected a number >= 0, got none; it has no default."):
+        parse_config(MINIMAL[:-2], 1)
+
+
+def test_the_unsharded_engine_is_refused_on_several_ranks():
+    assert refusal("--no-use-torch-fsdp2", world_size=2) == "--no-use-torch-fsdp2: expected one process, got 2."
+
+
+def write(tmp_path: Path, content: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    return str(path)
+
+
+def test_a_file_sets_flags_and_the_command_line_overrides_it(tmp_path):
+    path = write(tmp_path, "hidden-size: 16\nadam_beta2: 0.5\nlr: 1e-3\nno-load-rng: true\nmock-data: true\n")
+    config = parse_config(["--config", path, *MINIMAL], 1)
+    assert config.model.hidden_size == 8
+    assert config.optimizer.adam_beta2 == 0.5
+    assert not config.checkpoint.load_rng
+    assert read_yaml(path)["lr"] == 1e-3
+
+
+def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path):
+    path = write(tmp_path, "hiden-size: 16\n")
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--config", path], 1)
+    assert str(error.value) == (
+        f"{path}: hiden-size: expected a known key, got one that does not exist. Did you mean hidden-size?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n- b\n", "expected keys and values"),
+        ("a: [1\n", "expected YAML"),
+        ("hidden-size: wide\n", "--hidden-size: expected an integer"),
+        ("bf16: 1\n", "--bf16: expected true or false, got 1."),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(tmp_path, content, message):
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--config", write(tmp_path, content)], 1)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"--config: expected a readable file, got '/nowhere.yaml'"):
+        parse_config(["--config", "/nowhere.yaml"], 1)
+
+
+def test_the_values_of_a_configuration_give_it_back_through_json_and_yaml():
+    config = parse_config([*MINIMAL, "--lr-decay-style", "cosine", "--clip-grad", "0.5"], 2)
+    values = yaml.safe_load(yaml.safe_dump(config.values()))
+    assert config_from_values(values) == config
+
+
+def test_values_of_another_version_are_refused_by_name():
+    values = {**parse_config(MINIMAL, 1).values(), "frobnicate": 1}
+    with pytest.raises(ConfigError, match="frobnicate: expected a known setting"):
+        config_from_values(values)
+
+
+def test_the_description_shows_what_is_in_effect():
+    lines = describe(parse_config([*MINIMAL, "--lr", "0.25"], 1)).splitlines()
+    assert any(line.split() == ["lr", "." * 42, "0.25"] for line in lines)
+
+
+def test_an_unresolved_configuration_does_not_pretend_to_know_its_batch():
+    config: RunConfig = config_from_values({**parse_config(MINIMAL, 1).values(), "global_batch_size": None})
+    with pytest.raises(RuntimeError, match="resolved"):
+        _ = config.global_batch_size
+    assert math.isfinite(config.resolve(1).global_batch_size)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core.options import ConfigError
+from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink, build_sinks
+from megatron.training.step import StepResult
+
+RATES = Rates(train_iters=100, global_batch_size=4, seq_length=8, flops_per_sequence=1e12, num_devices=2)
+
+
+class Recorder:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, dict]] = []
+
+    def write(self, kind, record):
+        self.records.append((kind, record))
+
+    def close(self):
+        self.records.append(("closed", {}))
+
+
+def result(loss: float = 2.0, *, skipped: bool = False) -> StepResult:
+    return StepResult(loss=loss, grad_norm=1.5, is_skipped=skipped, bad_ranks=(), stop_votes=(0.0, 0.0))
+
+
+def report(metrics: Metrics, iteration: int, loss: float = 2.0) -> None:
+    metrics.step(result(loss), iteration=iteration, consumed_samples=4 * iteration, learning_rate=0.1, skipped=0, nan=0)
+
+
+@pytest.fixture
+def now():
+    return [0.0]
+
+
+@pytest.fixture
+def shown(caplog, monkeypatch):
+    """The lines that the metrics log, also if an earlier test has configured the project's logger."""
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="megatron")
+    return caplog
+
+
+def make(now, sink, log_interval=2) -> Metrics:
+    config = LoggingConfig(log_interval=log_interval)
+    return Metrics(RATES, config, [sink], start_iteration=0, shows_progress=False, clock=lambda: now[0])
+
+
+def test_throughput_follows_from_the_time_of_the_step(now):
+    sink = Recorder()
+    metrics = make(now, sink)
+    now[0] = 0.5
+    report(metrics, 1)
+    kind, record = sink.records[0]
+    assert kind == "train"
+    assert record["elapsed_ms"] == 500.0
+    assert record["tokens_per_second"] == 64.0
+    assert record["tflops_per_device"] == 4.0
+
+
+def test_pauses_are_left_out_of_the_next_steps_time(now):
+    sink = Recorder()
+    metrics = make(now, sink)
+    now[0] = 1.0
+    report(metrics, 1)
+    now[0] = 61.0
+    metrics.resume_clock()
+    now[0] = 63.0
+    report(metrics, 2)
+    assert [record["elapsed_ms"] for _, record in sink.records] == [1000.0, 2000.0]
+
+
+def test_the_log_line_has_the_means_of_its_interval_and_says_how_many_were_bad(now, shown):
+    metrics = make(now, Recorder(), log_interval=3)
+    for iteration, loss in ((1, 1.0), (2, math.nan), (3, 2.0)):
+        now[0] += float(iteration)
+        metrics.step(
+            result(loss), iteration=iteration, consumed_samples=12, learning_rate=0.1, skipped=1, nan=iteration - 1
+        )
+    (line,) = [record.getMessage() for record in shown.records]
+    assert line.startswith("iteration   3/100 | consumed samples:       12 | elapsed time per iteration (ms): 2000.0")
+    assert "| throughput per device (TFLOP/s): 1.000 | tokens per second: 16 |" in line
+    assert "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: 1.500 |" in line
+    assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   2 |")
+
+
+def test_an_interval_without_a_finite_loss_says_nan(now, shown):
+    metrics = make(now, Recorder(), log_interval=1)
+    now[0] = 1.0
+    report(metrics, 1, math.inf)
+    assert "lm loss: NAN" in shown.records[0].getMessage()
+
+
+def test_an_evaluation_reports_loss_and_perplexity(now, shown):
+    sink = Recorder()
+    make(now, sink).evaluation("validation", math.log(50.0), 7)
+    assert sink.records[0][1]["perplexity"] == pytest.approx(50.0)
+    assert shown.records[0].getMessage().startswith("validation loss at iteration 7 | lm loss: 3.912023E+00")
+
+
+def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    for loss in (0.1 + 0.2, math.nan):
+        sink = JsonlSink(str(path))
+        sink.write("train", {"iteration": 1, "loss": loss})
+        sink.close()
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert first == {"kind": "train", "iteration": 1, "loss": 0.1 + 0.2}
+    assert second["loss"] is None
+
+
+def test_tensorboard_gets_every_number_under_its_split(tmp_path):
+    sink = TensorBoardSink(str(tmp_path))
+    sink.write("train", {"iteration": 3, "loss": 2.5})
+    sink.write("eval", {"iteration": 3, "split": "test", "loss": 1.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 2.5)]
+    assert [(e.step, e.value) for e in events.Scalars("test/loss")] == [(3, 1.5)]
+
+
+def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
+    logged = []
+    run = SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: logged.append("end"))
+    asked = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.update(settings) or run))
+    (sink,) = build_sinks(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0})
+    sink.write("train", {"iteration": 3, "loss": 2.5})
+    sink.close()
+    assert asked == {"project": "p", "name": "e", "dir": None, "config": {"lr": 1.0}}
+    assert logged == [(3, {"train/loss": 2.5}), "end"]
+
+
+def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"):
+        build_sinks(LoggingConfig(wandb_project="p"), {})
+
+
+def test_closing_closes_every_sink(now):
+    sink = Recorder()
+    make(now, sink).close()
+    assert sink.records == [("closed", {})]
