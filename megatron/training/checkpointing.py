@@ -93,7 +93,7 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
         return False
     iteration = _wanted_iteration(checkpoint, checkpoint.load)
     if iteration is None:
-        logger.warning("no checkpoint found in %s, starting from the beginning", checkpoint.load)
+        logger.info("no checkpoint found in %s, starting from the beginning", checkpoint.load)
         return False
     folder = checkpoint_folder(checkpoint.load, iteration)
     train_state = read_train_state(folder)

@@ -14,7 +14,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,8 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
 
     _on_first_rank(prepare, f"preparing {draft}")
     try:
-        save(state, storage_writer=FileSystemWriter(draft, sync_files=True))
+        with _no_word_about_single_process():
+            save(state, storage_writer=FileSystemWriter(draft, sync_files=True))
     except CheckpointException as failure:
         raise CheckpointError(f"Expected {draft} to be written, got {_causes(failure)}.") from failure
     _on_first_rank(publish, f"publishing {folder}")
@@ -149,9 +152,18 @@ def load_tensors(folder: Path, state: dict[str, Any], ignored_prefixes: tuple[st
     """
     check_tensors(str(folder), state, read_metadata(folder), ignored_prefixes)
     try:
-        load(state, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+        with _no_word_about_single_process():
+            load(state, storage_reader=FileSystemReader(folder))
     except CheckpointException as failure:
         raise CheckpointError(f"Expected {folder} to be readable, got {_causes(failure)}.") from failure
+
+
+@contextmanager
+def _no_word_about_single_process() -> Iterator[None]:
+    """Without a process group DCP works alone, which is meant so here, and warns of it each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _on_first_rank(action: Callable[[], None], what: str) -> None:
