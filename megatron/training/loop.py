@@ -58,8 +58,11 @@ def microbatches(
 
 def train(
     state: RunState, surroundings: Surroundings, train_data: SampleDataset, valid_data: SampleDataset | None
-) -> None:
+) -> str | None:
     """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the end.
+
+    Returns:
+        Why training stopped before the last iteration, or None if it did not.
 
     Raises:
         NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
@@ -72,7 +75,6 @@ def train(
         train_data, surroundings, progress.consumed_samples, progress.consumed_samples + max(0, remaining)
     )
     surroundings.metrics.resume_clock()
-    saved_iteration = progress.iteration
     while progress.iteration < training.train_iters:
         result = _run_iteration(state, surroundings, batches)
         reason = surroundings.stop.reason(progress.iteration, result.stop_votes)
@@ -83,12 +85,12 @@ def train(
         is_due = bool(checkpoint.save_interval) and progress.iteration % (checkpoint.save_interval or 1) == 0
         if checkpoint.save is not None and (is_due or is_last):
             save_run(config, state, surroundings.device)
-            saved_iteration = progress.iteration
         surroundings.metrics.resume_clock()
-        if reason is not None:
-            logger.info("exiting at iteration %d: %s", progress.iteration, reason)
-            break
-    logger.info("training ended at iteration %d; newest checkpoint: %s", progress.iteration, saved_iteration)
+        if reason is not None and progress.iteration < training.train_iters:
+            logger.info("exiting at iteration %d of %d: %s", progress.iteration, training.train_iters, reason)
+            return reason
+    logger.info("training ended at iteration %d", progress.iteration)
+    return None
 
 
 def report_evaluation(state: RunState, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:

@@ -113,15 +113,16 @@ def build_run_state(
 
 
 def _run(state: RunState, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
-    """Training, unless it is to be skipped, and the evaluations at the end."""
+    """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
     config = surroundings.config
+    stopped = False
     if not config.training.skip_train and datasets.train is not None:
-        train(state, surroundings, datasets.train, datasets.valid)
+        stopped = train(state, surroundings, datasets.train, datasets.valid) is not None
         peak = surroundings.device.peak_memory_bytes()
         logger.info("peak memory of rank 0: %.1f MiB", peak / 2**20)
 
     def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
-        return None if dataset is None else report_evaluation(state, surroundings, dataset, split)
+        return None if dataset is None or stopped else report_evaluation(state, surroundings, dataset, split)
 
     return Outcome(
         iteration=state.progress.iteration,
