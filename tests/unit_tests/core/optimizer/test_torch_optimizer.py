@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.norm = nn.LayerNorm(3)
+        self.frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+def test_matrices_decay_and_vectors_do_not_and_frozen_parameters_are_left_out():
+    model = Model()
+    decayed, kept = parameter_groups(model.named_parameters(), 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert [p is model.linear.weight for p in decayed["params"]] == [True]
+    assert kept["weight_decay"] == 0.0
+    assert {id(p) for p in kept["params"]} == {id(p) for p in (model.linear.bias, model.norm.weight, model.norm.bias)}
+
+
+def test_a_group_that_would_be_empty_is_left_out():
+    assert len(parameter_groups(nn.Linear(2, 2, bias=False).named_parameters(), 0.1)) == 1
+
+
+def test_the_constants_reach_the_optimizer():
+    config = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.7, adam_eps=1e-5, weight_decay=0.3)
+    adam = build_torch_optimizer(Model(), config, lr=0.5)
+    assert isinstance(adam, torch.optim.AdamW)
+    group = adam.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.7), 1e-5, 0.3)
+    sgd = build_torch_optimizer(Model(), OptimizerConfig(optimizer="sgd", sgd_momentum=0.6), lr=0.5)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert sgd.param_groups[0]["momentum"] == 0.6

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.device import Device, DeviceConfig
+from megatron.core.mesh import build_mesh
+from megatron.core.options import ConfigError
+from tests.ranks import run_ranks
+
+
+def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert DeviceConfig().kind == "cuda"
+    assert DeviceConfig(device="cpu").kind == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert DeviceConfig().kind == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device: expected a device that this machine has, got 'cuda'"):
+        DeviceConfig(device="cuda")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ConfigError, match="at most one process for each of the 2 GPUs of this machine, got local rank 2"
+    ):
+        Device.for_rank("cuda", 2)
+
+
+def test_a_gpu_carries_cpu_tensors_over_gloo_too():
+    assert Device("cuda", 1).collective_backend == "cpu:gloo,cuda:nccl"
+    assert Device("cuda", 1).torch_device == torch.device("cuda", 1)
+    assert Device("cpu").collective_backend == "gloo"
+
+
+def test_the_cpu_has_no_generator_of_its_own():
+    device = Device.for_rank("cpu", 3)
+    assert device == Device("cpu", 0)
+    assert device.rng_state() is None
+    with pytest.raises(RuntimeError, match="generator of its own"):
+        device.set_rng_state(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_peak_memory_grows_with_what_is_allocated():
+    before = Device("cpu").peak_memory_bytes()
+    held = torch.ones(128 * 2**20, dtype=torch.uint8)
+    assert Device("cpu").peak_memory_bytes() - before > 0.5 * held.numel()
+
+
+def _mesh() -> tuple[int, tuple[str, ...] | None]:
+    mesh = build_mesh("cpu", 2)
+    return mesh.size(), mesh.mesh_dim_names
+
+
+def test_the_mesh_covers_all_ranks_with_one_axis():
+    assert run_ranks(2, _mesh) == [(2, ("dp",))] * 2

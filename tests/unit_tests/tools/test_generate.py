@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pretrain_gpt
+from tests.ranks import run_ranks
+from tools import generate
+
+SETTINGS = [
+    *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
+    *("--tokenizer-type", "ByteTokenizer", "--num-workers", "0", "--micro-batch-size", "2", "--train-iters", "2"),
+    *("--lr", "1e-2", "--eval-iters", "0"),
+]
+
+
+class Counting(nn.Module):
+    """Finds the successor of the last token likeliest, and remembers how much it was shown."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.num_tokens = num_tokens
+        self.lengths: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(tokens.shape[1])
+        successor = (tokens + 1) % self.num_tokens
+        return 10.0 * nn.functional.one_hot(successor, self.num_tokens)
+
+
+def sample(prompt: list[int], **settings) -> list[int]:
+    defaults = {
+        "num_new_tokens": 4,
+        "context_length": 3,
+        "num_tokens": 8,
+        "eod": 7,
+        "temperature": 0.0,
+        "top_k": 0,
+        "generator": torch.Generator().manual_seed(0),
+    }
+    return generate.sample(settings.pop("model", Counting(8)), prompt, **{**defaults, **settings})
+
+
+def test_the_likeliest_token_is_taken_at_temperature_zero_and_the_end_ends_it():
+    assert sample([0]) == [1, 2, 3, 4]
+    assert sample([4]) == [5, 6]
+
+
+def test_the_model_sees_no_more_than_its_context():
+    model = Counting(8)
+    sample([0, 1], model=model, num_new_tokens=3)
+    assert model.lengths == [2, 3, 3]
+
+
+def test_padding_of_the_vocabulary_is_never_drawn():
+    assert sample([3], num_tokens=4, temperature=50.0, num_new_tokens=50, eod=99)
+    assert max(sample([3], num_tokens=4, temperature=50.0, num_new_tokens=50, eod=99)) < 4
+
+
+def test_top_k_limits_the_choice_and_the_seed_repeats_it():
+    hot = {"temperature": 50.0, "num_new_tokens": 30, "eod": 99}
+    assert sample([0], top_k=1, **hot) == [i % 8 for i in range(1, 31)]
+    assert sample([0], **hot) == sample([0], **hot)
+    assert len(set(sample([0], **hot))) > 3
+
+
+def _train(argv: list[str]) -> None:
+    pretrain_gpt.run(argv)
+
+
+def test_a_checkpoint_of_two_ranks_writes_text_in_one_process(tmp_path, capsys):
+    run_ranks(2, _train, [*SETTINGS, "--bf16", "--save", str(tmp_path)])
+    asked = ["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "5"]
+    assert generate.main(asked) == 0
+    first = capsys.readouterr().out
+    assert "--- prompt: 'ab'\nab" in first
+    assert generate.main(asked) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("flags", [[], ["--ckpt-step", "3"]])
+def test_a_folder_without_the_checkpoint_is_one_line(tmp_path, capsys, flags):
+    assert generate.main(["--load", str(tmp_path / "none"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("generate.py: Expected")
