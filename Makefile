@@ -28,17 +28,18 @@ $(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt
 
 install: $(VENV)/.installed
 
-# The real text: what every CPython ships in English and Python, with a tokenizer trained on it.
-data/stdlib.jsonl: $(VENV)/.installed tools/build_stdlib_corpus.py
+# The real text: what every CPython ships in English and Python, with a tokenizer trained on it. A new installation or
+# tool is no reason to make it anew: a run that is under way goes on with what it began with.
+data/stdlib.jsonl: | $(VENV)/.installed
 	mkdir -p data
 	$(BIN)/python tools/build_stdlib_corpus.py --output $@
 
-data/stdlib_text_document.idx: data/stdlib.jsonl tools/preprocess_data.py
+data/stdlib_text_document.idx: data/stdlib.jsonl | $(VENV)/.installed
 	$(BIN)/python tools/preprocess_data.py --input $< --json-keys text --output-prefix data/stdlib \
 	    --train-tokenizer --vocab-size 4096 --tokenizer-type HuggingFaceTokenizer \
 	    --tokenizer-model data/stdlib_tokenizer.json --append-eod --workers 2
 
-data: data/stdlib_text_document.idx
+data: install data/stdlib_text_document.idx
 
 pretrain: data
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) pretrain_gpt.py --config examples/gpt_cpu.yaml

@@ -6,13 +6,17 @@ torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
+from megatron.core.datasets.indexed_dataset import IndexedDatasetError
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
@@ -23,6 +27,7 @@ from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
+_EXIT_BAD_FILES = 1
 _EXIT_BAD_CONFIGURATION = 2
 
 
@@ -54,15 +59,31 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 for a configuration that cannot be honoured."""
+    """The exit code: 0, 2 for a configuration that cannot be honoured, 1 for files that cannot be."""
     try:
         run(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
-        if Launch.from_environment().rank == 0:
+        # All ranks of a machine come to the same conclusion: one of them says it.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return _EXIT_BAD_CONFIGURATION
+    except (CheckpointError, IndexedDatasetError) as error:
+        print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return _EXIT_BAD_FILES
     return 0
 
 
+def exit_process(code: int) -> NoReturn:
+    """Ends this process without the interpreter's finalisation.
+
+    gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the interpreter is being
+    finalised ends in std::terminate: a run that went well would now and then exit with SIGABRT. Everything has been
+    closed and saved by now.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manager import checkpoint_folder, latest_iteration, read_train_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize
-from megatron.training.arguments import config_from_values
+from megatron.training.arguments import section_from_values
 from megatron.training.checkpointing import load_weights
-from megatron.training.config import RunConfig
-from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, padded_vocab_size
 
 _PROMPTS = ("def read_text(path):\n", "The exec statement", "class Counter:\n    def __init__(self")
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints each prompt with its continuation; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        model, tokenizer, config = load_model(arguments.load, arguments.ckpt_step)
+        model, tokenizer, seq_length = load_model(arguments.load, arguments.ckpt_step)
     except (CheckpointError, ConfigError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 2
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model,
             tokenizer.tokenize(prompt) or [tokenizer.eod],
             num_new_tokens=arguments.max_new_tokens,
-            context_length=config.data.seq_length,
+            context_length=seq_length,
             num_tokens=tokenizer.vocab_size,
             eod=tokenizer.eod,
             temperature=arguments.temperature,
@@ -54,19 +54,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_model(root: str, iteration: int | None) -> tuple[GPTModel, Tokenizer, RunConfig]:
-    """The model of a run's newest checkpoint, or of the one named, in fp32, with its tokenizer and configuration."""
+def load_model(root: str, iteration: int | None) -> tuple[GPTModel, Tokenizer, int]:
+    """The model of a run's newest checkpoint, or of the one named, in fp32; its tokenizer; its sequence length.
+
+    Of the checkpoint's configuration only this is used: the data and the devices it was trained with may be gone.
+    """
     iteration = latest_iteration(root) if iteration is None else iteration
     if iteration is None:
         raise CheckpointError(f"Expected a checkpoint in {root}, got none.")
     folder = checkpoint_folder(root, iteration)
-    config = config_from_values(read_train_state(folder)["config"])
-    tokenizer = build_tokenizer(config.tokenizer)
+    values = read_train_state(folder).get("config")
+    if not isinstance(values, dict) or not isinstance(values.get("seq_length"), int):
+        raise CheckpointError(f"Expected the run's configuration in {folder}, got none.")
+    tokenizer_config = section_from_values(TokenizerConfig, values)
+    tokenizer = build_tokenizer(tokenizer_config)
     with torch.device("meta"):
-        model = GPTModel(config.model, padded_vocab_size(config.tokenizer, tokenizer))
-    materialize(model, Device.for_rank(DeviceConfig().kind, 0).torch_device, seed=0)
+        model = GPTModel(section_from_values(TransformerConfig, values), padded_vocab_size(tokenizer_config, tokenizer))
+    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
     load_weights(folder, model)
-    return model.eval(), tokenizer, config
+    return model.eval(), tokenizer, values["seq_length"]
 
 
 @torch.no_grad()
@@ -119,7 +125,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token every time")
     parser.add_argument("--top-k", type=int, default=50, help="draw from so many of the likeliest tokens; 0: from all")
     parser.add_argument("--seed", type=int, default=1234)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    for name in ("max_new_tokens", "temperature", "top_k"):
+        if not getattr(arguments, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(arguments, name)}.")
+    return arguments
 
 
 if __name__ == "__main__":

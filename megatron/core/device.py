@@ -44,14 +44,14 @@ class Device:
     index: int = 0
 
     @classmethod
-    def for_rank(cls, kind: str, local_rank: int) -> Device:
-        """The device of the rank with this number on its machine. ConfigError if the machine has too few."""
+    def for_rank(cls, kind: str, local_rank: int, local_world_size: int) -> Device:
+        """The device of the rank with this number on its machine. ConfigError, on all of them, if there are too few."""
         if kind == "cuda":
             count = torch.cuda.device_count()
-            if local_rank >= count:
+            if local_world_size > count:
                 raise ConfigError(
                     f"--nproc-per-node: expected at most one process for each of the {count} GPUs of this machine, "
-                    f"got local rank {local_rank}."
+                    f"got {local_world_size}."
                 )
             torch.cuda.set_device(local_rank)
         return cls(kind, local_rank if kind == "cuda" else 0)

@@ -30,7 +30,7 @@ _METADATA_KEY = "megatron.option"
 _SCALARS: dict[type, str] = {
     int: "an integer",
     float: "a number",
-    str: "a string",
+    str: "a non-empty string",
     bool: "true or false",
 }
 
@@ -171,6 +171,8 @@ class Field:
             raise self.error(got)
         rule = self.option
         if rule.choices is not None and item not in rule.choices:
+            raise self.error(got)
+        if item == "":
             raise self.error(got)
         if not isinstance(item, (int, float)):
             return

@@ -14,12 +14,14 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 from megatron.core.options import ConfigError, Field, options_of
 from megatron.training.config import RunConfig
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error; YAML's own rule is that the last one wins silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
@@ -60,32 +73,24 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
 
 def build_config(values: dict[str, Any]) -> RunConfig:
     """A configuration from converted values by field name; the rest takes its defaults. Not resolved yet."""
-    sections = {}
-    for name, config_class in _section_classes().items():
-        mine = {}
-        for field in options_of(config_class):
-            if field.name in values:
-                mine[field.name] = values[field.name]
-            elif field.default is dataclasses.MISSING:
-                raise ConfigError(f"{field.flag}: expected {field.expected}, got none; it has no default.")
-        sections[name] = config_class(**mine)
+    sections = {name: _build_section(config_class, values) for name, config_class in _section_classes().items()}
     return RunConfig(**sections)
 
 
-def config_from_values(values: dict[str, Any]) -> RunConfig:
-    """Takes back what `RunConfig.values()` gave (a checkpoint's, say). Not resolved. ConfigError for unknown names."""
-    fields = {field.name: field for field in _all_fields()}
-    if unknown := [name for name in values if name not in fields]:
-        raise ConfigError(_unknown(unknown[0], "a known setting", list(fields)))
-    return build_config({name: fields[name].convert(value) for name, value in values.items()})
+def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
+    """One owner's config out of what `RunConfig.values()` gave (a checkpoint's, say). ConfigError as `build_config`."""
+    mine = {field.name: field.convert(values[field.name]) for field in options_of(config_class) if field.name in values}
+    return _build_section(config_class, mine)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
     """The settings in a YAML file, converted, by field name. ConfigError for what is not one."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as failure:
         raise ConfigError(f"--config: expected a readable file, got {path!r} ({failure.strerror}).") from None
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"--config: expected UTF-8 in {path}, got {failure}.") from None
     except yaml.YAMLError as failure:
         raise ConfigError(f"--config: expected YAML in {path}, got {' '.join(str(failure).split())}.") from None
     if content is None:
@@ -98,6 +103,8 @@ def read_yaml(path: str) -> dict[str, Any]:
         switch = switches.get(str(key).replace("_", "-"))
         if switch is None:
             raise ConfigError(f"{path}: " + _unknown(str(key), "a known key", list(switches)))
+        if switch.field.name in values:
+            raise ConfigError(f"{path}: {key}: expected {switch.field.flag} to be set once, got it twice.")
         converted = switch.field.convert(value)
         values[switch.field.name] = not converted if switch.is_negated else converted
     return values
@@ -143,6 +150,16 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
         default=argparse.SUPPRESS,
         help=text,
     )
+
+
+def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
+    mine = {}
+    for field in options_of(config_class):
+        if field.name in values:
+            mine[field.name] = values[field.name]
+        elif field.default is dataclasses.MISSING:
+            raise ConfigError(f"{field.flag}: expected {field.expected}, got none; it has no default.")
+    return config_class(**mine)
 
 
 def _section_classes() -> dict[str, type[Any]]:

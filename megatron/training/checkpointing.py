@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.manager import (
     checkpoint_folder,
     latest_iteration,
     load_tensors,
+    on_first_rank,
     published_iterations,
     read_metadata,
     read_train_state,
@@ -91,7 +93,8 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     checkpoint = config.checkpoint
     if checkpoint.load is None:
         return False
-    iteration = _wanted_iteration(checkpoint, checkpoint.load)
+    root = checkpoint.load
+    iteration = on_first_rank(lambda: _wanted_iteration(checkpoint, root), f"looking for checkpoints in {root}")
     if iteration is None:
         logger.info("no checkpoint found in %s, starting from the beginning", checkpoint.load)
         return False
@@ -99,7 +102,9 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     train_state = read_train_state(folder)
     # Read and checked first, installed last: a refusal must leave the run as it was.
     progress = _progress(train_state, str(folder))
-    schedule = state.schedule if checkpoint.finetune else _schedule(config.schedule, state.schedule, train_state)
+    schedule = (
+        state.schedule if checkpoint.finetune else _schedule(config.schedule, state.schedule, train_state, str(folder))
+    )
     loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
     app = DCPState(state.model, state.optimizer if loads_optimizer else None)
     tensors = app.state_dict()
@@ -118,7 +123,13 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
         state.schedule = schedule
         vars(state.progress).update(vars(progress))
         _report_differences(config, train_state)
-    logger.info("loaded checkpoint %s: iteration %d, %d samples consumed", folder, iteration, progress.consumed_samples)
+    begins = state.progress
+    logger.info(
+        "loaded checkpoint %s; this run begins after iteration %d and %d samples",
+        folder,
+        begins.iteration,
+        begins.consumed_samples,
+    )
     return True
 
 
@@ -131,14 +142,28 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def check_save_folder(config: CheckpointConfig, start_iteration: int) -> None:
-    """ConfigError if `--save` holds checkpoints that this run would come to overwrite."""
-    if config.save is None:
-        return
-    newer = [iteration for iteration in published_iterations(config.save) if iteration > start_iteration]
+    """Makes the folder of `--save`. Called by all ranks together, before there is anything to lose.
+
+    Raises:
+        ConfigError: if it cannot be written, or holds checkpoints that this run would come to overwrite.
+    """
+    root = config.save
+    if root is not None:
+        on_first_rank(lambda: _check_save_folder(root, start_iteration), f"preparing {root}")
+
+
+def _check_save_folder(root: str, start_iteration: int) -> None:
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as failure:
+        raise ConfigError(f"--save: expected a folder that can be written, got {root} ({failure.strerror}).") from None
+    newer = [iteration for iteration in published_iterations(root) if iteration > start_iteration]
     if newer:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "
-            f"got {newer} in {config.save}. Load the newest with --load, or save elsewhere."
+            f"got {newer} in {root}. Load the newest with --load, or save elsewhere."
         )
 
 
@@ -167,9 +192,12 @@ def _progress(train_state: dict[str, Any], folder: str) -> Progress:
         raise CheckpointError(f"Expected the run's counters in {folder}, got {failure}.") from None
 
 
-def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, Any]) -> LRSchedule:
+def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, Any], folder: str) -> LRSchedule:
     """This run's schedule or the checkpoint's, as the flags say; ConfigError if they differ and no flag says."""
-    saved = LRSchedule.from_state(train_state["schedule"])
+    try:
+        saved = LRSchedule.from_state(train_state["schedule"])
+    except (KeyError, TypeError) as failure:
+        raise CheckpointError(f"Expected a learning-rate schedule in {folder}, got {failure}.") from None
     if saved == own or config.override_opt_param_scheduler:
         return own
     if config.use_checkpoint_opt_param_scheduler:
@@ -198,9 +226,11 @@ def _saved_rng(folder: Path, device: Device) -> dict[str, torch.Tensor] | None:
     if len(saved_ranks) == dist.get_world_size() and all(f"rng.{dist.get_rank()}.{name}" in keys for name in own):
         return own
     logger.info(
-        "the checkpoint has random states of %d ranks, this run has %d: dropout goes on with fresh ones",
+        "the checkpoint has random states of %d ranks (%s), this run wants %d (%s): dropout goes on with fresh ones",
         len(saved_ranks),
+        ", ".join(sorted({key.split(".", 2)[2] for key in keys if key.startswith("rng.")})) or "none",
         dist.get_world_size(),
+        ", ".join(sorted(own)),
     )
     return None
 

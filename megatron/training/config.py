@@ -30,7 +30,8 @@ class TrainingConfig:
         None, "sequences in one iteration; default: micro-batch-size x data-parallel size", at_least=1
     )
     bf16: bool = option(False, "compute in bf16, with main weights, reductions and optimizer in fp32")
-    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
+    # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
+    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1)
     eval_interval: int | None = option(1000, "iterations between evaluations on the validation split", at_least=1)
     eval_iters: int = option(100, "global batches in an evaluation; 0 evaluates nothing", at_least=0)
     skip_train: bool = option(False, "evaluate only")
@@ -66,7 +67,8 @@ class RunConfig:
         resolve_default(config.training, "global_batch_size", self.training.micro_batch_size * world_size)
         config._check_batch(world_size)
         config._check_model()
-        config._check_precision(world_size)
+        config._check_engine(world_size)
+        config._check_flags_that_need_others()
         LRSchedule.build(config.schedule, config.training.train_iters)
         return config
 
@@ -113,7 +115,22 @@ class RunConfig:
             self.data.seq_length,
         )
 
-    def _check_precision(self, world_size: int) -> None:
+    def _check_flags_that_need_others(self) -> None:
+        expect(
+            self.training.skip_train or self.data.split_fractions[0] > 0,
+            "--split",
+            "a share for training, or --skip-train",
+            self.data.split,
+        )
+        for flag, is_given in (
+            ("--override-opt-param-scheduler", self.schedule.override_opt_param_scheduler),
+            ("--use-checkpoint-opt-param-scheduler", self.schedule.use_checkpoint_opt_param_scheduler),
+        ):
+            loads_schedule = self.checkpoint.load is not None and not self.checkpoint.finetune
+            if is_given and not loads_schedule:
+                raise ConfigError(f"{flag}: expected --load without --finetune, which loads no schedule.")
+
+    def _check_engine(self, world_size: int) -> None:
         if self.parallel.use_torch_fsdp2:
             return
         if world_size > 1:

@@ -43,7 +43,9 @@ class Launch:
 def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Iterator[None]:
     """The default process group over all ranks, for as long as the context is open.
 
-    A group that already exists (a test's, or that of a program which embeds this one) is used and left standing.
+    A group that already exists (a test's, or that of a program which embeds this one) is used and left standing. After
+    an exception the group is left standing too: taking it down while others are inside a collective can block, and the
+    launcher ends them all anyway.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
@@ -58,7 +60,5 @@ def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Ite
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(device.collective_backend, store=store, rank=0, world_size=1, timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()

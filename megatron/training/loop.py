@@ -122,7 +122,7 @@ def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterato
         clip_grad=config.optimizer.clip_grad,
         device=surroundings.device.torch_device,
         mesh=surroundings.mesh,
-        stop_votes=surroundings.stop.votes(),
+        stop_votes=surroundings.stop.votes,
     )
     progress.iteration += 1
     progress.consumed_samples += config.global_batch_size

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -40,6 +41,10 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "--wandb-project: expected the package wandb (pip install 'megatron-hybrid[wandb]'), got none."
+            )
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
@@ -79,13 +84,16 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars by iteration: `train/loss`, `valid/loss`, ..."""
+    """Scalars by iteration: `train/loss`, `validation/loss`, ...
 
-    def __init__(self, folder: str) -> None:
+    What an earlier run into the same folder wrote beyond `start_iteration` is dropped, or its curves would double back.
+    """
+
+    def __init__(self, folder: str, start_iteration: int) -> None:
         # Here, not above: importing it takes about a second, which runs without TensorBoard need not wait.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder)
+        self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         for name, value in _scalars(kind, record).items():
@@ -99,12 +107,8 @@ class WandbSink:
     """Weights & Biases, with the scalars' names of `TensorBoardSink`."""
 
     def __init__(self, config: LoggingConfig, run_config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "--wandb-project: expected the package wandb (pip install 'megatron-hybrid[wandb]'), got none."
-            ) from None
+        import wandb
+
         self._run = wandb.init(
             project=config.wandb_project, name=config.wandb_exp_name, dir=config.wandb_save_dir, config=run_config
         )
@@ -116,13 +120,13 @@ class WandbSink:
         self._run.finish()
 
 
-def build_sinks(config: LoggingConfig, run_config: dict[str, Any]) -> list[Sink]:
+def build_sinks(config: LoggingConfig, run_config: dict[str, Any], start_iteration: int) -> list[Sink]:
     """The sinks that were asked for. For rank 0 only."""
     sinks: list[Sink] = []
     if config.metrics_jsonl is not None:
         sinks.append(JsonlSink(config.metrics_jsonl))
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir))
+        sinks.append(TensorBoardSink(config.tensorboard_dir, start_iteration))
     if config.wandb_project is not None:
         sinks.append(WandbSink(config, run_config))
     return sinks

@@ -65,7 +65,7 @@ def pretrain(
         flops_per_sequence: forward and backward, for the throughput that is logged.
     """
     launch = Launch.from_environment()
-    device = Device.for_rank(config.device.kind, launch.local_rank)
+    device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank)
     with (
         process_group(launch, device, config.parallel.distributed_timeout_minutes),
@@ -76,7 +76,8 @@ def pretrain(
         state = build_run_state(config, model_provider, device, mesh)
         seed_all(config.training.seed, launch.rank)
         load_run(config, state, device)
-        check_save_folder(config.checkpoint, state.progress.iteration)
+        if not config.training.skip_train:
+            check_save_folder(config.checkpoint, state.progress.iteration)
         datasets = datasets_provider(config, _num_samples(config, state.progress))
         with _metrics(config, launch, state.progress, flops_per_sequence) as metrics:
             surroundings = Surroundings(config, device, mesh, forward_step, metrics, stop)
@@ -152,7 +153,7 @@ def _metrics(config: RunConfig, launch: Launch, progress: Progress, flops_per_se
     metrics = Metrics(
         rates,
         config.logging,
-        build_sinks(config.logging, config.values()) if is_first else [],
+        build_sinks(config.logging, config.values(), progress.iteration) if is_first else [],
         start_iteration=progress.iteration,
         shows_progress=is_first,
     )

@@ -1,7 +1,7 @@
 """One training step, and evaluation: what happens to a global batch.
 
-A rank runs its microbatches forward and backward, the ranks agree on the loss, the gradient norm and whether anybody
-wants to stop in one all-reduce and one transfer to the host, and then all of them step or none does.
+A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another the loss and the
+votes to stop; one transfer brings all of it to the host, and then all ranks step or none does.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def train_step(
     clip_grad: float,
     device: torch.device,
     mesh: DeviceMesh,
-    stop_votes: tuple[float, float] = (0.0, 0.0),
+    stop_votes: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
     A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere.
+    `stop_votes` is asked after the backward, so that a signal counts in the step that it came in.
     Gradients are cleared before the function returns.
     """
     model.train()
@@ -68,7 +69,7 @@ def train_step(
         loss += mean_loss.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = global_grad_norm(parameters).to(device)
-    loss_sum, num_bad, *votes, norm_value = _agree(loss, norm, stop_votes, mesh)
+    loss_sum, num_bad, *votes, norm_value = _agree(loss, norm, stop_votes(), mesh)
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
     is_skipped = not (math.isfinite(loss_sum) and math.isfinite(norm_value))
     if not is_skipped:
@@ -106,9 +107,10 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 def _agree(
     loss: torch.Tensor, norm: torch.Tensor, stop_votes: tuple[float, float], mesh: DeviceMesh
 ) -> tuple[float, ...]:
-    """(sum of losses, number of ranks whose loss is not finite, *summed votes, norm), in one all-reduce.
+    """(sum of losses, number of ranks whose loss is not finite, *summed votes, norm), the same on every rank.
 
-    The transfer to the host at the end is the step's only synchronisation. The norm is already global.
+    The norm already is; the rest takes one all-reduce. The transfer to the host at the end is the only synchronisation
+    of the step.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in stop_votes]

@@ -110,6 +110,25 @@ def test_a_folder_with_newer_checkpoints_is_not_trained_over(saved):
     assert "beyond iteration 2" in message
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, world_size):
+    (tmp_path / "file").write_text("")
+    kind, message = refusal("--save", tmp_path / "file" / "run", world_size=world_size)
+    assert kind == "ConfigError"
+    assert "--save: expected a folder that can be written" in message
+
+
+def test_an_older_checkpoint_evaluates_beside_newer_ones(saved):
+    pretrain("--load", saved, "--save", saved, "--ckpt-step", 2, "--skip-train")
+
+
+def test_a_constant_rate_may_go_on_for_longer(tmp_path):
+    constant = ["--lr-decay-style", "constant", "--save", tmp_path]
+    pretrain(*constant)
+    pretrain(*constant, "--load", tmp_path, "--train-iters", 6)
+    assert train_state(tmp_path, 6)["progress"]["iteration"] == 6
+
+
 def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_error(tmp_path):
     pretrain("--load", tmp_path / "none", "--save", tmp_path / "new")
     assert train_state(tmp_path / "new", 4)["progress"]["iteration"] == 4
@@ -174,6 +193,9 @@ def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
     kind, message = refusal("--load", tmp_path / "copy")
     assert kind == "CheckpointError"
     assert "train_state.json" in message
+    state_file.write_text('{"format_version": 1, "progress": {}}')
+    kind, message = refusal("--load", tmp_path / "copy")
+    assert "Expected a learning-rate schedule in" in message
     state_file.write_text("{}")
     kind, message = refusal("--load", tmp_path / "copy")
     assert "format version 1" in message

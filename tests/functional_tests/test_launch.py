@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.test_checkpoints import SETTINGS
+from megatron.core.dist_checkpointing.manager import latest_iteration
+from tests.functional_tests.test_checkpoints import SETTINGS, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120.0  # seconds
@@ -59,27 +62,68 @@ def test_a_global_batch_of_seven_on_two_ranks_is_refused_under_torchrun():
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py") not in done.stderr
 
 
-def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_path):
-    """The run is long; the signal comes as soon as it has shown that it trains; what it saved then resumes."""
-    flags = [*SETTINGS, "--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0"]
-    flags += ["--exit-signal-handler", "--save", str(tmp_path / "run")]
-    with subprocess.Popen(
-        [*TORCHRUN, "pretrain_gpt.py", *flags], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as process:
-        lines: list[str] = []
+LONG = ["--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0", "--exit-signal-handler"]
+
+
+@contextmanager
+def running(launcher: list[str], *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in the background that has shown that it trains, or saved, whichever `--save-interval` asks for."""
+    sign = "saved checkpoint" if "--save-interval" in flags else "| lm loss"
+    command = [*launcher, "pretrain_gpt.py", *SETTINGS, *flags]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + TIMEOUT
         for line in process.stdout:
-            lines.append(line)
             assert time.monotonic() < deadline
-            if "] iteration" in line and "| lm loss" in line:
+            if sign in line:
                 break
+        else:
+            pytest.fail("the run ended before it trained")
+        yield process
+        process.kill()
+
+
+def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_path):
+    with running(TORCHRUN, *LONG, "--save", str(tmp_path)) as process:
         workers = _children(process.pid)
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGTERM)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     assert "SIGTERM was received" in rest
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists()
+    assert "validation loss" not in rest
+    assert latest_iteration(tmp_path) > 0
+
+
+def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_path):
+    """torchrun passes the signal to the process groups of its ranks, the workers of their data loaders included."""
+    flags = [*LONG, "--num-workers", "2", "--save", str(tmp_path)]
+    with running(TORCHRUN, *flags) as process:
+        assert all(len(_children(worker)) >= 2 for worker in _children(process.pid))
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=TIMEOUT)
+    assert "SIGTERM was received" in rest
+    assert latest_iteration(tmp_path) > 0
+
+
+def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(tmp_path):
+    """The run is killed, started again by the same command, and its losses are the uninterrupted run's."""
+    flags = ["--train-iters", "30", "--lr-decay-iters", "30", "--eval-iters", "0", "--save-interval", "10"]
+    whole = tmp_path / "whole.jsonl"
+    assert (
+        run(TORCHRUN, *SETTINGS, *flags, "--save", str(tmp_path / "whole"), "--metrics-jsonl", str(whole)).returncode
+        == 0
+    )
+    killed = tmp_path / "killed.jsonl"
+    same = [*flags, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--metrics-jsonl", str(killed)]
+    with running(TORCHRUN, *same) as process:
+        os.kill(_children(process.pid)[0], signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT)
+    assert process.returncode != 0
+    done = run(TORCHRUN, *SETTINGS, *same)
+    assert done.returncode == 0, done.stderr
+    assert "loaded checkpoint" in done.stdout
+    assert losses(killed) == losses(whole)
+    assert len(losses(whole)) == 30
 
 
 def _children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,4 +97,13 @@ def build_data_loader(
         pin_memory=pin_memory,
         generator=generator,
         persistent_workers=False,
+        worker_init_fn=_leave_sigterm_to_the_rank,
     )
+
+
+def _leave_sigterm_to_the_rank(_worker: int) -> None:
+    """In a worker: ignores SIGTERM, which schedulers send to all processes of a job.
+
+    A rank that has yet to finish its iteration and save needs its workers. They end when it does.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

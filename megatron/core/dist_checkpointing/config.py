@@ -26,14 +26,22 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
-            if getattr(self, name) not in (None, False):
-                expect(
-                    self.load is not None, "--load", f"a folder, since --{name.replace('_', '-')} is given", self.load
-                )
-        expect(
-            self.save_interval is None or self.save is not None,
-            "--save",
-            "a folder, since --save-interval is given",
-            self.save,
+        self._expect_folder(
+            "load",
+            {
+                "--ckpt-step": self.ckpt_step is not None,
+                "--finetune": self.finetune,
+                "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
+                "--no-load-optim": not self.load_optim,
+                "--no-load-rng": not self.load_rng,
+            },
         )
+        self._expect_folder(
+            "save", {"--save-interval": self.save_interval is not None, "--no-save-optim": not self.save_optim}
+        )
+
+    def _expect_folder(self, name: str, flags: dict[str, bool]) -> None:
+        """ConfigError if one of `flags` is given (true) without the folder that it says something about."""
+        for flag, is_given in flags.items():
+            folder = getattr(self, name)
+            expect(folder is not None or not is_given, f"--{name}", f"a folder, since {flag} is given", folder)

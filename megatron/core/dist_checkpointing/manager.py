@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,8 +29,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.state import check_tensors
+from megatron.core.options import ConfigError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 TRAIN_STATE_FILE = "train_state.json"
@@ -53,10 +56,15 @@ def published_iterations(root: str | Path) -> list[int]:
 def latest_iteration(root: str | Path) -> int | None:
     """The newest published checkpoint's iteration, or None if `root` holds nothing of a checkpoint.
 
+    What counts is what has been published. The tracker file may lag by one after a crash between the two; it is for
+    people and other programs.
+
     Raises:
         CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there. "There is one that
             cannot be found" must not look like "there is none", or a run would begin anew over its own results.
     """
+    if Path(root).exists() and not Path(root).is_dir():
+        raise CheckpointError(f"Expected a folder of checkpoints at {root}, got a file.")
     published = published_iterations(root)
     tracker = Path(root) / TRACKER_FILE
     if not tracker.exists():
@@ -72,6 +80,13 @@ def latest_iteration(root: str | Path) -> int | None:
             f"Expected {checkpoint_folder(root, int(text))}, which {tracker} names, got checkpoints {published}. "
             "Name one with --ckpt-step, or correct the file."
         )
+    if int(text) != published[-1]:
+        logger.warning(
+            "%s names %s, and %d has been published since; taking that. To go back, use --ckpt-step.",
+            tracker,
+            text,
+            published[-1],
+        )
     return published[-1]
 
 
@@ -85,7 +100,8 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
         train_state: plain data, for `train_state.json`; rank 0's is written.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. Then nothing has been published.
+        CheckpointError: on every rank, if any rank could not write. Nothing has been published then, unless all that
+            failed was the tracker file, which comes after.
     """
     folder = checkpoint_folder(root, iteration)
     draft = folder.with_name(folder.name + ".saving")
@@ -104,13 +120,13 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
         _sync_folder(folder.parent)
         _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
 
-    _on_first_rank(prepare, f"preparing {draft}")
+    on_first_rank(prepare, f"preparing {draft}")
     try:
         with _no_word_about_single_process():
             save(state, storage_writer=FileSystemWriter(draft, sync_files=True))
     except CheckpointException as failure:
         raise CheckpointError(f"Expected {draft} to be written, got {_causes(failure)}.") from failure
-    _on_first_rank(publish, f"publishing {folder}")
+    on_first_rank(publish, f"publishing {folder}")
     return folder
 
 
@@ -166,18 +182,29 @@ def _no_word_about_single_process() -> Iterator[None]:
         yield
 
 
-def _on_first_rank(action: Callable[[], None], what: str) -> None:
-    """Runs `action` on rank 0 and tells all ranks how it went, so that none waits for a rank that gave up."""
-    outcome: list[str | None] = [None]
+def on_first_rank(action: Callable[[], T], what: str) -> T:
+    """Runs `action` on rank 0 and gives every rank its result, or its error, so that no two ranks see different files
+    and none waits for a rank that gave up.
+
+    Raises:
+        CheckpointError, ConfigError: as `action` raised them; anything else as a CheckpointError that begins with
+            `what`.
+    """
+    outcome: list[Any] = [None, None]  # result, error
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            action()
+            outcome[0] = action()
+        except (CheckpointError, ConfigError) as failure:
+            outcome[1] = failure
         except Exception as failure:
-            outcome[0] = f"{what}: {type(failure).__name__}: {failure}"
+            outcome[1] = CheckpointError(f"{what}: {type(failure).__name__}: {failure}")
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise CheckpointError(outcome[0])
+    result, error = outcome
+    if error is not None:
+        raise error
+    returned: T = result
+    return returned
 
 
 def _causes(failure: CheckpointException) -> str:

@@ -38,6 +38,8 @@ class DCPState(Stateful):
         """`{"model": {name: tensor}}`, and `"optim"` if there is an optimizer."""
         if self.optimizer is None:
             return {"model": get_model_state_dict(self.model)}
+        if not self.optimizer.state:
+            _allocate_states(self.model, self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         return {"model": model_state, "optim": optimizer_state}
 
@@ -54,6 +56,18 @@ class DCPState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
         )
+
+
+def _allocate_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that has not stepped its states, and leaves it one that has not stepped.
+
+    PyTorch's helper allocates by stepping with zero gradients and a zero rate, which counts as a step. Left so, a run
+    saved before its first step would go on with another bias correction.
+    """
+    get_state_dict(model, optimizer)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, option
+from megatron.core.options import check_options, expect, option
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,9 @@ class DataParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        expect(
+            self.torch_fsdp2_reshard_after_forward or self.use_torch_fsdp2,
+            "--torch-fsdp2-no-reshard-after-forward",
+            "--use-torch-fsdp2",
+            "--no-use-torch-fsdp2",
+        )

@@ -20,7 +20,7 @@ class LRScheduleConfig:
     """The learning rate over the iterations. Names and defaults are Megatron's."""
 
     lr: float = option(help="peak learning rate", at_least=0)
-    min_lr: float = option(0.0, "learning rate at the end of the decay, and its least value ever", at_least=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay and from there on", at_least=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine", "WSD"))
     lr_decay_iters: int | None = option(None, "iterations until min-lr is reached; default: train-iters", more_than=0)
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", at_least=0)
@@ -95,7 +95,8 @@ class LRSchedule:
             peak=config.lr,
             least=config.min_lr,
             style=config.lr_decay_style,
-            decay_iters=decay_iters,
+            # A constant rate has no end, so a longer run has the same schedule.
+            decay_iters=0 if config.lr_decay_style == "constant" else decay_iters,
             warmup_iters=warmup_iters,
             warmup_init=config.lr_warmup_init,
             wsd_style=config.lr_wsd_decay_style if is_wsd else None,

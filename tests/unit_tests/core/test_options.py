@@ -40,7 +40,8 @@ def test_options_know_their_flags_and_types():
         ({"count": 2, "rate": 1.0}, "--rate: expected a number > 0 and < 1, got 1.0."),
         ({"count": 2, "rate": float("nan")}, "--rate: expected a number > 0 and < 1, got nan."),
         ({"count": 2, "shape": "oval"}, "--shape: expected one of round, square, got 'oval'."),
-        ({"count": 2, "paths": "a"}, "--paths: expected a list, each a string, got 'a'."),
+        ({"count": 2, "paths": "a"}, "--paths: expected a list, each a non-empty string, got 'a'."),
+        ({"count": 2, "paths": ("a", "")}, "--paths: expected a list, each a non-empty string, got ('a', '')."),
         ({"count": 2, "rate": None}, "--rate: expected a number > 0 and < 1, got None."),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,24 @@ def test_a_folder_without_the_checkpoint_is_one_line(tmp_path, capsys, flags):
     assert generate.main(["--load", str(tmp_path / "none"), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("generate.py: Expected")
+
+
+def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
+    run_ranks(1, _train, [*SETTINGS, "--save", str(tmp_path)])
+    (state_file,) = tmp_path.glob("*/train_state.json")
+    state = json.loads(state_file.read_text())
+    state["config"] |= {"mock_data": False, "data_path": ["/nowhere/data"], "device": "cuda"}
+    state_file.write_text(json.dumps(state))
+    assert generate.main(["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "2"]) == 0
+    assert "--- prompt: 'ab'" in capsys.readouterr().out
+    del state["config"]
+    state_file.write_text(json.dumps(state))
+    assert generate.main(["--load", str(tmp_path)]) == 2
+    assert "Expected the run's configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--top-k", "-3"], ["--temperature", "-1"], ["--temperature", "nan"]])
+def test_a_choice_that_makes_no_sense_is_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--load", "anywhere", *flags])
+    assert f"{flags[0]}: expected a number >= 0" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -119,7 +120,7 @@ def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path
 
 
 def test_tensorboard_gets_every_number_under_its_split(tmp_path):
-    sink = TensorBoardSink(str(tmp_path))
+    sink = TensorBoardSink(str(tmp_path), start_iteration=0)
     sink.write("train", {"iteration": 3, "loss": 2.5})
     sink.write("eval", {"iteration": 3, "split": "test", "loss": 1.5})
     sink.close()
@@ -128,12 +129,23 @@ def test_tensorboard_gets_every_number_under_its_split(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("test/loss")] == [(3, 1.5)]
 
 
+def test_a_resumed_run_drops_the_curve_beyond_its_start(tmp_path):
+    for start, loss in ((0, 1.0), (2, 5.0)):
+        sink = TensorBoardSink(str(tmp_path), start)
+        for iteration in range(start + 1, 5):
+            sink.write("train", {"iteration": iteration, "loss": loss})
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]
+
+
 def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
     logged = []
     run = SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: logged.append("end"))
     asked = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.update(settings) or run))
-    (sink,) = build_sinks(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (sink,) = build_sinks(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0}, start_iteration=0)
     sink.write("train", {"iteration": 3, "loss": 2.5})
     sink.close()
     assert asked == {"project": "p", "name": "e", "dir": None, "config": {"lr": 1.0}}
@@ -141,9 +153,9 @@ def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
 
 
 def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"):
-        build_sinks(LoggingConfig(wandb_project="p"), {})
+        LoggingConfig(wandb_project="p")
 
 
 def test_closing_closes_every_sink(now):

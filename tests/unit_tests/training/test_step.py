@@ -49,7 +49,7 @@ def step(
         clip_grad=clip_grad,
         device=CPU,
         mesh=build_mesh("cpu", dist.get_world_size()),
-        stop_votes=votes,
+        stop_votes=lambda: votes,
     )
 
 

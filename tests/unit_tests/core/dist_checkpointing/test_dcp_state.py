@@ -100,6 +100,21 @@ def test_without_an_optimizer_only_weights_travel(tmp_path):
     run_ranks(2, _weights_only, str(tmp_path / "checkpoint"))
 
 
+def _saved_before_the_first_step(path: str) -> None:
+    model, optimizer = build(True, seed=0)
+    dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    train(model, optimizer, 2)
+    untouched_model, untouched_optimizer = build(True, seed=0)
+    train(untouched_model, untouched_optimizer, 2)
+    expected = local_tensors(DCPState(untouched_model, untouched_optimizer).state_dict())
+    assert_same(local_tensors(DCPState(model, optimizer).state_dict()), expected)
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path):
+    """PyTorch's helper allocates the states by a step of its own, which must not count."""
+    run_ranks(2, _saved_before_the_first_step, str(tmp_path / "checkpoint"))
+
+
 def _states_are_dtensors() -> None:
     model, optimizer = build(True, seed=0)
     flat = flatten(DCPState(model, optimizer).state_dict())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from megatron.core.dist_checkpointing.manager import (
     checkpoint_folder,
     latest_iteration,
     load_tensors,
+    on_first_rank,
     published_iterations,
     read_metadata,
     read_train_state,
     save_checkpoint,
 )
+from megatron.core.options import ConfigError
 from tests.ranks import run_ranks
 
 
@@ -73,6 +76,21 @@ def test_a_crash_before_the_tracker_is_written_loses_nothing(tmp_path):
     save(tmp_path, 10)
     (tmp_path / TRACKER_FILE).write_text("5\n")
     assert latest_iteration(tmp_path) == 10
+
+
+def test_a_tracker_that_was_set_back_is_not_followed_without_a_word(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    (tmp_path / TRACKER_FILE).write_text("5\n")
+    assert latest_iteration(tmp_path) == 10
+    assert "names 5, and 10 has been published since; taking that. To go back, use --ckpt-step." in caplog.text
+
+
+def test_a_file_in_place_of_the_folder_is_no_fresh_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"Expected a folder of checkpoints at .*, got a file"):
+        latest_iteration(tmp_path / "file")
 
 
 @pytest.mark.parametrize(("text", "message"), [("99\n", "iter_0000099"), ("release", "got 'release'"), ("", "got ''")])
@@ -177,6 +195,24 @@ def test_all_ranks_hear_of_what_rank_zero_could_not_do(tmp_path):
     for message in run_ranks(2, _rank_zero_cannot_prepare, str(tmp_path / "file")):
         assert "preparing" in message
         assert "NotADirectoryError" in message or "FileExistsError" in message
+
+
+def _different_views() -> list[str]:
+    found = [on_first_rank(lambda: f"seen by {dist.get_rank()}", "looking")]
+    for error in (ConfigError("--x: y"), OSError("gone")):
+        with pytest.raises((ConfigError, CheckpointError)) as raised:
+            on_first_rank(lambda error=error: _raise(error), "looking")
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+    return found
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_all_ranks_get_what_rank_zero_found():
+    expected = ["seen by 0", "ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
+    assert run_ranks(2, _different_views) == [expected, expected]
 
 
 def test_the_plain_data_is_readable_json(tmp_path):

@@ -65,6 +65,11 @@ def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(styl
     assert all(rate >= least - 1e-12 for rate in decay)
 
 
+def test_a_constant_rate_is_the_same_schedule_in_a_longer_run():
+    assert build(10, lr_decay_style="constant") == build(20, lr_decay_style="constant")
+    assert build(10, lr_decay_style="linear") != build(20, lr_decay_style="linear")
+
+
 def test_the_rate_is_set_on_every_group():
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]]}], lr=9.0)
