@@ -15,10 +15,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import reprlib
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +31,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
-from megatron.core.options import options_of
+from megatron.core.options import Field, expect, options_of
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
 
 _PLAIN_TEXT_KEY = "text"
+_JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
+_SHOWN = 40  # characters or bytes of the input in a message
 # What a worker is handed at a time: enough to hide the cost of handing over, little enough to share the work evenly.
 _CHUNK_DOCUMENTS = 256
 _CHUNK_CHARACTERS = 1 << 19
@@ -58,13 +63,19 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Counts:
-    """What is reported at the end."""
+class Output:
+    """The dataset of one key."""
 
-    documents: int = 0
-    tokens: int = 0
+    key: str
+    builder: IndexedDatasetBuilder
+    num_empty: int = 0  # documents left out
+
+
+@dataclass
+class Counts:
+    """What is reported at the end of the input as a whole."""
+
     num_bytes: int = 0
-    empty: int = 0
     undecodable: list[Path] = field(default_factory=list)
 
 
@@ -75,52 +86,70 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         files = _find_files(arguments.input, arguments.suffix)
         preprocess(arguments, files)
-    except ValueError as error:
+    except (ValueError, OSError, BrokenProcessPool) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     """Trains the tokenizer if asked to, tokenizes `files`, publishes the token files and prints a summary."""
     begun = time.monotonic()
-    counts = Counts()
     keys = list(arguments.json_keys)
+    expect(arguments.workers >= 1, "--workers", "an integer >= 1", arguments.workers)
+    if len(set(keys)) != len(keys):
+        raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
     if arguments.train_tokenizer:
         _train_tokenizer(arguments, files, keys)
-    config = TokenizerConfig(**{option.name: getattr(arguments, option.name) for option in options_of(TokenizerConfig)})
+    config = TokenizerConfig(**{option.name: getattr(arguments, option.name) for option in _tokenizer_options()})
     tokenizer = build_tokenizer(config)
-    prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+    dtype = optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
-        builders = [
-            stack.enter_context(IndexedDatasetBuilder(prefix, optimal_dtype(tokenizer.vocab_size)))
-            for prefix in prefixes
-        ]
-        total = sum(path.stat().st_size for path in files)
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=None))
-        chunks = _chunks(_read(files, keys, counts))
+        outputs = []
+        for key in keys:
+            builder = IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
+            outputs.append(Output(key, stack.enter_context(builder)))
+        counts = _tokenize(arguments, files, tokenizer, outputs)
+    _report(counts, outputs, time.monotonic() - begun)
+
+
+def _tokenize(arguments: argparse.Namespace, files: list[Path], tokenizer: Tokenizer, outputs: list[Output]) -> Counts:
+    """Fills the outputs with the documents of `files`."""
+    counts = Counts()
+    chunks = _chunks(_read(files, [output.key for output in outputs], counts))
+    total = sum(path.stat().st_size for path in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar:
         for num_bytes, encoded in _encode_all(chunks, tokenizer, arguments.append_eod, arguments.workers):
-            for builder, part in zip(builders, encoded, strict=True):
-                _add(builder, part, counts)
+            for output, part in zip(outputs, encoded, strict=True):
+                _add(output, part)
             counts.num_bytes += num_bytes
             bar.update(num_bytes)
-        if counts.documents == 0:
-            raise InputError(f"Expected at least one document with text in {len(files)} files, got none.")
-    _report(counts, prefixes, time.monotonic() - begun)
+    for output in outputs:
+        if output.builder.num_documents == 0:
+            raise InputError(
+                f"Expected at least one document with text under {output.key!r} in {len(files)} files, got none."
+            )
+    return counts
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Tokenizes text into .bin/.idx token files.")
-    parser.add_argument("--input", nargs="+", type=Path, required=True, help="text files, .jsonl files and folders")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        type=Path,
+        required=True,
+        help="text files, .jsonl and .json files (a JSON object a line), and folders of such files",
+    )
     parser.add_argument(
         "--suffix",
         nargs="+",
         help="only files with these suffixes are read from folders, e.g. .py .md; by default all that are UTF-8 text",
     )
-    parser.add_argument("--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of .jsonl files")
+    parser.add_argument("--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines")
     parser.add_argument("--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--train-tokenizer", action="store_true", help="train a BPE of --vocab-size on the input first")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    for option in options_of(TokenizerConfig):
+    for option in _tokenizer_options():
         parser.add_argument(
             option.flag,
             type=option.scalar,
@@ -131,6 +160,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _tokenizer_options() -> list[Field]:
+    """Those that matter here: the rows of the embedding are the training's affair."""
+    return [option for option in options_of(TokenizerConfig) if option.name != "make_vocab_size_divisible_by"]
+
+
 def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: list[str]) -> None:
     """Trains the tokenizer and makes it the one to use."""
     if arguments.vocab_size is None:
@@ -139,6 +173,11 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
         raise InputError(f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}.")
     if arguments.tokenizer_model is None:
         arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
+    if Path(arguments.tokenizer_model).is_dir():
+        raise InputError(
+            f"--tokenizer-model: expected a file to write for --train-tokenizer, got the folder "
+            f"{arguments.tokenizer_model}."
+        )
     texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
     train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=sys.stderr.isatty())
 
@@ -156,7 +195,7 @@ def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[
         elif path.is_file():
             found.append(path)
         else:
-            raise InputError(f"--input: expected files and folders that exist, got {path}.")
+            raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
     if not found:
         raise InputError(f"--input: expected files to read, got none in {', '.join(map(str, inputs))}.")
     return found
@@ -165,13 +204,12 @@ def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[
 def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Document]:
     """The documents in order. Files that are no UTF-8 text are left out and noted in `counts`."""
     for path in files:
-        if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, keys)
+        if path.suffix in _JSON_LINES:
+            yield from _read_json_lines(path, keys)
             continue
         content = path.read_bytes()
-        try:
-            text = content.decode()
-        except UnicodeDecodeError:
+        text = _decode(content)
+        if text is None:
             counts.undecodable.append(path)
             continue
         if keys != [_PLAIN_TEXT_KEY]:
@@ -179,22 +217,56 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
         yield Document((text,), len(content))
 
 
-def _read_jsonl(path: Path, keys: list[str]) -> Iterator[Document]:
+def _decode(content: bytes) -> str | None:
+    """The text in UTF-8, without a byte order mark, or None if it is none: bytes of zero stand in no text."""
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def _read_json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: expected JSON, got {line[:40]!r} ({error}).") from error
-            if not isinstance(record, dict):
-                raise InputError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}.")
-            for key in keys:
-                if not isinstance(record.get(key), str):
-                    got = f"{record[key]!r} under it" if key in record else f"the keys {sorted(record)}"
-                    raise InputError(f"{path}, line {number}: expected a text under the key {key!r}, got {got}.")
-            yield Document(tuple(record[key] for key in keys), len(line))
+                texts = _texts_of(line, keys)
+            except InputError as error:
+                raise InputError(f"{path}, line {number}: {error}") from error
+            yield Document(texts, len(line))
+
+
+def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
+    """The texts under `keys` of a line that is a JSON object. InputError says what is wrong with the line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected JSON, got {line[:_SHOWN]!r} ({error}).") from error
+    if not isinstance(record, dict):
+        raise InputError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
+    for key in keys:
+        text = record.get(key)
+        if not isinstance(text, str):
+            got = f"{_shown(text)} under it" if key in record else f"the keys {reprlib.repr(sorted(record))}"
+            raise InputError(f"expected a text under the key {key!r}, got {got}.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            # JSON can spell half of a surrogate pair, which no encoding can.
+            wrong = text[max(0, error.start - 10) :]
+            raise InputError(
+                f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} at character "
+                f"{error.start}."
+            ) from error
+    return tuple(record[key] for key in keys)
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it: its beginning, however long and deep it is."""
+    return reprlib.repr(value)[:_SHOWN]
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -247,6 +319,9 @@ _in_worker: dict[str, tuple[Tokenizer, bool]] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
+    # Ctrl-C reaches every process of the terminal. It is for the one that started the workers, which then ends them;
+    # a worker that it kills may take the queue's lock along.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes share the cores; threads of the tokenizer's own would only fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _in_worker["settings"] = (tokenizer, append_eod)
@@ -273,24 +348,20 @@ def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> li
     return encoded
 
 
-def _add(builder: IndexedDatasetBuilder, part: Encoded, counts: Counts) -> None:
+def _add(output: Output, part: Encoded) -> None:
     for document in np.split(part.tokens, np.cumsum(part.lengths)[:-1]) if part.lengths else ():
-        builder.add_document(document)
-    counts.documents += len(part.lengths)
-    counts.tokens += len(part.tokens)
-    counts.empty += part.num_empty
+        output.builder.add_document(document)
+    output.num_empty += part.num_empty
 
 
-def _report(counts: Counts, prefixes: list[str], seconds: float) -> None:
-    notes = []
-    if counts.empty:
-        notes.append(f"{counts.empty} empty documents skipped")
-    if counts.undecodable:
-        notes.append(f"{len(counts.undecodable)} files skipped that are not UTF-8 text")
-    print(
-        f"{', '.join(prefixes)}: {counts.documents} documents, {counts.tokens} tokens from {counts.num_bytes} bytes in "
-        f"{seconds:.1f} s" + "".join(f"; {note}" for note in notes)
-    )
+def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
+    """A line per dataset and one for the input."""
+    for output in outputs:
+        builder = output.builder
+        note = f"; {output.num_empty} empty documents skipped" if output.num_empty else ""
+        print(f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} tokens{note}")
+    note = f"; {len(counts.undecodable)} files skipped that are not UTF-8 text" if counts.undecodable else ""
+    print(f"{counts.num_bytes} bytes tokenized in {seconds:.1f} s{note}")
 
 
 if __name__ == "__main__":

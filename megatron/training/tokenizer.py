@@ -73,29 +73,27 @@ class TokenizerConfig:
 class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    Special tokens that are spelled out in a text become their ids, as in the transformers library.
+    Special tokens that are spelled out in a text become their ids, as in the transformers library. Truncation and
+    padding that the files ask for are off: a document keeps all of its tokens and gets no others.
 
     Args:
         path: a tokenizer.json, or a folder with one. A folder without is read by the transformers library.
 
     Raises:
-        ConfigError: the files are missing or cannot be read, or say nowhere which token ends a document.
+        ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which one ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._tokenizer, eos = _load(Path(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"--tokenizer-model: expected a tokenizer with tokens in {path}, got none.")
         self.name = f"HuggingFaceTokenizer({path})"
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
-        candidates = _EOD_CANDIDATES if eos is None else (eos,)
-        found = [vocabulary[token] for token in candidates if token in vocabulary]
-        if not found:
-            raise ConfigError(
-                f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in tokenizer_config.json, "
-                f"or one of {', '.join(candidates)}), got none."
-            )
-        self.eod = found[0]
+        self.eod = _choose_eod(vocabulary, eos, path)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -115,16 +113,17 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of these ids; the end of a document has none, and broken UTF-8 shows as U+FFFD."""
-        return bytes(token for token in ids if token != self.eod).decode(errors="replace")
+        """The text of these ids; those that are no bytes have none, and broken UTF-8 shows as U+FFFD."""
+        # A model's vocabulary is padded, so that it may give ids beyond the end of a document, too.
+        return bytes(token for token in ids if token < self.eod).decode(errors="replace")
 
 
 class NullTokenizer:
     """Text that is token ids already, separated by white space.
 
     Args:
-        vocab_size: ids in the text lie below it. It is itself the id that ends a document, as in Megatron, so that
-            the tokenizer has one id more.
+        vocab_size: the number of ids for content, which lie below it. It is itself the id that ends a document, as in
+            Megatron, so that the tokenizer has one id more; a text may contain that one, too.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -134,10 +133,12 @@ class NullTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError for a word that is no id of the vocabulary."""
-        try:
-            ids = [int(word) for word in text.split()]
-        except ValueError as error:
-            raise ValueError(f"Expected token ids separated by spaces, got text: {error}.") from error
+        words = text.split()
+        for word in words:
+            # int() would take 1_0 and digits of other scripts, too.
+            if not (word.isascii() and word.isdigit()):
+                raise ValueError(f"Expected token ids separated by spaces, got {word[:40]!r}.")
+        ids = [int(word) for word in words]
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"Expected token ids in range({self.vocab_size}), got {token}.")
@@ -162,7 +163,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     else:
         assert config.tokenizer_model is not None, "checked by the config"
         tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
-    padded_vocab_size(config, tokenizer)
+    _check_vocab_size(config, tokenizer)
     return tokenizer
 
 
@@ -172,16 +173,22 @@ def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
     Raises:
         ConfigError: the tokenizer has more ids than `--vocab-size` says.
     """
-    num_rows = tokenizer.vocab_size
-    if config.vocab_size is not None and config.tokenizer_type != "NullTokenizer":
-        if config.vocab_size < tokenizer.vocab_size:
-            raise ConfigError(
-                f"--vocab-size: expected at least the {tokenizer.vocab_size} ids of {tokenizer.name}, got "
-                f"{config.vocab_size}."
-            )
-        num_rows = config.vocab_size
+    _check_vocab_size(config, tokenizer)
+    # NullTokenizer's has the end of a document in addition to --vocab-size.
+    num_rows = max(tokenizer.vocab_size, config.vocab_size or 0)
     divisor = config.make_vocab_size_divisible_by
     return -(-num_rows // divisor) * divisor
+
+
+def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
+    """ConfigError where --vocab-size has no room for the tokenizer's ids. NullTokenizer's ids follow from it."""
+    if config.tokenizer_type != "NullTokenizer" and config.vocab_size is not None:
+        expect(
+            config.vocab_size >= tokenizer.vocab_size,
+            "--vocab-size",
+            f"at least the {tokenizer.vocab_size} ids of {tokenizer.name}",
+            config.vocab_size,
+        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress: bool = False) -> Path:
@@ -237,12 +244,40 @@ def _find_eos(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
         if file.is_file():
-            token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+            token = _read_object(file).get("eos_token")
             if isinstance(token, dict):
                 token = token.get("content")
             if token is not None:
+                expect(isinstance(token, str), "--tokenizer-model", f"a string as eos_token in {file}", token)
                 return str(token)
     return None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A file of one JSON object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer-model: expected JSON in {file}, got {error}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--tokenizer-model: expected a JSON object in {file}, got a {type(content).__name__}.")
+    return content
+
+
+def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -> int:
+    """The id of `eos`, the token the files name, or else of the first of the usual ones."""
+    if eos is not None and eos not in vocabulary:
+        raise ConfigError(
+            f"--tokenizer-model: expected the eos_token that {path} names among its {len(vocabulary)} tokens, got "
+            f"{eos!r}, which is not."
+        )
+    for token in _EOD_CANDIDATES if eos is None else (eos,):
+        if token in vocabulary:
+            return vocabulary[token]
+    raise ConfigError(
+        f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in tokenizer_config.json, or one "
+        f"of {', '.join(_EOD_CANDIDATES)}), got none."
+    )
 
 
 def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
@@ -256,7 +291,7 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
         ) from error
     try:
         loaded: Any = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # ImportError for what some kinds need besides, and whatever broken files lead to
         raise ConfigError(f"--tokenizer-model: expected a tokenizer in {path}, got {error}.") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:

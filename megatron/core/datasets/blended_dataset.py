@@ -43,14 +43,19 @@ class BlendOrder:
         weights: one positive number per dataset; only their proportions count.
 
     Raises:
-        ValueError: no weights, or one that is not a positive finite number.
+        ValueError: no weights, one that is not a positive finite number, or one whose share is too small for a float.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise ValueError(f"Expected positive weights, one per dataset, got {list(weights)}.")
-        total = math.fsum(weights)
+        try:
+            total = math.fsum(weights)
+        except OverflowError:
+            total = math.inf
         self.weights = tuple(weight / total for weight in weights)
+        if min(self.weights) == 0:
+            raise ValueError(f"Expected weights whose shares of their sum are positive, got {list(weights)}.")
 
     def locate(self, index: int) -> Located:
         """Which sample of which dataset is sample `index` of the blend. O(D log D) for D datasets."""

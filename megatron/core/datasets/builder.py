@@ -6,8 +6,8 @@ import itertools
 from typing import NamedTuple
 
 from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
-from megatron.core.datasets.config import BlendPart, GPTDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.permutation import derive_key
@@ -38,7 +38,7 @@ def build_gpt_datasets(
 
     Raises:
         IndexedDatasetError: token files that cannot be read.
-        ValueError: a split with fewer tokens than one sample needs, though samples are asked for.
+        TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked for.
     """
     opened = [IndexedDataset(part.prefix) for part in config.blend]
     built: list[SampleDataset | None] = []
@@ -72,8 +72,8 @@ def _build_blend(
     weights = [part.weight for part in config.blend]
     counts = BlendOrder(weights).counts(num_samples)
     parts: list[SampleDataset | None] = []
-    for part, indexed, count in zip(config.blend, opened, counts, strict=True):
-        parts.append(_build_part(config, part, indexed, number, count, vocab_size, seed) if count else None)
+    for indexed, count in zip(opened, counts, strict=True):
+        parts.append(_build_part(config, indexed, number, count, vocab_size, seed) if count else None)
     if len(parts) == 1 and parts[0] is not None:
         return parts[0]
     return BlendedDataset(parts, weights, num_samples)
@@ -81,7 +81,6 @@ def _build_blend(
 
 def _build_part(
     config: GPTDatasetConfig,
-    part: BlendPart,
     indexed: IndexedDataset,
     number: int,
     num_samples: int,
@@ -89,11 +88,10 @@ def _build_part(
     seed: int,
 ) -> GPTDataset:
     documents = split_documents(config.split_fractions, len(indexed))[number]
-    num_tokens = indexed.num_tokens(documents)
-    if num_tokens < config.seq_length + 1:
-        raise ValueError(
-            f"--split: expected at least {config.seq_length + 1} tokens (--seq-length + 1) for the {_SPLITS[number]} "
-            f"split of {part.prefix}, got {num_tokens}: {len(documents)} of {len(indexed)} documents at "
+    try:
+        return GPTDataset(indexed, documents, num_samples, config.seq_length, seed, config.data_cache_path, vocab_size)
+    except TooFewTokensError as error:
+        raise TooFewTokensError(
+            f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of {len(indexed)} documents at "
             f"{config.split}."
-        )
-    return GPTDataset(indexed, documents, num_samples, config.seq_length, seed, config.data_cache_path, vocab_size)
+        ) from error

@@ -25,7 +25,9 @@ class GPTDatasetConfig:
     data_path: tuple[str, ...] | None = option(
         None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
     )
-    split: str = option("969,30,1", "shares of the documents for training, validation and test, in any unit")
+    split: str = option(
+        "969,30,1", "shares of the documents for training, validation and test, in any unit; those left out are 0"
+    )
     data_cache_path: str | None = option(
         None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
     )
@@ -49,15 +51,15 @@ class GPTDatasetConfig:
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test; they add up to 1."""
-        expected = "three non-negative numbers with a positive sum"
+        """Shares of training, validation and test; they add up to 1. What is left out is 0, as in Megatron."""
+        expected = "up to three non-negative numbers with a positive sum"
         try:
             shares = [float(share) for share in self.split.split(",")]
         except ValueError:
             shares = []
-        is_split = len(shares) == 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+        is_split = len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
         expect(is_split, "--split", expected, self.split)
-        train, valid, test = (share / sum(shares) for share in shares)
+        train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
         return train, valid, test
 
     @property

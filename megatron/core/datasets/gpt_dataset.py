@@ -14,6 +14,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_index import EpochStream, SampleIndex, epoch_permutation
 
 
+class TooFewTokensError(ValueError):
+    """A part of the data that holds not even one sample."""
+
+
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """Windows of seq_length + 1 tokens over an endless, reshuffled stream of documents.
 
@@ -30,7 +34,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         vocab_size: number of embeddings; token ids from there on are refused when met. None: they are not checked.
 
     Raises:
-        ValueError: fewer than seq_length + 1 tokens in the split, tokens that are no integers, a range beyond the data.
+        TooFewTokensError: fewer than seq_length + 1 tokens in the split.
+        ValueError: tokens that are no integers, or a range beyond the data.
+        OSError: the sample index cannot be written.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.num_tokens = indexed.num_tokens(documents)
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
-            raise ValueError(
+            raise TooFewTokensError(
                 f"{indexed.prefix}: expected at least {seq_length + 1} tokens (--seq-length + 1) in documents "
                 f"{documents.start} to {documents.stop}, got {self.num_tokens}."
             )
@@ -76,6 +82,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         Raises:
             IndexError: an index outside range(num_samples).
             ValueError: a token id that has no embedding.
+            RuntimeError: the sample index points to where the epoch ends too soon, so it is not that of the data.
         """
         if not 0 <= index < self.num_samples:
             raise IndexError(f"Expected a sample in range({self.num_samples}), got {index}.")
@@ -95,7 +102,13 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         # As many documents as hold that many tokens on average; twice as many each time that was too few.
         num_ahead = 2 + num_needed * num_documents // self.num_tokens
         num_read = 0
+        begin = document
         while num_read < num_needed:
+            if document >= num_documents:
+                raise RuntimeError(
+                    f"{self._index.path}: expected {num_needed} tokens from document {begin} of epoch {epoch} on, got "
+                    f"{num_read}. The sample index is not that of the data; it may be removed."
+                )
             stop = min(document + num_ahead, num_documents)
             sequences = self._stream.sequences(epoch, np.arange(document, stop, dtype=np.int64))
             lengths = self.indexed.gather_lengths(sequences)

@@ -19,13 +19,14 @@ A document is one or more sequences; text data has one sequence per document.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 18  # sequences handled at a time
+_LONGEST = (1 << 31) - 1  # tokens of a sequence: its length is an int32
 
 
 class IndexedDatasetError(ValueError):
@@ -66,6 +68,13 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+class FileVersion(NamedTuple):
+    """What tells a file from another one that later stands under its name."""
+
+    num_bytes: int
+    mtime_ns: int
+
+
 class IndexedDataset:
     """The sequences of a `.bin/.idx` pair, memory-mapped: opening costs the same whatever their size.
 
@@ -73,9 +82,13 @@ class IndexedDataset:
         prefix: the path of both files without `.bin` and `.idx`.
 
     Raises:
-        IndexedDatasetError: a file is missing, is no such file, or is shorter than its counts say.
+        IndexedDatasetError: a file is missing, is no such file, or is shorter than its counts say; or, where a pickled
+            dataset is opened again, the files are no longer those it was pickled with.
     """
 
+    # Of the files as mapped, whatever is put under their names later.
+    idx_version: FileVersion
+    bin_version: FileVersion
     # All three are views of the mapped file.
     sequence_lengths: npt.NDArray[np.int32]  # [num_sequences] tokens
     sequence_pointers: npt.NDArray[np.int64]  # [num_sequences] bytes
@@ -143,14 +156,29 @@ class IndexedDataset:
             for begin in chunks
         )
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would carry its content; a worker maps the files itself.
-        return (type(self), (self.prefix,))
+        return (_open_again, (type(self), self.prefix, self.idx_version, self.bin_version))
 
     def _map_index(self) -> None:
-        size = self.idx_path.stat().st_size
         with self.idx_path.open("rb") as stream:
+            self.idx_version = _version(stream)
             header = stream.read(_HEADER.size)
+            num_sequences, num_boundaries = self._read_header(header)
+            mapped = np.asarray(np.memmap(stream, dtype=np.uint8, mode="r"))
+        pointers_at = _HEADER.size + 4 * num_sequences
+        documents_at = pointers_at + 8 * num_sequences
+        self.sequence_lengths = mapped[_HEADER.size : pointers_at].view("<i4")
+        self.sequence_pointers = mapped[pointers_at:documents_at].view("<i8")
+        self.document_indices = mapped[documents_at : documents_at + 8 * num_boundaries].view("<i8")
+        last = int(self.document_indices[-1]) if num_boundaries else None
+        if last != num_sequences:
+            raise IndexedDatasetError(
+                f"{self.idx_path}: expected the documents to end with sequence {num_sequences}, got {last}."
+            )
+
+    def _read_header(self, header: bytes) -> tuple[int, int]:
+        """Checks the header and takes the dtype from it; returns the number of sequences and of boundaries."""
         if not header.startswith(_MAGIC):
             raise IndexedDatasetError(
                 f"{self.idx_path}: expected an index that begins with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}."
@@ -166,35 +194,47 @@ class IndexedDataset:
             )
         self.dtype = _DTYPES[code]
         expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        size = self.idx_version.num_bytes
         if size not in (expected, expected + num_sequences):
             raise IndexedDatasetError(
                 f"{self.idx_path}: expected {expected} bytes for {num_sequences} sequences and {num_boundaries} "
                 f"document boundaries, got {size} bytes."
             )
-        mapped = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
-        pointers_at = _HEADER.size + 4 * num_sequences
-        documents_at = pointers_at + 8 * num_sequences
-        self.sequence_lengths = mapped[_HEADER.size : pointers_at].view("<i4")
-        self.sequence_pointers = mapped[pointers_at:documents_at].view("<i8")
-        self.document_indices = mapped[documents_at:expected].view("<i8")
-        last = int(self.document_indices[-1]) if num_boundaries else None
-        if last != num_sequences:
-            raise IndexedDatasetError(
-                f"{self.idx_path}: expected the documents to end with sequence {num_sequences}, got {last}."
-            )
+        return num_sequences, num_boundaries
 
     def _map_tokens(self) -> None:
-        size = self.bin_path.stat().st_size
+        with self.bin_path.open("rb") as stream:
+            self.bin_version = _version(stream)
+            size = self.bin_version.num_bytes
+            # An empty file cannot be mapped.
+            self._tokens: npt.NDArray[np.uint8] = (
+                np.asarray(np.memmap(stream, dtype=np.uint8, mode="r")) if size else np.empty(0, dtype=np.uint8)
+            )
         if len(self):
             needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
             if size < needed:
                 raise IndexedDatasetError(
                     f"{self.bin_path}: expected at least {needed} bytes, as {self.idx_path} says, got {size}."
                 )
-        # An empty file cannot be mapped.
-        self._tokens: npt.NDArray[np.uint8] = (
-            np.asarray(np.memmap(self.bin_path, dtype=np.uint8, mode="r")) if size else np.empty(0, dtype=np.uint8)
+
+
+def _version(stream: BinaryIO) -> FileVersion:
+    """Of the file that is open, which may no longer be the one under its name."""
+    status = os.fstat(stream.fileno())
+    return FileVersion(status.st_size, status.st_mtime_ns)
+
+
+def _open_again(
+    kind: type[IndexedDataset], prefix: str, idx_version: FileVersion, bin_version: FileVersion
+) -> IndexedDataset:
+    """A pickled dataset, opened where it is unpickled."""
+    dataset = kind(prefix)
+    found, expected = (dataset.idx_version, dataset.bin_version), (idx_version, bin_version)
+    if found != expected:
+        raise IndexedDatasetError(
+            f"{prefix}: expected the .idx and .bin the dataset was pickled with, {expected}, got {found}."
         )
+    return dataset
 
 
 class IndexedDatasetBuilder:
@@ -225,13 +265,13 @@ class IndexedDatasetBuilder:
         self.num_tokens = 0
         folder = bin_path(prefix).parent
         folder.mkdir(parents=True, exist_ok=True)
-        self._temporary_bin = Path(f"{prefix}.bin.{os.getpid()}.tmp")
-        self._temporary_idx = Path(f"{prefix}.idx.{os.getpid()}.tmp")
+        self._temporary_bin = temporary_path(bin_path(prefix))
+        self._temporary_idx = temporary_path(idx_path(prefix))
         # Unnamed: the system removes them whatever happens.
         self._lengths: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._boundaries: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._boundaries.write(struct.pack("<q", 0))
-        self._tokens: BinaryIO = self._temporary_bin.open("wb")
+        self._tokens: BinaryIO = self._temporary_bin.open("xb")
 
     def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Adds one document.
@@ -241,16 +281,21 @@ class IndexedDatasetBuilder:
             lengths: how the tokens divide into sequences; by default the document is one sequence.
 
         Raises:
-            ValueError: lengths that do not add up to n, or a token that the dtype cannot hold.
+            ValueError: lengths that do not add up to n or do not fit into 31 bits, or a token that the dtype cannot
+                hold.
         """
         given = np.asarray(tokens).reshape(-1)
-        stored = given.astype(self.dtype)
+        with np.errstate(invalid="ignore"):  # NaN; what does not fit is refused below
+            stored = given.astype(self.dtype)
         if given.dtype != self.dtype and not np.array_equal(stored, given):
             wrong = given[stored != given][0]
             raise ValueError(f"Expected tokens that {self.dtype} can hold, got {wrong}.")
-        sequence_lengths = np.array([len(stored)] if lengths is None else lengths, dtype="<i4")
-        if sequence_lengths.sum(dtype=np.int64) != len(stored) or (sequence_lengths < 0).any():
-            raise ValueError(f"Expected lengths that add up to {len(stored)} tokens, got {sequence_lengths.tolist()}.")
+        each = [len(stored)] if lengths is None else [int(length) for length in lengths]
+        if max(each, default=0) > _LONGEST:
+            raise ValueError(f"Expected sequences of at most {_LONGEST} tokens, got {max(each)}.")
+        if sum(each) != len(stored) or min(each, default=0) < 0:
+            raise ValueError(f"Expected lengths that add up to {len(stored)} tokens, got {each}.")
+        sequence_lengths = np.array(each, dtype="<i4")
         self._tokens.write(stored.tobytes())
         self._lengths.write(sequence_lengths.tobytes())
         self.num_sequences += len(sequence_lengths)
@@ -296,7 +341,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def _write_index(self) -> None:
-        with self._temporary_idx.open("wb") as index:
+        with self._temporary_idx.open("xb") as index:
             index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], self.num_sequences, self.num_documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, index)
@@ -314,6 +359,11 @@ class IndexedDatasetBuilder:
             ends = position + np.cumsum(num_bytes)
             index.write((ends - num_bytes).tobytes())
             position = int(ends[-1])
+
+
+def temporary_path(path: Path) -> Path:
+    """A name beside `path` that no other writer has, of whatever process, container or node. To be opened with "x"."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ documents before it. That, and nothing else, is stored.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import json
@@ -34,11 +35,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, sync_folder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, sync_folder, temporary_path
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
 
 logger = logging.getLogger(__name__)
 
+# What file systems without locks answer.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FORMAT = 1  # raised when the same description would give other numbers
 _CHUNK = 1 << 18  # documents, or samples, handled at a time: it bounds the memory of a build
 
@@ -114,9 +117,9 @@ class SampleIndex:
         """All that the numbers depend on; its hash is the file's name."""
         indexed, documents = self.stream.indexed, self.stream.documents
         files = []
-        for path in (indexed.idx_path, indexed.bin_path):
-            status = path.stat()
-            files.append({"path": str(path.resolve()), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns})
+        # The files that are mapped, and not what may stand under their names by now.
+        for path, version in ((indexed.idx_path, indexed.idx_version), (indexed.bin_path, indexed.bin_version)):
+            files.append({"path": str(path.resolve()), "bytes": version.num_bytes, "mtime_ns": version.mtime_ns})
         return {
             "format": _FORMAT,
             "files": files,
@@ -136,7 +139,7 @@ class SampleIndex:
         """The starts, mapped. The first process to come builds the file; others wait for it.
 
         Raises:
-            OSError: the folder cannot be written; the message names --data-cache-path.
+            OSError: the index cannot be written; the message names --data-cache-path.
         """
         found = self._map()
         if found is not None:
@@ -148,9 +151,11 @@ class SampleIndex:
                 if found is None:
                     self._build()
                     found = self._map()
-        except PermissionError as error:
-            raise PermissionError(
-                f"--data-cache-path: expected a folder to write the sample index to, got {self.folder} ({error})."
+        except OSError as error:
+            # With its number it becomes the same kind of OSError.
+            raise OSError(
+                error.errno,
+                f"--data-cache-path: expected a folder to write the sample index to, got {self.folder} ({error}).",
             ) from error
         if found is None:
             raise OSError(f"Expected the sample index just written to {self.path}, got none that can be read.")
@@ -162,7 +167,7 @@ class SampleIndex:
             starts = np.load(self.path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             return None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, EOFError) as error:
             logger.warning("%s cannot be read (%s); it is built anew.", self.path, error)
             return None
         if starts.shape != self.shape or starts.dtype != np.dtype("<i8"):
@@ -195,19 +200,25 @@ class SampleIndex:
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among the processes of this node; waits for it.
 
-    The file stays: removing it would let a process that waits and one that comes later lock two different files.
+    The file stays: removing it would let a process that waits and one that comes later lock two different files. A file
+    system without locks costs only work: every process builds the index and publishes it whole.
     """
     with path.open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning("%s cannot be locked (%s); processes may each build the sample index.", path, error)
         yield
 
 
 @contextmanager
 def _published(path: Path) -> Iterator[BinaryIO]:
     """A stream whose content stands under `path` once the block ends, whole and on disk; if it raises, nothing does."""
-    temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     try:
-        with temporary.open("wb") as stream:
+        with temporary.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -106,10 +106,10 @@ class FusedLinear(Linear):
         in_features: int,
         fused: FusedWeight,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, fused.num_rows, bias, init_std=init_std, device=device, dtype=dtype)
         self.fused = fused

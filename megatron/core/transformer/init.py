@@ -24,7 +24,8 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
     weights are a function of the seed, the modules' names, shapes and dtypes, and the kind of device.
 
     Args:
-        model: its meta parameters get storage on `device`, its real ones keep theirs; real buffers keep their values.
+        model: real parameters keep their storage, unless some are on meta: then all get new storage on `device`, and
+            those that modules share stay shared. Real buffers keep their values.
         device: where the weights are drawn.
         seed: of the run; the same on every rank.
 
@@ -66,9 +67,23 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    owners = _owners(model)
     model.to_empty(device=device)
+    # to_empty makes a parameter for every module that has it.
+    for (first, first_name), *others in owners:
+        for module, name in others:
+            setattr(module, name, getattr(first, first_name))
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+
+
+def _owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For every parameter the modules that have it, each with the name it has there."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((module, name))
+    return list(found.values())
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # torch's kernel computes 16 bit inputs in fp32 without keeping fp32 copies for backward.
+            # torch computes 16 bit inputs in fp32. Where it has a kernel for it (CUDA) it keeps no fp32 copies for
+            # backward; on the CPU it composes the norm of single operations, which keep them.
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight.float(), self.eps).to(x.dtype)
 
@@ -50,7 +51,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # As in RMSNorm: fp32 inside, nothing kept in fp32 but the row statistics.
+            # A kernel on every device: fp32 inside, and no copies of x kept but x itself and the row statistics.
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         return F.layer_norm(x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,8 +60,19 @@ def test_plain_files_and_folders_are_documents_in_order(tmp_path: Path, capsys: 
     _preprocess("--input", tmp_path / "first.txt", tmp_path / "b", "--output-prefix", tmp_path / "out", *BYTES)
     assert _texts(tmp_path / "out_text_document") == ["é", "yy", "x = 1", "z"]
     printed = capsys.readouterr().out
-    assert "4 documents, 10 tokens from 10 bytes in" in printed
-    assert "1 empty documents skipped; 1 files skipped that are not UTF-8 text" in printed
+    assert "out_text_document: 4 documents, 10 tokens; 1 empty documents skipped\n" in printed
+    assert printed.startswith(str(tmp_path))
+    assert "10 bytes tokenized in" in printed
+    assert "; 1 files skipped that are not UTF-8 text\n" in printed
+
+
+def test_plain_text_is_what_holds_no_zero_bytes_and_begins_after_its_mark(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "in" / "b.bin").write_bytes(np.arange(9, dtype=np.uint16).tobytes())
+    (tmp_path / "in" / "c.txt").write_text("\ufeff")
+    _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
+    assert _texts(tmp_path / "out_text_document") == ["marked"]
 
 
 def test_suffixes_choose_the_files_of_a_folder(tmp_path: Path) -> None:
@@ -66,12 +83,48 @@ def test_suffixes_choose_the_files_of_a_folder(tmp_path: Path) -> None:
     assert _texts(tmp_path / "out_text_document") == ["a.py", "b.md"]
 
 
-def test_each_json_key_makes_a_dataset(tmp_path: Path) -> None:
+def test_each_json_key_makes_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"text": "one", "title": "1"}, {"text": "", "title": "2"}, {"text": "three", "title": "3"}]
     corpus = _write_jsonl(tmp_path / "in.jsonl", records)
     _preprocess("--input", corpus, "--json-keys", "text", "title", "--output-prefix", tmp_path / "out", *BYTES)
     assert _texts(tmp_path / "out_text_document") == ["one", "three"]
     assert _texts(tmp_path / "out_title_document") == ["1", "2", "3"]
+    printed = capsys.readouterr().out
+    assert "out_text_document: 2 documents, 8 tokens; 1 empty documents skipped\n" in printed
+    assert "out_title_document: 3 documents, 3 tokens\n" in printed
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_key_that_is_empty_throughout_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "one", "title": ""}, {"text": "two", "title": ""}])
+    keys = ["--json-keys", "text", "title", "--workers", workers]
+    with pytest.raises(SystemExit):
+        _preprocess("--input", corpus, *keys, "--output-prefix", tmp_path / "out", *BYTES)
+    assert "Expected at least one document with text under 'title' in 1 files, got none" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_json_files_are_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = _write_jsonl(tmp_path / "in.json", [{"text": "one"}, {"text": "two"}])
+    _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
+    assert _texts(tmp_path / "out_text_document") == ["one", "two"]
+    corpus.write_text(json.dumps({"text": "one"}, indent=2))
+    with pytest.raises(SystemExit):
+        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
+    assert "in.json, line 1: expected JSON, got b'{\\n'" in capsys.readouterr().err
+
+
+def test_a_key_given_twice_is_refused_and_what_stands_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "one"}])
+    _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
+    with pytest.raises(SystemExit):
+        _preprocess("--input", corpus, "--json-keys", "text", "text", "--output-prefix", tmp_path / "out", *BYTES)
+    assert "--json-keys: expected different keys, got text text" in capsys.readouterr().err
+    assert _texts(tmp_path / "out_text_document") == ["one"]
 
 
 def test_documents_end_with_the_end_of_document_token_if_asked_to(tmp_path: Path) -> None:
@@ -119,6 +172,13 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch
         ('["text"]', "in.jsonl, line 3: expected a JSON object"),
         ('{"content": "x"}', "in.jsonl, line 3: expected a text under the key 'text', got the keys ['content']"),
         ('{"text": 5}', "in.jsonl, line 3: expected a text under the key 'text', got 5 under it"),
+        (
+            '{"text": "a\\ud800"}',
+            "in.jsonl, line 3: expected a text that UTF-8 can hold under the key 'text', got 'a\\ud800' at character 1",
+        ),
+        pytest.param("[" * 100_000, "in.jsonl, line 3: expected JSON, got b'[[[", id="deeply nested"),
+        pytest.param(json.dumps({"text": ["x" * 99] * 99}), "expected a text under the key 'text', got ['", id="long"),
+        pytest.param(json.dumps(dict.fromkeys(map(str, range(999)))), "got the keys ['0', '1', ", id="many keys"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_written(
@@ -129,7 +189,9 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     with pytest.raises(SystemExit) as error:
         _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", "--workers", workers, *BYTES)
     assert error.value.code == 1
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed) < len(str(corpus)) + 250
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -145,9 +207,10 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "/nowhere.txt", *BYTES], "--input: expected files and folders that exist, got /nowhere.txt"),
+        (["--input", "/nowhere.txt", *BYTES], "--input: expected regular files and folders that exist, got /n"),
+        (["--input", "{folder}/pipe", *BYTES], "--input: expected regular files and folders that exist, got"),
         (["--input", "{folder}/none", *BYTES], "--input: expected files to read, got none in"),
-        (["--input", "{folder}/empty.txt", *BYTES], "Expected at least one document with text in 1 files, got none"),
+        (["--input", "{folder}/empty.txt", *BYTES], "Expected at least one document with text under 'text' in 1"),
         (
             ["--input", "{folder}/a.txt", "--json-keys", "body", *BYTES],
             "--json-keys: expected 'text' for the plain text",
@@ -158,6 +221,20 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(tmp_path: Path, caps
             ["--input", "{folder}/a.txt", "--train-tokenizer", "--vocab-size", "9", *BYTES],
             "--train-tokenizer: expected",
         ),
+        (
+            [
+                "--input",
+                "{folder}/a.txt",
+                "--train-tokenizer",
+                "--vocab-size",
+                "300",
+                "--tokenizer-model",
+                "{folder}/none",
+            ],
+            "--tokenizer-model: expected a file to write for --train-tokenizer, got the folder",
+        ),
+        (["--input", "{folder}/a.txt", "--workers", "-3", *BYTES], "--workers: expected an integer >= 1, got -3"),
+        (["--input", "{folder}/a.txt", "--make-vocab-size-divisible-by", "8", *BYTES], "unrecognized arguments"),
         (["--input", "{folder}/a.txt", "--vocab-size", "256", *BYTES], "--vocab-size: expected at least the 257 ids"),
     ],
 )
@@ -165,6 +242,7 @@ def test_input_that_cannot_be_used_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "none").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "a.txt").write_text("text")
     filled = [argument.format(folder=tmp_path) for argument in arguments]
@@ -172,6 +250,98 @@ def test_input_that_cannot_be_used_is_refused(
         _preprocess(*filled, "--output-prefix", tmp_path / "out")
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_files_that_cannot_be_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(SystemExit) as error:
+        _preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a.txt" / "out", *BYTES)
+    assert error.value.code == 1
+    assert "error: [Errno" in capsys.readouterr().err
+
+
+class KilledTokenizer(ByteTokenizer):
+    """A worker that the system kills, for want of memory say."""
+
+    def tokenize(self, text: str) -> list[int]:
+        if text == "fatal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tokenize(text)
+
+
+def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import preprocess_data
+
+    monkeypatch.setattr(preprocess_data, "build_tokenizer", lambda _: KilledTokenizer())
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "fatal"}, {"text": "fine"}])
+    with pytest.raises(SystemExit) as error:
+        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "2", *BYTES)
+    assert error.value.code == 1
+    assert "error: A process in the process pool was terminated abruptly" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+class InterruptedTokenizer(ByteTokenizer):
+    """Interrupts all processes of the terminal, once, when two workers are at work."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def tokenize(self, text: str) -> list[int]:
+        (self.folder / f"{os.getpid()}.worker").touch()
+        deadline = time.monotonic() + 60
+        while len(list(self.folder.glob("*.worker"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            (self.folder / "interrupted").touch(exist_ok=False)
+        except FileExistsError:
+            pass
+        else:
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            (self.folder / "unharmed").touch()
+        return super().tokenize(text)
+
+
+_INTERRUPTED = """
+import signal, sys
+import preprocess_data, test_preprocess_data
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what started this may have it ignored
+preprocess_data._CHUNK_DOCUMENTS = 1
+preprocess_data.build_tokenizer = lambda _: test_preprocess_data.InterruptedTokenizer(sys.argv[1])
+preprocess_data.main(sys.argv[2:])
+"""
+
+
+def _run_in_a_terminal_of_its_own(*command: Any, paths: Sequence[Path]) -> tuple[int, str]:
+    """The exit status and what went to stderr. A process group that does not end is killed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    process = subprocess.Popen(
+        list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, printed = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, printed
+
+
+def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -> None:
+    for name in ("out", "seen"):
+        (tmp_path / name).mkdir()
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}] * 300)
+    arguments = ["--input", corpus, "--output-prefix", tmp_path / "out" / "web", "--workers", "2", *BYTES]
+    status, printed = _run_in_a_terminal_of_its_own(
+        sys.executable, "-c", _INTERRUPTED, tmp_path / "seen", *arguments, paths=[TOOLS, Path(__file__).parent]
+    )
+    assert (tmp_path / "seen" / "interrupted").exists()
+    assert status == -signal.SIGINT, printed
+    # It ended the process that was started, and no worker in the midst of its work.
+    assert (tmp_path / "seen" / "unharmed").exists()
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_the_standard_library_is_a_corpus(

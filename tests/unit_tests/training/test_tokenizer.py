@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -87,8 +90,20 @@ def test_null_tokenizer_takes_ids() -> None:
     assert tokenizer.detokenize([1, 99]) == "1 99"
     with pytest.raises(ValueError, match=r"range\(101\), got 101"):
         tokenizer.tokenize("101")
-    with pytest.raises(ValueError, match=r"got text: .*'one'"):
-        tokenizer.tokenize("one")
+
+
+def test_null_tokenizer_takes_the_end_of_a_document_from_a_text() -> None:
+    assert NullTokenizer(100).tokenize("99 100") == [99, 100]
+
+
+@pytest.mark.parametrize("word", ["one", "1_0", "+1", "-1", "1.0", "\u0661"])
+def test_null_tokenizer_refuses_what_is_no_plain_number(word: str) -> None:
+    with pytest.raises(ValueError, match=rf"Expected token ids separated by spaces, got {re.escape(repr(word))}"):
+        NullTokenizer(100).tokenize(f"5 {word}")
+
+
+def test_ids_beyond_the_bytes_have_no_text() -> None:
+    assert ByteTokenizer().detokenize([97, 256, 300, 98]) == "ab"
 
 
 def test_tokenizers_can_be_pickled(model: Path) -> None:
@@ -115,6 +130,69 @@ def test_the_end_of_a_document_is_the_one_the_files_name(tmp_path: Path, eos: ob
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected an end-of-document token in"):
         HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0}))
+
+
+def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
+    folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<zz>"}))
+    with pytest.raises(
+        ConfigError, match=r"expected the eos_token that .* among its 2 tokens, got '<zz>', which is not"
+    ):
+        HuggingFaceTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected JSON in .*tokenizer_config.json, got "),
+        ("[]", "expected a JSON object in .*tokenizer_config.json, got a list"),
+        ('{"eos_token": 5}', "expected a string as eos_token in .*tokenizer_config.json, got 5"),
+        ('{"eos_token": {"content": ["</s>"]}}', "expected a string as eos_token in .*tokenizer_config.json, got "),
+    ],
+)
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"^--tokenizer-model: {message}"):
+        HuggingFaceTokenizer(folder)
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"expected a tokenizer with tokens in .*, got none"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def _replace_transformers(monkeypatch: pytest.MonkeyPatch, from_pretrained: Any) -> None:
+    loader = types.SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=loader))
+
+
+@pytest.mark.parametrize("through_transformers", [False, True])
+def test_truncation_and_padding_of_the_files_are_off(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_transformers: bool
+) -> None:
+    cutting = tokenizers.Tokenizer.from_file(str(model))
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=64)
+    if through_transformers:
+        loaded = types.SimpleNamespace(backend_tokenizer=cutting, eos_token="<|endoftext|>")
+        _replace_transformers(monkeypatch, lambda *_, **__: loaded)
+    else:
+        cutting.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    for text in ("a", TEXTS[0] * 9):
+        assert tokenizer.tokenize(text) == HuggingFaceTokenizer(model).tokenize(text)
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_what_transformers_cannot_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("needs sentencepiece")
+
+    _replace_transformers(monkeypatch, fail)
+    with pytest.raises(ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*, got needs sentencepiece"):
+        HuggingFaceTokenizer(tmp_path)
 
 
 def test_ids_with_gaps_are_counted_up_to_the_highest(tmp_path: Path) -> None:

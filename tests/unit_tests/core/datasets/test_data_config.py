@@ -38,9 +38,14 @@ def test_split_shares_add_up_to_one() -> None:
     assert GPTDatasetConfig(seq_length=8, mock_data=True, split="1,0,0").split_fractions == (1, 0, 0)
 
 
-@pytest.mark.parametrize("split", ["", "1,2", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1"])
+def test_split_shares_left_out_are_zero() -> None:
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="90,10").split_fractions == (0.9, 0.1, 0)
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="7").split_fractions == (1, 0, 0)
+
+
+@pytest.mark.parametrize("split", [",", "1,", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1"])
 def test_a_bad_split_is_refused(split: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--split: expected three non-negative .*, got '{split}'"):
+    with pytest.raises(ConfigError, match=f"^--split: expected up to three non-negative .*, got '{split}'"):
         GPTDatasetConfig(seq_length=8, mock_data=True, split=split)
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset, SampleDataset
 from megatron.core.datasets.builder import build_gpt_datasets, split_documents
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 
@@ -73,9 +73,18 @@ def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(tmp_path: Path, w
 def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> None:
     config = GPTDatasetConfig(seq_length=64, data_path=(prefixes[0],), split="98,1,1")
     assert build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1).train is not None
-    message = r"--split: expected at least 65 tokens .* valid split of .*part0, got 10: 1 of 100 documents at 98,1,1"
-    with pytest.raises(ValueError, match=message):
+    message = r"^--split: .*part0: expected at least 65 tokens .* got 10. .* valid split, 1 of 100 documents at 98,1,1"
+    with pytest.raises(TooFewTokensError, match=message):
         build_gpt_datasets(config, (5, 5, 0), vocab_size=2000, seed=1)
+
+
+def test_lengths_are_summed_up_once(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = []
+    num_tokens = IndexedDataset.num_tokens
+    monkeypatch.setattr(IndexedDataset, "num_tokens", lambda *a: summed.append(a) or num_tokens(*a))
+    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],), split="1,0,0")
+    build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1)
+    assert len(summed) == 1
 
 
 def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path, write_tokens: WriteTokens) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -10,14 +12,17 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from megatron.core.datasets import sample_index
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
@@ -185,20 +190,37 @@ def test_the_index_lies_beside_the_data_by_default(corpus: IndexedDataset) -> No
     assert list((corpus.bin_path.parent / "cache" / "GPTDataset_indices").glob("*.npy"))
 
 
+def _rewrite(write_tokens: WriteTokens, prefix: Path, lists: list[list[int]]) -> IndexedDataset:
+    """Replaces the files, with times that differ even where the clock is coarser than the test."""
+    indexed = write_tokens(prefix, lists)
+    for path in (indexed.bin_path, indexed.idx_path):
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1))
+    return IndexedDataset(prefix)
+
+
 def test_rewritten_data_are_not_read_through_the_old_index(tmp_path: Path, write_tokens: WriteTokens) -> None:
     lists = [[number] * 10 for number in range(20)]
     prefix = tmp_path / "tokens"
     GPTDataset(write_tokens(prefix, lists), range(20), 20, seq_length=9, seed=3)
     # The same number of bytes in both files, other lengths.
     lists = [[0] * 9, *lists[1:-1], [19] * 11]
-    indexed = write_tokens(prefix, lists)
-    for path in (indexed.bin_path, indexed.idx_path):  # a clock coarser than this test
-        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1))
-    dataset = GPTDataset(indexed, range(20), 20, seq_length=9, seed=3)
+    dataset = GPTDataset(_rewrite(write_tokens, prefix, lists), range(20), 20, seq_length=9, seed=3)
     assert _windows(dataset) == _reference(lists, range(20), 20, 9, 3)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "other shape"])
+def test_data_replaced_after_they_were_opened_do_not_get_the_old_datas_index(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
+    before = [[number] * 10 for number in range(20)]
+    after = [[0] * 9, *before[1:-1], [19] * 11]
+    opened_before = write_tokens(tmp_path / "tokens", before)
+    opened_after = _rewrite(write_tokens, tmp_path / "tokens", after)
+    for indexed, lists in ((opened_before, before), (opened_after, after)):
+        dataset = GPTDataset(indexed, range(20), 20, seq_length=9, seed=3)
+        assert _windows(dataset) == _reference(lists, range(20), 20, 9, 3)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "other shape"])
 def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
     dataset = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
     windows = _windows(dataset)
@@ -208,7 +230,7 @@ def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, d
     if damage == "other shape":
         np.save(file, np.zeros((1, 1, 2), dtype=np.int64))
     else:
-        file.write_bytes(content[:1000] if damage == "truncated" else b"x" * len(content))
+        file.write_bytes({"truncated": content[:1000], "empty": b"", "foreign": b"x" * len(content)}[damage])
     again = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
     assert _windows(again) == windows
 
@@ -222,15 +244,79 @@ def test_a_failed_build_leaves_nothing_to_be_mistaken_for_an_index(
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
 
 
+def _refuse(number: int) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_written_names_the_flag(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", _refuse(number))
+    with pytest.raises(OSError, match="--data-cache-path: expected a folder") as error:
+        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    assert error.value.errno == number
+    assert isinstance(error.value, PermissionError) == (number == errno.EACCES)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_costs_a_warning(
+    corpus: IndexedDataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", _refuse(number))
+    dataset = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    assert len(_windows(dataset)) == 50
+    assert "cannot be locked" in caplog.text
+
+
+def test_a_lock_that_fails_names_the_flag(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(PermissionError, match="--data-cache-path: expected a folder"):
+    monkeypatch.setattr(fcntl, "flock", _refuse(errno.EIO))
+    with pytest.raises(OSError, match="--data-cache-path: expected a folder"):
         GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+
+
+def test_an_index_that_points_beyond_the_data_is_named(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = GPTDataset(corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob("*.npy")
+    starts = np.load(file)
+    starts[..., 0] = len(corpus) - 1
+    np.save(file, starts)
+    sequences = sample_index.EpochStream.sequences
+    calls = itertools.count()
+
+    def limited(*arguments: Any) -> Any:
+        assert next(calls) < 100, "reading goes on for ever"
+        return sequences(*arguments)
+
+    monkeypatch.setattr(sample_index.EpochStream, "sequences", limited)
+    dataset = GPTDataset(corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache")
+    with pytest.raises(
+        RuntimeError, match=rf"{file.name}: expected 501 tokens from document 199 of epoch 0 on, got \d+"
+    ):
+        dataset[0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_give_the_samples_that_this_process_gives(corpus: IndexedDataset, method: str) -> None:
+    halves = (range(100), range(100, len(corpus)))
+    parts = [GPTDataset(corpus, half, 40, seq_length=32, seed=3, vocab_size=10_000) for half in halves]
+    blend = BlendedDataset(parts, [3, 1], 40)
+    loader = DataLoader(blend, batch_size=None, num_workers=2, multiprocessing_context=method)
+    for index, sample in enumerate(loader):
+        assert sample.keys() == blend[index].keys() == {"tokens", "labels"}
+        assert all(torch.equal(sample[name], blend[index][name]) for name in sample)
+    assert index == 39
 
 
 def _count_builds(prefix: str, folder: str, barrier: object, counts: object) -> None:

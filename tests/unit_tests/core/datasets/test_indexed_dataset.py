@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +85,14 @@ def test_a_pickled_dataset_carries_no_tokens(tmp_path: Path, write_tokens: Write
     assert pickle.loads(pickled).get(0).tolist() == list(range(10_000))
 
 
+def test_a_pickled_dataset_is_not_opened_over_other_files(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    pickled = pickle.dumps(write_tokens(tmp_path / "tokens", [[1, 2]]))
+    replaced = write_tokens(tmp_path / "tokens", [[1], [2]])
+    os.utime(replaced.bin_path, ns=(0, 0))
+    with pytest.raises(IndexedDatasetError, match=r"expected the \.idx and .bin the dataset was pickled with"):
+        pickle.loads(pickled)
+
+
 def test_optimal_dtype_is_megatrons() -> None:
     assert optimal_dtype(65499) == np.uint16
     assert optimal_dtype(65500) == np.int32
@@ -121,6 +131,24 @@ def test_only_the_two_files_stand_after_finalize(tmp_path: Path) -> None:
         builder.finalize()
 
 
+def test_two_builders_of_one_name_do_not_write_into_each_other(tmp_path: Path) -> None:
+    first, second = (IndexedDatasetBuilder(tmp_path / "tokens", np.uint16) for _ in range(2))
+    first.add_document([1, 2, 3])
+    second.add_document([4])
+    first.finalize()
+    assert IndexedDataset(tmp_path / "tokens").get(0).tolist() == [1, 2, 3]
+    second.finalize()
+    assert IndexedDataset(tmp_path / "tokens").get(0).tolist() == [4]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_files_have_the_permissions_of_any_new_file(tmp_path: Path, write_tokens: WriteTokens) -> None:
+    (tmp_path / "any").touch()
+    dataset = write_tokens(tmp_path / "tokens", [[7]])
+    for path in (dataset.bin_path, dataset.idx_path):
+        assert path.stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def test_pointers_are_right_beyond_one_chunk(
     tmp_path: Path, write_tokens: WriteTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +164,23 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> Non
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
     with pytest.raises(ValueError, match=f"Expected tokens that uint16 can hold, got {token}"):
         builder.add_document([1, token])
+    builder.abort()
+
+
+def test_a_token_that_is_no_number_is_refused_without_a_warning(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="Expected tokens that uint16 can hold, got nan"):
+            builder.add_document([1.0, float("nan")])
+    builder.abort()
+
+
+@pytest.mark.parametrize("length", [1 << 31, 1 << 70])
+def test_a_length_beyond_31_bits_is_refused(tmp_path: Path, length: int) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
+    with pytest.raises(ValueError, match=f"Expected sequences of at most 2147483647 tokens, got {length}"):
+        builder.add_document([1], [length, 1 - length])
     builder.abort()
 
 

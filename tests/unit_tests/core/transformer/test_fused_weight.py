@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,10 @@ def test_reset_parameters_draws_from_the_default_generator() -> None:
     assert torch.equal(layer.weight, torch.empty(8, 8).normal_(0.0, 0.02))
 
 
-def test_device_and_dtype_reach_the_parameters() -> None:
-    layer = FusedLinear(4, QKV, True, "meta", torch.bfloat16)
+@pytest.mark.parametrize(("kind", "out"), [(Linear, 16), (FusedLinear, QKV)])
+def test_device_and_dtype_reach_the_parameters_by_name_only(kind: Any, out: Any) -> None:
+    layer = kind(4, out, True, device="meta", dtype=torch.bfloat16)
     assert layer.weight.is_meta
     assert layer.bias.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="positional"):
+        kind(4, out, True, "meta", torch.bfloat16)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.init import materialize
+from tests.ranks import run_ranks
 
 SEED = 1234
 
@@ -144,8 +143,44 @@ def test_a_shared_parameter_is_initialized_by_its_first_module() -> None:
     assert model["second"].bias.eq(0).all()
 
 
-def _shards_equal_the_plain_model(rank: int, world_size: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def _tied() -> nn.Sequential:
+    """On meta; three names, in two modules, of one parameter."""
+    with torch.device("meta"):
+        model = nn.Sequential(Linear(5, 5), Linear(5, 5))
+    model[1].weight = model[0].weight
+    model[1].alias = model[0].weight
+    return model
+
+
+def test_a_parameter_shared_on_meta_stays_shared() -> None:
+    model, alone = _tied(), nn.Sequential(Linear(5, 5))
+    materialize(model, "cpu", SEED)
+    materialize(alone, "cpu", SEED)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+    assert model[0].weight is model[1].weight is model[1].alias
+    assert torch.equal(model[1].weight, alone[0].weight)
+
+
+def _shared_parameters_stay_shared_when_sharded() -> None:
+    plain, model = _tied(), _tied()
+    fully_shard(model, mesh=DeviceMesh("cpu", list(range(dist.get_world_size()))))
+    for each in (plain, model):
+        materialize(each, "cpu", SEED)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+    assert isinstance(model[1].weight, DTensor)
+    assert model[0].weight is model[1].weight is model[1].alias
+    assert torch.equal(model[1].weight.full_tensor(), plain[1].weight)
+    # Not only the modules, but also the engine has the new parameter.
+    x = torch.arange(10.0).view(2, 5)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_parameter_shared_on_meta_stays_shared_when_sharded() -> None:
+    run_ranks(2, _shared_parameters_stay_shared_when_sharded)
+
+
+def _shards_equal_the_plain_model() -> None:
+    world_size = dist.get_world_size()
     plain = _gpt()
     materialize(plain, "cpu", SEED)
     expected = _weights(plain)
@@ -163,9 +198,7 @@ def _shards_equal_the_plain_model(rank: int, world_size: int, store: str) -> Non
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} on {mesh}"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_sharded_weights_are_bit_equal_to_the_plain_models_on_1_2_and_3_ranks(tmp_path: Path) -> None:
-    mp.spawn(_shards_equal_the_plain_model, (3, str(tmp_path / "store")), nprocs=3)
+def test_sharded_weights_are_bit_equal_to_the_plain_models_on_1_2_and_3_ranks() -> None:
+    run_ranks(3, _shards_equal_the_plain_model)
