@@ -12,9 +12,10 @@ from torch.utils.data import Dataset
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_index import EpochStream, SampleIndex, epoch_permutation
+from megatron.core.options import ConfigError
 
 
-class TooFewTokensError(ValueError):
+class TooFewTokensError(ConfigError):
     """A part of the data that holds not even one sample."""
 
 
