@@ -26,7 +26,7 @@ from megatron.training.arguments import section_from_values
 from megatron.training.checkpointing import load_weights
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, padded_vocab_size
 
-_PROMPTS = ("def read_text(path):\n", "The exec statement", "class Counter:\n    def __init__(self")
+_PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
     parser.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token every time")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token every time")
     parser.add_argument("--top-k", type=int, default=50, help="draw from so many of the likeliest tokens; 0: from all")
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args(argv)
