@@ -35,8 +35,12 @@ FLOORS: list[list[str]] = [
         "megatron.core.datasets.builder",
         "megatron.core.datasets.sampler",
     ],
-    ["megatron.core.distributed.config"],
-    [],
+    [
+        "megatron.core.distributed.config",
+        "megatron.core.distributed.fsdp.placement",
+        "megatron.core.distributed.fsdp.layout",
+    ],
+    ["megatron.core.distributed.fsdp.collectives", "megatron.core.distributed.fsdp.dbuffer"],
     [],
     ["megatron.core.distributed.torch_fsdp2"],
     [

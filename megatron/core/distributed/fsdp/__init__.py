@@ -1,0 +1,1 @@
+"""Sharded data parallelism on flat buffers: layouts, placements, buffers."""

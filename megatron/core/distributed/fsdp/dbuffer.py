@@ -1,0 +1,323 @@
+"""`DBuffer`: many tensors in one flat, distributed buffer.
+
+What a DTensor is for one tensor, a DBuffer is for a group of them: a mesh, a placement for each of its axes, and this
+rank's part of the storage. Everything that belongs to a group of parameters is a DBuffer with the same layout; what
+differs is the placements (what is sharded) and the device (where the bytes lie). It is the only caller of tensor
+collectives.
+
+    Flat      -> Replicate   allgather
+    Partial   -> Flat        reduce_scatter
+    Partial   -> Replicate   allreduce
+    Replicate -> Flat        scatter: no communication, a copy of the own part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp import collectives
+from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
+from megatron.core.distributed.fsdp.placement import check_placements, sharded_axes
+
+P = TypeVar("P", bound=Placement)
+
+
+class DBuffer:
+    """This rank's part of a flat buffer of tensors that is distributed over a mesh.
+
+    Attributes:
+        mesh: the data-parallel mesh.
+        placements: one for each of its axes.
+        layout: where the tensors lie in the whole buffer; the same on every rank.
+        range: this rank's part of the whole buffer, in elements.
+        local_buffer: that part, flat: [range.numel].
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    layout: GlobalLayout
+    range: FlatRange
+    local_buffer: torch.Tensor
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        """Allocates this rank's part, uninitialised.
+
+        Args:
+            mesh: any number of axes.
+            placements: one for each axis; the sharded ones last.
+            tensor_shapes: shapes to lay out, or a layout that other buffers already have.
+            dtype: of all tensors.
+            device: where the bytes lie; need not be the mesh's.
+            pin_memory: page-locked host memory, for asynchronous copies; for the CPU only.
+        """
+        layout = tensor_shapes
+        if not isinstance(layout, GlobalLayout):
+            layout = GlobalLayout.build(layout, mesh.size())
+        self._describe(mesh, placements, layout)
+        self.local_buffer = torch.empty(self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    @classmethod
+    def from_local(
+        cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout
+    ) -> DBuffer:
+        """A buffer over storage that is there already: a flat, contiguous tensor of the right length."""
+        buffer = cls.__new__(cls)
+        buffer._describe(mesh, placements, layout)
+        if local_buffer.ndim != 1 or not local_buffer.is_contiguous():
+            raise ValueError(f"Expected a flat, contiguous tensor, got shape {tuple(local_buffer.shape)}.")
+        if local_buffer.numel() != buffer.range.numel:
+            raise ValueError(f"Expected {buffer.range.numel} elements on this rank, got {local_buffer.numel()}.")
+        buffer.local_buffer = local_buffer
+        return buffer
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Iterable[torch.Tensor],
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        device: torch.device | str | None = None,
+    ) -> DBuffer:
+        """A buffer with this rank's part of tensors that every rank has in full. Communicates nothing.
+
+        Args:
+            tensors: of one dtype, on any device. Meta tensors leave their place uninitialised.
+            device: of the buffer; default: the mesh's kind.
+        """
+        tensors = tuple(tensors)
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            raise ValueError(f"Expected tensors of one dtype, got {sorted(map(str, dtypes))}.")
+        buffer = cls(mesh, placements, [tensor.shape for tensor in tensors], dtypes.pop(), device or mesh.device_type)
+        for index, tensor in enumerate(tensors):
+            buffer.copy_from(index, tensor)
+        return buffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local_buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local_buffer.device
+
+    def chunk(self, index: int) -> Chunk:
+        """Which rows of tensor `index` this rank holds, and where."""
+        return self.layout.chunk(index, self.range)
+
+    def get_local_tensor(self, index: int) -> torch.Tensor:
+        """This rank's rows of tensor `index`, a view of the buffer: [rows held, *shape[1:]]; there may be none."""
+        shape = self.layout.tensor_shapes[index]
+        chunk = self.chunk(index)
+        numel = chunk.num_rows * (self.layout.numel(index) // shape[0]) if chunk.num_rows else 0
+        return self.local_buffer.narrow(0, chunk.offset, numel).view(chunk.num_rows, *shape[1:])
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer.
+
+        Its shards are whole rows, but not DTensor's even ones: what every rank holds is in the layout.
+        """
+        shape = torch.Size(self.layout.tensor_shapes[index])
+        local = self.get_local_tensor(index)
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            [Shard(0) if isinstance(placement, Shard) else placement for placement in self.placements],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def copy_from(self, index: int, tensor: torch.Tensor) -> None:
+        """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
+        if tuple(tensor.shape) != self.layout.tensor_shapes[index]:
+            raise ValueError(
+                f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got {tuple(tensor.shape)}."
+            )
+        chunk = self.chunk(index)
+        if chunk.num_rows and not tensor.is_meta:
+            rows = tensor.detach()[chunk.first_row : chunk.first_row + chunk.num_rows]
+            self.get_local_tensor(index).copy_(rows)
+
+    def redistribute(self, placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
+        """The same tensors under other placements; axis by axis, so that what is sharded stays the last axes.
+
+        With the placements it already has and no `out`, this very buffer.
+        """
+        wanted = self._check(placements)
+        if wanted == self.placements:
+            return self if out is None else self._copy_into(out)
+        num_added = sum(sharded_axes(wanted)) - sum(sharded_axes(self.placements))
+        # Shards are taken away from the outside in and added from the inside out.
+        axes = [axis for axis in range(len(wanted)) if wanted[axis] != self.placements[axis]]
+        result = self
+        for number, axis in enumerate(reversed(axes) if num_added > 0 else axes):
+            result = result._move(axis, wanted[axis], out=out if number == len(axes) - 1 else None)
+        return result
+
+    def allgather(self, axis: int, *, out: DBuffer | None = None) -> DBuffer:
+        """Flat -> Replicate on one axis."""
+        self._expect(axis, Shard, "allgather")
+        out = self._output(out, self._with(axis, Replicate()))
+        collectives.all_gather(out.local_buffer, self.local_buffer, self.mesh.get_group(axis))
+        return out
+
+    def reduce_scatter(
+        self, axis: int, placement: Placement, *, out: DBuffer | None = None, scratch: torch.Tensor | None = None
+    ) -> DBuffer:
+        """Partial -> Flat on one axis, by sum or average as the Partial says.
+
+        Args:
+            out: may lie in this buffer, in this rank's own part of it.
+            scratch: see `collectives.reduce_scatter`.
+        """
+        partial = self._expect(axis, Partial, "reduce_scatter")
+        out = self._output(out, self._with(axis, placement, Shard))
+        collectives.reduce_scatter(
+            out.local_buffer,
+            self.local_buffer,
+            self.mesh.get_group(axis),
+            is_average=partial.reduce_op == "avg",
+            scratch=scratch,
+        )
+        return out
+
+    def allreduce(self, axis: int, *, out: DBuffer | None = None, scratch: torch.Tensor | None = None) -> DBuffer:
+        """Partial -> Replicate on one axis, by sum or average as the Partial says. `out` may be over this storage."""
+        partial = self._expect(axis, Partial, "allreduce")
+        out = self._output(out, self._with(axis, Replicate()))
+        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
+            out.local_buffer.copy_(self.local_buffer)
+        collectives.all_reduce(
+            out.local_buffer, self.mesh.get_group(axis), is_average=partial.reduce_op == "avg", scratch=scratch
+        )
+        return out
+
+    def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
+        """Replicate -> Flat on one axis: a copy of the own part. Communicates nothing."""
+        self._expect(axis, Replicate, "scatter")
+        out = self._output(out, self._with(axis, placement, Shard))
+        part = self.local_buffer.narrow(0, out.range.start - self.range.start, out.range.numel)
+        if part.data_ptr() != out.local_buffer.data_ptr():
+            out.local_buffer.copy_(part)
+        return out
+
+    def view(self, placements: Iterable[Placement]) -> DBuffer:
+        """A buffer over a part of this one's storage, for placements that shard on more axes. Copies nothing."""
+        wanted = self._check(placements)
+        inner = _local_range(self.layout, self.mesh, wanted)
+        if inner.start < self.range.start or inner.stop > self.range.stop:
+            raise ValueError(f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}.")
+        part = self.local_buffer.narrow(0, inner.start - self.range.start, inner.numel)
+        return DBuffer.from_local(part, self.mesh, wanted, self.layout)
+
+    def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
+        """The same buffer in another dtype; this very buffer if it has that dtype and there is no `out`."""
+        if dtype == self.dtype and out is None:
+            return self
+        out = self._output(out, self.placements, dtype)
+        out.local_buffer.copy_(self.local_buffer)
+        return out
+
+    def release_storage(self) -> None:
+        """Frees the memory; views of the buffer stay valid objects and have their memory again after
+        `reallocate_storage`. For buffers that own their storage."""
+        self._resize(0)
+
+    def reallocate_storage(self) -> None:
+        """Takes memory again, uninitialised, for this buffer and all its views. Nothing happens if it has it."""
+        self._resize(self.range.numel)
+
+    def _describe(self, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout) -> None:
+        self.mesh = mesh
+        self.placements = self._check(placements)
+        self.layout = layout
+        self.range = _local_range(layout, mesh, self.placements)
+
+    def _check(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        checked = check_placements(placements)
+        if len(checked) != self.mesh.ndim:
+            raise ValueError(f"Expected {self.mesh.ndim} placements, one for each mesh axis, got {len(checked)}.")
+        return checked
+
+    def _expect(self, axis: int, kind: type[P], operation: str) -> P:
+        placement = self.placements[axis]
+        if not isinstance(placement, kind):
+            raise ValueError(f"Expected {kind.__name__} on axis {axis} for {operation}, got {placement}.")
+        return placement
+
+    def _with(self, axis: int, placement: Placement, kind: type[Placement] | None = None) -> tuple[Placement, ...]:
+        if kind is not None and not isinstance(placement, kind):
+            raise ValueError(f"Expected {kind.__name__} as the new placement of axis {axis}, got {placement}.")
+        return self._check((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def _output(
+        self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype | None = None
+    ) -> DBuffer:
+        """`out`, once it is known to fit, or a new buffer. ValueError with what does not fit."""
+        dtype = dtype or self.dtype
+        if out is None:
+            return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
+        for name, expected, got in (
+            ("mesh", self.mesh, out.mesh),
+            ("placements", placements, out.placements),
+            ("layout", self.layout, out.layout),
+            ("dtype", dtype, out.dtype),
+            ("device", self.device, out.device),
+        ):
+            if expected != got:
+                raise ValueError(f"Expected out with {name} {expected}, got {got}.")
+        return out
+
+    def _copy_into(self, out: DBuffer) -> DBuffer:
+        out = self._output(out, self.placements)
+        out.local_buffer.copy_(self.local_buffer)
+        return out
+
+    def _move(self, axis: int, placement: Placement, *, out: DBuffer | None) -> DBuffer:
+        """One step of `redistribute`."""
+        old = self.placements[axis]
+        if isinstance(old, Shard) and isinstance(placement, Replicate):
+            return self.allgather(axis, out=out)
+        if isinstance(old, Partial) and isinstance(placement, Shard):
+            return self.reduce_scatter(axis, placement, out=out)
+        if isinstance(old, Partial) and isinstance(placement, Replicate):
+            return self.allreduce(axis, out=out)
+        if isinstance(old, Replicate) and isinstance(placement, Shard):
+            return self.scatter(axis, placement, out=out)
+        raise NotImplementedError(
+            f"Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> Flat on axis {axis}, "
+            f"got {old} -> {placement}."
+        )
+
+    def _resize(self, numel: int) -> None:
+        storage = self.local_buffer.untyped_storage()
+        own_bytes = self.range.numel * self.local_buffer.element_size()
+        if self.local_buffer.storage_offset() or storage.nbytes() not in (0, own_bytes):
+            raise RuntimeError(
+                f"Expected a buffer that owns its storage of {own_bytes} bytes, got one within {storage.nbytes()}."
+            )
+        storage.resize_(numel * self.local_buffer.element_size())
+
+
+def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> FlatRange:
+    """This rank's part of the whole buffer. RuntimeError on a rank that is not in the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
+    return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)

@@ -1,0 +1,191 @@
+"""Where tensors lie in one flat buffer, and which rows of them lie on which rank. Integers only.
+
+The layout is the same on every rank and for everything that belongs to a group of parameters: compute weights, main
+weights, gradients, optimizer states. So a rank can compute what any other rank holds, which is what checkpoints without
+communication rest on.
+
+[Note: alignment] A buffer may be cut only between rows of every tensor in it: each rank then holds whole rows, and a
+shard is a DTensor shard of dim 0. All offsets are multiples of the tensor's own row size, and ranks' ranges are
+multiples of the *alignment*, the least common multiple of all row sizes. Worked example, shapes P0 (2, 6), P1 (4, 4),
+P2 (4, 4), P3 (1, 2), P4 (1, 6) on 5 ranks. The alignment is lcm(6, 4, 2) = 12:
+
+    offset  0           12          24          36          48          60
+            |P0 row 0,1 |P1 row 0-2 |P1 3|P3|..|P2|P2 row 1-3 |P4 |  pad  |
+            |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  rank 4   |
+
+P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: it starts with those in the
+gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Chunk(NamedTuple):
+    """Whole rows of one tensor that lie together in a piece of the buffer."""
+
+    tensor: int  # index in the layout
+    first_row: int  # of the tensor
+    num_rows: int
+    offset: int  # elements from the beginning of the piece
+
+
+class FlatRange(NamedTuple):
+    """A contiguous range of the flat buffer, in elements."""
+
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class GlobalLayout:
+    """Offsets of tensors in a flat buffer that `dp_size` ranks, or any divisor of it, can cut between rows."""
+
+    tensor_shapes: tuple[tuple[int, ...], ...]
+    tensor_to_offset: tuple[int, ...]  # elements
+    size: int  # elements, padding included
+
+    @classmethod
+    def build(cls, shapes: Iterable[Sequence[int]], dp_size: int) -> GlobalLayout:
+        """Lays out tensors of these shapes for `dp_size` ranks. See [Note: alignment].
+
+        Tensors of at least one alignment unit come first, in their order. The gap behind one that does not fill its
+        last unit is shared with the first later tensor whose own remainder fits; what is left of it is filled with
+        tensors smaller than a unit, the largest first. Small tensors that found no gap come last.
+
+        Raises:
+            ValueError: for a scalar, for rows without elements, for a `dp_size` below 1.
+        """
+        if dp_size < 1:
+            raise ValueError(f"Expected at least one rank, got {dp_size}.")
+        tensor_shapes = tuple(tuple(shape) for shape in shapes)
+        packer = _Packer(tensor_shapes)
+        packer.place_large_tensors()
+        packer.append_small_tensors()
+        size = _round_up(packer.end, packer.alignment * dp_size)
+        return cls(tensor_shapes, tuple(packer.offsets), size)
+
+    def numel(self, tensor: int) -> int:
+        """Elements of a tensor."""
+        return math.prod(self.tensor_shapes[tensor])
+
+    def local_range(
+        self, mesh_shape: Sequence[int], is_sharded: Sequence[bool], coordinate: Sequence[int]
+    ) -> FlatRange:
+        """What the rank at `coordinate` of a mesh holds of the buffer.
+
+        The last axis cuts first and the axes before it cut its pieces further, so that the piece of a rank that is cut
+        on more axes lies inside the piece it would have on fewer.
+
+        Args:
+            mesh_shape: ranks along each axis.
+            is_sharded: for each axis whether it cuts the buffer.
+            coordinate: the rank's place on each axis.
+
+        Raises:
+            ValueError: if the buffer cannot be cut evenly; its layout was built for another number of ranks.
+        """
+        piece = FlatRange(0, self.size)
+        for axis_size, cuts, place in reversed(list(zip(mesh_shape, is_sharded, coordinate, strict=True))):
+            if not cuts:
+                continue
+            if piece.numel % axis_size:
+                raise ValueError(f"Expected a layout that {axis_size} ranks can cut, got a piece of {piece.numel}.")
+            numel = piece.numel // axis_size
+            piece = FlatRange(piece.start + place * numel, numel)
+        return piece
+
+    def chunks(self, piece: FlatRange) -> list[Chunk]:
+        """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left out."""
+        found = (self.chunk(tensor, piece) for tensor in range(len(self.tensor_shapes)))
+        return [chunk for chunk in found if chunk.num_rows]
+
+    def chunk(self, tensor: int, piece: FlatRange) -> Chunk:
+        """The rows of one tensor that lie in a piece; none of them is a chunk of zero rows at offset 0.
+
+        Raises:
+            ValueError: if the piece cuts through a row of the tensor; it is not one of `local_range`'s.
+        """
+        begin = self.tensor_to_offset[tensor]
+        start = max(begin, piece.start)
+        numel = min(begin + self.numel(tensor), piece.stop) - start
+        if numel <= 0:
+            return Chunk(tensor, 0, 0, 0)
+        row = row_numel(self.tensor_shapes[tensor])
+        first_row, before = divmod(start - begin, row)
+        num_rows, behind = divmod(numel, row)
+        if before or behind:
+            raise ValueError(
+                f"Expected a piece cut between rows of tensor {tensor} ({row} elements each), got {piece}."
+            )
+        return Chunk(tensor, first_row, num_rows, start - piece.start)
+
+
+class _Packer:
+    """Assigns offsets; lives for one `GlobalLayout.build`."""
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        self.rows = [row_numel(shape) for shape in shapes]
+        self.numels = [math.prod(shape) for shape in shapes]
+        self.alignment = math.lcm(*self.rows)
+        self.offsets = [0] * len(shapes)
+        self.end = 0  # behind everything placed so far, aligned while large tensors are being placed
+        self._large = [i for i, numel in enumerate(self.numels) if numel >= self.alignment]
+        small = [i for i, numel in enumerate(self.numels) if numel < self.alignment]
+        self._small = sorted(small, key=lambda i: -self.numels[i])
+
+    def place_large_tensors(self) -> None:
+        while self._large:
+            tensor = self._large.pop(0)
+            self.offsets[tensor] = self.end
+            gap = self.end + self.numels[tensor]
+            self.end = gap_end = _round_up(gap, self.alignment)
+            partner = self._partner(gap_end - gap)
+            if partner is not None:
+                self._large.remove(partner)
+                whole, remainder = divmod(self.numels[partner], self.alignment)
+                gap_end -= remainder
+                self.offsets[partner] = gap_end
+                self.end += whole * self.alignment
+            self._fill(gap, gap_end)
+
+    def append_small_tensors(self) -> None:
+        for tensor in self._small:
+            self.offsets[tensor] = _round_up(self.end, self.rows[tensor])
+            self.end = self.offsets[tensor] + self.numels[tensor]
+
+    def _partner(self, gap_numel: int) -> int | None:
+        """The first large tensor whose remainder fits into a gap. One without a remainder needs no partner."""
+        for tensor in self._large:
+            if 0 < self.numels[tensor] % self.alignment <= gap_numel:
+                return tensor
+        return None
+
+    def _fill(self, gap: int, gap_end: int) -> None:
+        """Moves small tensors into a gap as long as one fits, the largest first."""
+        for tensor in list(self._small):
+            offset = _round_up(gap, self.rows[tensor])
+            if offset + self.numels[tensor] <= gap_end:
+                self.offsets[tensor] = offset
+                gap = offset + self.numels[tensor]
+                self._small.remove(tensor)
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Elements of one row: the product of all dims but the first. ValueError for scalars and empty rows."""
+    row = math.prod(shape[1:]) if len(shape) else 0
+    if row < 1:
+        raise ValueError(f"Expected a tensor with rows of at least one element, got shape {tuple(shape)}.")
+    return row
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,98 @@
+"""Which mesh axes shard the parameters, gradients and optimizer states of a module.
+
+DTensor's placements are used as they are; `Flat` is the one that is added. On each axis of the data-parallel mesh a
+buffer is
+
+    Replicate()          the same on every rank
+    Partial("sum"|"avg") to be added up, or averaged, over the axis
+    Flat()               cut: each rank holds one equal piece of the flat buffer
+
+and the axes that are cut are the last ones, so that every rank's piece is one contiguous range of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+
+class Flat(Shard):
+    """A dim-0 shard whose storage is part of one flat buffer of many tensors.
+
+    Every tensor in the buffer is cut between rows, but not evenly: a rank may hold three rows of one tensor and none of
+    another. Equal to `Shard(0)`, which is what a DTensor over such a buffer shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def check_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """The placements of a flat buffer, one for each mesh axis, once they are known to make sense.
+
+    Raises:
+        TypeError: for a placement other than Replicate, Partial (sum or avg) and Shard.
+        NotImplementedError: for a shard of another dim than 0.
+        ValueError: for an axis that is not cut after one that is.
+    """
+    checked = tuple(placements)
+    is_cut = False
+    for axis, placement in enumerate(checked):
+        if isinstance(placement, Shard):
+            if placement.dim != 0:
+                raise NotImplementedError(f"Expected shards of dim 0, got {placement} on axis {axis}.")
+            is_cut = True
+        elif is_cut:
+            raise ValueError(f"Expected the sharded axes to be the last ones, got {checked}.")
+        elif not isinstance(placement, (Replicate, Partial)):
+            raise TypeError(f"Expected Replicate, Partial or Flat, got {placement!r} on axis {axis}.")
+        elif isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise TypeError(f"Expected Partial('sum') or Partial('avg'), got {placement!r} on axis {axis}.")
+    return checked
+
+
+def sharded_axes(placements: Iterable[Placement]) -> tuple[bool, ...]:
+    """For each mesh axis whether it cuts the buffer."""
+    return tuple(isinstance(placement, Shard) for placement in placements)
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where the three kinds of buffers of a module are cut, on the same mesh axes.
+
+    What the optimizer holds may be cut more finely than the gradients, and these more finely than the parameters, never
+    less: a rank updates a part of what it has the gradients of.
+
+    | strategy (ZeRO)          | parameter | gradient  | optimizer |
+    |--------------------------|-----------|-----------|-----------|
+    | no_shard                 | Replicate | Replicate | Replicate |
+    | optim (1)                | Replicate | Replicate | Flat      |
+    | optim_grads (2)          | Replicate | Flat      | Flat      |
+    | optim_grads_params (3)   | Flat      | Flat      | Flat      |
+    """
+
+    dp_axes: tuple[str, ...]
+    parameter: tuple[Placement, ...]
+    gradient: tuple[Placement, ...]
+    optimizer: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("parameter", "gradient", "optimizer"):
+            placements = check_placements(getattr(self, name))
+            if len(placements) != len(self.dp_axes):
+                raise ValueError(
+                    f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got {len(placements)}."
+                )
+            if any(isinstance(placement, Partial) for placement in placements):
+                raise ValueError(f"Expected {name} buffers that are replicated or sharded at rest, got {placements}.")
+            object.__setattr__(self, name, placements)
+        for coarse, fine in (("parameter", "gradient"), ("gradient", "optimizer")):
+            pairs = zip(sharded_axes(getattr(self, coarse)), sharded_axes(getattr(self, fine)), strict=True)
+            if any(is_coarse_cut and not is_fine_cut for is_coarse_cut, is_fine_cut in pairs):
+                raise ValueError(
+                    f"Expected {fine} placements that are cut wherever {coarse} placements are, "
+                    f"got {getattr(self, fine)} and {getattr(self, coarse)}."
+                )

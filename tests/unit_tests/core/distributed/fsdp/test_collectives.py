@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp import collectives
+from tests.ranks import run_ranks
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _gather(is_in_place: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = torch.full((size * 5,), float("nan"))
+    own = out[rank * 5 : (rank + 1) * 5] if is_in_place else torch.empty(5)
+    own.copy_(values(rank, 5, torch.float32))
+    collectives.all_gather(out, own, dist.group.WORLD)
+    assert torch.equal(out, torch.cat([values(peer, 5, torch.float32) for peer in range(size)]))
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_gather_brings_every_part_to_its_place(world_size, is_in_place):
+    run_ranks(world_size, _gather, is_in_place)
+
+
+def _reduce_scatter(dtype: torch.dtype, is_average: bool, is_in_place: bool) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = values(rank, size * 6, dtype)
+    before = whole.clone()
+    out = whole[rank * 6 : (rank + 1) * 6] if is_in_place else torch.empty(6, dtype=dtype)
+    scratch = torch.empty(6 * size, dtype=dtype)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=is_average, scratch=scratch)
+    others = [peer for peer in range(size) if peer != rank]
+    assert all(torch.equal(whole.chunk(size)[peer], before.chunk(size)[peer]) for peer in others)
+    return out.clone()
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("is_average", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter_adds_up_every_ranks_part(world_size, dtype, tolerance, is_average, is_in_place):
+    parts = run_ranks(world_size, _reduce_scatter, dtype, is_average, is_in_place)
+    total = sum(values(rank, world_size * 6, dtype).float() for rank in range(world_size))
+    exact = total / world_size if is_average else total
+    torch.testing.assert_close(torch.cat(parts).float(), exact, rtol=tolerance, atol=tolerance)
+
+
+def _all_reduce(numel: int, is_average: bool) -> torch.Tensor:
+    tensor = values(dist.get_rank(), numel, torch.float32)
+    collectives.all_reduce(tensor, dist.group.WORLD, is_average=is_average)
+    return tensor
+
+
+@pytest.mark.parametrize("is_average", [False, True])
+@pytest.mark.parametrize("numel", [0, 6, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce_gives_every_rank_the_same_bits(world_size, numel, is_average):
+    """Also where the elements cannot be shared out evenly (7), or there are none."""
+    results = run_ranks(world_size, _all_reduce, numel, is_average)
+    total = sum(values(rank, numel, torch.float32) for rank in range(world_size))
+    torch.testing.assert_close(results[0], total / world_size if is_average else total)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def _bad_scratch() -> None:
+    whole, out = torch.zeros(4), torch.zeros(2)
+    for scratch in (torch.zeros(1), torch.zeros(9, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"Expected a scratch tensor of at least 2 elements, torch.float32 on cpu"):
+            collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=False, scratch=scratch)
+
+
+def test_a_scratch_tensor_that_does_not_fit_is_refused_before_anything_is_sent():
+    run_ranks(2, _bad_scratch)

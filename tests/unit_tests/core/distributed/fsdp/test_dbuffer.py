@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.placement import Flat
+from tests.ranks import run_ranks
+
+SHAPES = [(2, 6), (4, 4), (4, 4), (1, 2), (1, 6), (3,)]
+
+
+def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def distributed(placement, mesh: DeviceMesh | None = None, seed: int = 0) -> DBuffer:
+    mesh = mesh or line()
+    placements = placement if isinstance(placement, list) else [placement]
+    return DBuffer.distribute_tensors(tensors(seed), mesh, placements)
+
+
+def assert_holds(buffer: DBuffer, expected: list[torch.Tensor]) -> None:
+    """Every rank's rows of every tensor are those that the layout says, with the values of `expected`."""
+    for index, whole in enumerate(expected):
+        chunk = buffer.chunk(index)
+        rows = whole[chunk.first_row : chunk.first_row + chunk.num_rows]
+        torch.testing.assert_close(buffer.get_local_tensor(index), rows)
+
+
+def _gather() -> list[int]:
+    buffer = distributed(Flat())
+    assert_holds(buffer, tensors())
+    whole = buffer.allgather(0)
+    assert whole.placements == (Replicate(),)
+    for index, expected in enumerate(tensors()):
+        assert torch.equal(whole.get_local_tensor(index), expected)
+    assert_holds(whole.scatter(0, Flat()), tensors())
+    return [buffer.chunk(index).num_rows for index in range(len(SHAPES))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_is_distributed_comes_back_whole_and_every_row_has_one_owner(world_size):
+    rows = run_ranks(world_size, _gather)
+    assert [sum(counts) for counts in zip(*rows, strict=True)] == [shape[0] for shape in SHAPES]
+    assert world_size < 3 or any(0 in counts for counts in rows), "some rank holds nothing of some tensor"
+
+
+def _reduce(reduce_op: str) -> None:
+    size = dist.get_world_size()
+    mine = distributed(Replicate(), seed=dist.get_rank())
+    partial = DBuffer.from_local(mine.local_buffer, mine.mesh, [Partial(reduce_op)], mine.layout)
+    total = [sum(parts) for parts in zip(*(tensors(rank) for rank in range(size)), strict=True)]
+    expected = [t / size for t in total] if reduce_op == "avg" else total
+    assert_holds(partial.reduce_scatter(0, Flat()), expected)
+    assert_holds(partial.allreduce(0), expected)
+    assert_holds(partial.redistribute([Flat()]), expected)
+    in_place = partial.reduce_scatter(0, Flat(), out=partial.view([Flat()]))
+    assert_holds(in_place, expected)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_partial_buffers_are_added_up_or_averaged(world_size, reduce_op):
+    run_ranks(world_size, _reduce, reduce_op)
+
+
+def _two_axes() -> None:
+    mesh = square()
+    for placements in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
+        source = distributed(placements, mesh)
+        for wanted in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
+            moved = source.redistribute(wanted)
+            assert moved.placements == tuple(wanted)
+            assert_holds(moved, tensors())
+            out = DBuffer(mesh, wanted, source.layout, torch.float32, "cpu")
+            assert source.redistribute(wanted, out=out) is out
+            assert_holds(out, tensors())
+    mine = distributed([Replicate(), Replicate()], mesh, seed=dist.get_rank())
+    partial = DBuffer.from_local(mine.local_buffer, mesh, [Partial("avg"), Partial("avg")], mine.layout)
+    mean = [sum(parts) / 4 for parts in zip(*(tensors(rank) for rank in range(4)), strict=True)]
+    for wanted in ([Replicate(), Flat()], [Flat(), Flat()], [Replicate(), Replicate()]):
+        assert_holds(partial.redistribute(wanted), mean)
+
+
+def test_a_mesh_of_two_axes_goes_through_every_transition():
+    run_ranks(4, _two_axes)
+
+
+def _views() -> None:
+    buffer = distributed(Flat())
+    for index in range(len(SHAPES)):
+        local, dtensor = buffer.get_local_tensor(index), buffer.get_dtensor(index)
+        assert isinstance(dtensor, DTensor)
+        assert (tuple(dtensor.shape), dtensor.placements) == (SHAPES[index], (Shard(0),))
+        assert dtensor.stride() == torch.empty(SHAPES[index]).stride()
+        local.fill_(index)
+        assert torch.equal(dtensor.to_local(), local)
+        assert local.untyped_storage().data_ptr() == buffer.local_buffer.untyped_storage().data_ptr()
+        assert dtensor.to_local().untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    total = sum(index * buffer.get_local_tensor(index).numel() for index in range(len(SHAPES)))
+    held = [buffer.get_local_tensor(index).sum() for index in range(len(SHAPES))]
+    assert float(sum(held)) == total
+
+
+def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows():
+    run_ranks(3, _views)
+
+
+def _storage() -> None:
+    buffer = distributed(Replicate())
+    view, storage = buffer.get_local_tensor(1), buffer.local_buffer.untyped_storage()
+    buffer.release_storage()
+    assert storage.nbytes() == 0
+    buffer.release_storage()
+    buffer.reallocate_storage()
+    buffer.local_buffer.fill_(3.0)
+    assert torch.equal(view, torch.full((4, 4), 3.0))
+    buffer.reallocate_storage()
+    assert torch.equal(view, torch.full((4, 4), 3.0)), "memory that is there stays"
+    with pytest.raises(RuntimeError, match="Expected a buffer that owns its storage"):
+        distributed(Replicate()).view([Flat()]).release_storage()
+
+
+def test_released_storage_comes_back_under_the_same_views():
+    run_ranks(2, _storage)
+
+
+def _casting() -> None:
+    buffer = distributed(Flat())
+    assert buffer.cast(torch.float32) is buffer
+    half = buffer.cast(torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.local_buffer, buffer.local_buffer.to(torch.bfloat16))
+    assert buffer.redistribute([Flat()]) is buffer
+    assert half.cast(torch.float32, out=buffer) is buffer
+    assert torch.equal(buffer.local_buffer, half.local_buffer.float())
+
+
+def test_casting_keeps_layout_and_placements_and_does_nothing_needlessly():
+    run_ranks(2, _casting)
+
+
+def _other_devices() -> None:
+    meta = DBuffer(line(), [Flat()], SHAPES, torch.float32, "meta")
+    assert meta.get_local_tensor(0).is_meta
+    mixed = [torch.empty(shape, device="meta") if i % 2 else torch.ones(shape) for i, shape in enumerate(SHAPES)]
+    real = DBuffer.distribute_tensors(mixed, line(), [Replicate()])
+    assert [bool((real.get_local_tensor(i) == 1).all()) for i in (0, 2, 4)] == [True] * 3
+
+
+def test_any_device_may_hold_it_and_meta_tensors_leave_their_place_open():
+    run_ranks(2, _other_devices)
+
+
+def _mistakes() -> None:
+    mesh, buffer = line(), distributed(Flat())
+    outputs = {
+        "mesh": DBuffer(square_of_two(), *_rest(2)),
+        "placements": DBuffer(mesh, [Flat()], buffer.layout, torch.float32, "cpu"),
+        "layout": DBuffer(mesh, [Replicate()], [(8, 2)], torch.float32, "cpu"),
+        "dtype": DBuffer(mesh, [Replicate()], buffer.layout, torch.bfloat16, "cpu"),
+        "device": DBuffer(mesh, [Replicate()], buffer.layout, torch.float32, "meta"),
+    }
+    for name, out in outputs.items():
+        with pytest.raises(ValueError, match=f"Expected out with {name} "):
+            buffer.allgather(0, out=out)
+    for call, message in (
+        (lambda: buffer.reduce_scatter(0, Flat()), "Expected Partial on axis 0 for reduce_scatter, got"),
+        (lambda: buffer.allreduce(0), "Expected Partial on axis 0 for allreduce"),
+        (lambda: buffer.scatter(0, Flat()), "Expected Replicate on axis 0 for scatter"),
+        (lambda: buffer.allgather(0).allgather(0), "Expected Shard on axis 0 for allgather"),
+        (lambda: buffer.allgather(0).scatter(0, Replicate()), "Expected Shard as the new placement of axis 0"),
+        (lambda: buffer.redistribute([Flat(), Flat()]), "Expected 1 placements, one for each mesh axis, got 2"),
+        (lambda: buffer.view([Replicate()]), "Expected placements whose range lies in"),
+        (lambda: buffer.copy_from(0, torch.zeros(6, 2)), r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)"),
+        (lambda: from_local(buffer, torch.zeros(3)), "elements on this rank, got 3"),
+        (lambda: from_local(buffer, torch.zeros(2, 3)), "Expected a flat, contiguous tensor"),
+        (lambda: DBuffer.distribute_tensors([torch.zeros(1), torch.zeros(1).half()], mesh, [Flat()]), "of one dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(NotImplementedError, match="on axis 0, got"):
+        buffer.redistribute([Partial()])
+
+
+def square_of_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 1))
+
+
+def _rest(num_axes: int) -> tuple:
+    return [Replicate()] * num_axes, GlobalLayout.build(SHAPES, 2), torch.float32, "cpu"
+
+
+def from_local(buffer: DBuffer, local: torch.Tensor) -> DBuffer:
+    return DBuffer.from_local(local, buffer.mesh, buffer.placements, buffer.layout)
+
+
+def test_each_mistake_has_its_own_message():
+    run_ranks(2, _mistakes)

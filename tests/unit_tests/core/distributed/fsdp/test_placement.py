@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from megatron.core.distributed.fsdp.placement import Flat, Placements, check_placements, sharded_axes
+
+
+def test_flat_is_a_shard_of_dim_zero():
+    assert Flat() == Shard(0)
+    assert Flat().dim == 0
+    assert sharded_axes((Replicate(), Flat())) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("placements", "error", "message"),
+    [
+        ((Flat(), Replicate()), ValueError, "the sharded axes to be the last ones"),
+        ((Shard(1),), NotImplementedError, "shards of dim 0"),
+        (("Flat",), TypeError, "got 'Flat' on axis 0"),
+        ((Partial("max"),), TypeError, "Partial\\('sum'\\) or Partial\\('avg'\\)"),
+    ],
+)
+def test_what_a_flat_buffer_cannot_be_is_refused(placements, error, message):
+    with pytest.raises(error, match=message):
+        check_placements(placements)
+
+
+def test_the_zero_strategies_are_values():
+    for parameter, gradient in ((Replicate(), Replicate()), (Replicate(), Flat()), (Flat(), Flat())):
+        Placements(("dp",), (parameter,), (gradient,), (Flat(),))
+    hsdp = Placements(("outer", "dp"), [Replicate(), Flat()], [Replicate(), Flat()], [Flat(), Flat()])
+    assert hsdp.optimizer == (Flat(), Flat())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "gradient", "optimizer", "message"),
+    [
+        ([Flat()], [Replicate()], [Flat()], "gradient placements that are cut wherever parameter placements are"),
+        ([Replicate()], [Flat()], [Replicate()], "optimizer placements that are cut wherever gradient placements are"),
+        ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements for .*, got 2"),
+        ([Replicate()], [Partial()], [Flat()], "gradient buffers that are replicated or sharded at rest"),
+    ],
+)
+def test_placements_that_do_not_fit_together_are_refused(parameter, gradient, optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        Placements(("dp",), parameter, gradient, optimizer)
