@@ -45,20 +45,22 @@ def reduce_scatter(
 ) -> None:
     """Fills `out` with the sum or average over all ranks of this rank's part of `whole`.
 
-    On the CPU the parts are added in the tensors' own dtype, own part first, then the others' by rank.
+    The parts are added in the dtype of `out`. On the CPU they travel in the dtype of `whole`: bf16 gradients summed in
+    fp32 send 2 bytes an element and give the bits that sending them widened would. The own part comes first, then the
+    others' by rank.
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself.
         whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out` lies in it.
-        scratch: CPU only: a flat tensor of the dtype with room for the parts of all other ranks, instead of a new one.
+        scratch: CPU only: a flat tensor like `whole` with room for the parts of all other ranks, instead of a new one.
     """
     if out.device.type != "cpu":
         op = dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM
-        _reduce_scatter_on_device(out, whole, op=op, group=group)
+        _reduce_scatter_on_device(out, whole.to(out.dtype), op=op, group=group)
         return
     rank, parts = dist.get_rank(group), whole.chunk(dist.get_world_size(group))
     others = [peer for peer in range(len(parts)) if peer != rank]
-    received = _scratch(scratch, out, len(others))
+    received = _scratch(scratch, parts[rank], len(others))
     works = [dist.irecv(received[i], group=group, group_src=peer) for i, peer in enumerate(others)]
     works += [dist.isend(parts[peer], group=group, group_dst=peer) for peer in others]
     if out.data_ptr() != parts[rank].data_ptr():

@@ -178,16 +178,23 @@ class DBuffer:
         return out
 
     def reduce_scatter(
-        self, axis: int, placement: Placement, *, out: DBuffer | None = None, scratch: torch.Tensor | None = None
+        self,
+        axis: int,
+        placement: Placement,
+        *,
+        dtype: torch.dtype | None = None,
+        out: DBuffer | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> DBuffer:
         """Partial -> Flat on one axis, by sum or average as the Partial says.
 
         Args:
+            dtype: in which the ranks' parts are added, and of the result; default: this buffer's.
             out: may lie in this buffer, in this rank's own part of it.
             scratch: see `collectives.reduce_scatter`.
         """
         partial = self._expect(axis, Partial, "reduce_scatter")
-        out = self._output(out, self._with(axis, placement, Shard))
+        out = self._output(out, self._with(axis, placement, Shard), dtype)
         collectives.reduce_scatter(
             out.local_buffer,
             self.local_buffer,

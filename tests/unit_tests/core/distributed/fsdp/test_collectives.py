@@ -50,6 +50,23 @@ def test_reduce_scatter_adds_up_every_ranks_part(world_size, dtype, tolerance, i
     torch.testing.assert_close(torch.cat(parts).float(), exact, rtol=tolerance, atol=tolerance)
 
 
+def _widened(numel: int) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = values(rank, size * numel, torch.bfloat16)
+    narrow_sent, wide_sent = torch.empty(numel), torch.empty(numel)
+    collectives.reduce_scatter(narrow_sent, whole, dist.group.WORLD, is_average=True)
+    collectives.reduce_scatter(wide_sent, whole.float(), dist.group.WORLD, is_average=True)
+    assert torch.equal(narrow_sent, wide_sent)
+    return narrow_sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bf16_parts_are_added_in_fp32_with_the_bits_of_sending_them_in_fp32(world_size):
+    parts = run_ranks(world_size, _widened, 1000)
+    exact = sum(values(rank, world_size * 1000, torch.bfloat16).double() for rank in range(world_size)) / world_size
+    torch.testing.assert_close(torch.cat(parts).double(), exact, rtol=1e-6, atol=1e-7)
+
+
 def _all_reduce(numel: int, is_average: bool) -> torch.Tensor:
     tensor = values(dist.get_rank(), numel, torch.float32)
     collectives.all_reduce(tensor, dist.group.WORLD, is_average=is_average)

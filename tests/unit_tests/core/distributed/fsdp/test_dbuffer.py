@@ -78,6 +78,24 @@ def test_partial_buffers_are_added_up_or_averaged(world_size, reduce_op):
     run_ranks(world_size, _reduce, reduce_op)
 
 
+def _reduce_in_fp32() -> None:
+    mesh = line()
+    mine = DBuffer.distribute_tensors(tensors(dist.get_rank(), torch.bfloat16), mesh, [Replicate()])
+    partial = DBuffer.from_local(mine.local_buffer, mesh, [Partial("avg")], mine.layout)
+    size = dist.get_world_size()
+    per_rank = (tensors(rank, torch.bfloat16) for rank in range(size))
+    mean = [sum(part.float() for part in parts) / size for parts in zip(*per_rank, strict=True)]
+    reduced = partial.reduce_scatter(0, Flat(), dtype=torch.float32)
+    assert reduced.dtype == torch.float32
+    assert_holds(reduced, mean)
+    with pytest.raises(ValueError, match=r"Expected out with dtype torch.float32, got torch.bfloat16"):
+        partial.reduce_scatter(0, Flat(), dtype=torch.float32, out=partial.view([Flat()]))
+
+
+def test_16_bit_buffers_may_be_reduced_in_fp32():
+    run_ranks(3, _reduce_in_fp32)
+
+
 def _two_axes() -> None:
     mesh = square()
     for placements in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
