@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -111,7 +112,7 @@ class Device:
 
     def lane(self, name: str) -> Lane:
         """A new lane. See [Note: lanes]. The name shows in profiles and tracebacks."""
-        return _StreamLane(self.torch_device) if self.kind == "cuda" else _ThreadLane(name)
+        return _StreamLane(self.torch_device, name) if self.kind == "cuda" else _ThreadLane(name)
 
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
@@ -137,7 +138,9 @@ class Lane(Protocol):
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         """Queues `work`, to begin after the events in `after`; autograd does not record it.
 
-        If an event in `after` is of work that failed, `work` is not run and its own event fails with the same error.
+        On the CPU, work that fails, or waits for an event of work that failed, fails the lane: nothing on it runs any
+        more, and all its events fail with the same error. A rank that has missed one collective must not send what its
+        peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
         """
 
     def close(self) -> None:
@@ -150,6 +153,7 @@ class _ThreadEvent:
     def __init__(self) -> None:
         self._is_done = threading.Event()
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     @classmethod
     def done(cls) -> _ThreadEvent:
@@ -159,23 +163,34 @@ class _ThreadEvent:
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
+        self._traceback = None if error is None else error.__traceback__
         self._is_done.set()
 
     def wait(self) -> None:
         self._is_done.wait()
         if self._error is not None:
-            raise self._error
+            # The traceback of the work alone: each raising would otherwise add the waiter's to it.
+            raise self._error.with_traceback(self._traceback)
 
     def synchronize(self) -> None:
         self.wait()
+
+
+class _Queued(NamedTuple):
+    """A piece of work on a CPU lane."""
+
+    work: Callable[[], object]
+    after: tuple[Event, ...]
+    event: _ThreadEvent
+    is_inference: bool  # whether it was queued in inference mode, which is a property of threads
 
 
 class _ThreadLane:
     """A lane on the CPU: one worker thread, which ends with the program or with `close`."""
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], object], tuple[Event, ...], _ThreadEvent] | None]
-        self._work = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -184,30 +199,35 @@ class _ThreadLane:
         if self._is_closed:
             raise RuntimeError(f"Expected an open lane, got {self._thread.name}, which is closed.")
         event = _ThreadEvent()
-        self._work.put((work, tuple(after), event))
+        self._queue.put(_Queued(work, tuple(after), event, torch.is_inference_mode_enabled()))
         return event
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._work.put(None)
+            self._queue.put(None)
             self._thread.join()
 
-    @torch.no_grad()
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, after, event = item
+        # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
+        while self._carry_out(self._queue.get()):
+            pass
+
+    def _carry_out(self, item: _Queued | None) -> bool:
+        """Runs one piece of work; False if it was the sign to end."""
+        if item is None:
+            return False
+        if self._error is None:
             try:
-                for earlier in after:
+                for earlier in item.after:
                     earlier.synchronize()
-                _pause()
-                work()
+                _pause(self._thread.name)
+                with torch.inference_mode(item.is_inference), torch.no_grad():
+                    item.work()
             except BaseException as error:
-                event.finish(error)
-            else:
-                event.finish(None)
-            # What the work refers to (buffers, modules) must not live until the next one comes.
-            del item, work, after, event
+                self._error = error
+        item.event.finish(self._error)
+        return True
 
 
 class _StreamEvent:
@@ -225,13 +245,21 @@ class _StreamEvent:
 
 
 class _StreamLane:
-    """A lane on a GPU: a stream. Work that fails while it is being issued raises at once."""
+    """A lane on a GPU: a stream.
 
-    def __init__(self, device: torch.device) -> None:
+    Memory that work on it allocates belongs to its stream. Who reads it on another must let go of it only after that
+    stream's event, and keep what the work reads until the event of the work: nothing here calls `record_stream`.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._name = name
+        self._is_closed = False
 
     @torch.no_grad()
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        if self._is_closed:
+            raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
         with torch.cuda.stream(self._stream):
             for earlier in after:
                 earlier.wait()
@@ -239,24 +267,38 @@ class _StreamLane:
         return _StreamEvent(self._stream)
 
     def close(self) -> None:
+        self._is_closed = True
         self._stream.synchronize()
 
 
-_DELAY_SECONDS = 0.004
+class _Delays:
+    """Random pauses; each lane's depend on the seed and its name alone, not on how the lanes' threads happen to run."""
+
+    _MOST_SECONDS = 0.004
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[str, random.Random] = {}
+
+    def pause(self, lane: str) -> None:
+        generator = self._generators.setdefault(lane, random.Random(f"{self._seed}:{lane}"))
+        time.sleep(generator.random() * self._MOST_SECONDS)
+
+
 # For tests, which reach lanes that others have made: the one thing here that is not passed.
-_injected: list[random.Random] = []
+_injected: list[_Delays] = []
 
 
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """While open, every piece of work on a CPU lane begins after a random pause of up to 4 ms."""
-    _injected.append(random.Random(seed))
+    _injected.append(_Delays(seed))
     try:
         yield
     finally:
         _injected.pop()
 
 
-def _pause() -> None:
-    for generator in _injected[-1:]:
-        time.sleep(generator.random() * _DELAY_SECONDS)
+def _pause(lane: str) -> None:
+    for injected in _injected[-1:]:
+        injected.pause(lane)

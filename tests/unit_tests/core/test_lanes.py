@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import traceback
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,21 +55,27 @@ def fail() -> None:
 
 def test_an_error_surfaces_where_it_is_waited_for_with_the_traceback_of_the_work(lanes):
     event = lanes[0].enqueue(fail)
-    for _ in range(2):
+    depths = set()
+    for _ in range(3):
         with pytest.raises(ValueError, match="the cause") as raised:
             event.wait()
-        assert "in fail" in "".join(traceback.format_exception(raised.value))
+        trace = traceback.format_exception(raised.value)
+        assert "in fail" in "".join(trace)
+        depths.add(len(trace))
+    assert len(depths) == 1, "waiting again does not pile up tracebacks"
 
 
-def test_what_depends_on_failed_work_does_not_run_and_fails_alike_and_the_lane_goes_on(lanes):
+def test_a_failed_lane_and_what_depends_on_it_run_nothing_more_and_others_go_on(lanes):
+    """A rank that has missed one collective must not send what its peers would take for it."""
     ran = []
-    failed = lanes[0].enqueue(fail)
-    dependent = lanes[1].enqueue(lambda: ran.append("dependent"), after=[failed])
-    independent = lanes[1].enqueue(lambda: ran.append("independent"))
-    independent.wait()
-    with pytest.raises(ValueError, match="the cause"):
-        dependent.wait()
-    assert ran == ["independent"]
+    lanes[0].enqueue(fail)
+    later = lanes[0].enqueue(lambda: ran.append("later"))
+    dependent = lanes[1].enqueue(lambda: ran.append("dependent"), after=[later])
+    lanes[2].enqueue(lambda: ran.append("other lane")).wait()
+    for event in (later, dependent, lanes[0].enqueue(lambda: ran.append("much later"))):
+        with pytest.raises(ValueError, match="the cause"):
+            event.wait()
+    assert ran == ["other lane"]
 
 
 def test_the_present_moment_is_an_event_that_is_done():
@@ -82,18 +90,43 @@ def test_autograd_does_not_record_the_work(lanes):
     assert not made[0].requires_grad
 
 
-def test_a_lane_lets_go_of_work_that_is_done(lanes):
-    class Buffer:
-        pass
+class Buffer:
+    """Something to be let go of."""
 
+
+def fail_with(_buffer: Buffer) -> None:
+    raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("work", [id, fail_with])
+def test_a_lane_lets_go_of_work_that_is_done_or_has_failed(lanes, work):
     buffer = Buffer()
     alive = weakref.ref(buffer)
-    lanes[0].enqueue(partial(id, buffer)).wait()
-    # The worker lets go after it has told; the next work begins after that.
-    lanes[0].enqueue(lambda: None).wait()
-    del buffer
-    gc.collect()
+    before = CPU.lane("before")
+    event = lanes[0].enqueue(partial(work, buffer), after=[before.enqueue(partial(id, buffer))])
+    before.close()
+    if work is id:
+        event.wait()
+    else:
+        with pytest.raises(ValueError, match="the cause"):
+            event.wait()
+        # The error knows the frames it came through, and they the buffer: whoever keeps the lane keeps the error.
+        lanes[0].close()
+        lanes[0] = CPU.lane("lane-0")
+    del buffer, event
+    deadline = time.monotonic() + 5.0
+    while alive() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
     assert alive() is None
+
+
+def test_work_queued_in_inference_mode_runs_in_it(lanes):
+    with torch.inference_mode():
+        buffer = torch.zeros(2)
+        lanes[0].enqueue(lambda: buffer.add_(1)).wait()
+    assert buffer.tolist() == [1.0, 1.0]
+    lanes[0].enqueue(lambda: None).wait()
 
 
 def test_a_closed_lane_has_finished_its_work_and_takes_no_more():
@@ -123,6 +156,20 @@ def test_delays_change_when_work_runs_but_never_what_it_sees(seed, plan):
     finally:
         for lane in made:
             lane.close()
+
+
+def test_a_seed_gives_each_lane_the_same_pauses_again(lanes, monkeypatch):
+    pauses = []
+    monkeypatch.setattr("megatron.core.device.time", SimpleNamespace(sleep=pauses.append))
+    runs = []
+    for order in ((0, 1), (1, 0)):
+        pauses.clear()
+        with delays(7):
+            for lane in order:
+                lanes[lane].enqueue(lambda: None).wait()
+        runs.append(list(pauses))
+    assert runs[0] == runs[1][::-1]
+    assert runs[0][0] != runs[0][1]
 
 
 def test_without_its_events_the_same_plan_goes_wrong_under_delays():

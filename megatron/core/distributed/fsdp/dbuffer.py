@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp import collectives
@@ -45,6 +46,8 @@ class DBuffer:
     range: FlatRange
     local_buffer: torch.Tensor
 
+    _owns_storage: bool
+
     def __init__(
         self,
         mesh: DeviceMesh,
@@ -55,7 +58,7 @@ class DBuffer:
         *,
         pin_memory: bool = False,
     ) -> None:
-        """Allocates this rank's part, uninitialised.
+        """Allocates this rank's part, uninitialised but for the padding, which is zero.
 
         Args:
             mesh: any number of axes.
@@ -70,12 +73,17 @@ class DBuffer:
             layout = GlobalLayout.build(layout, mesh.size())
         self._describe(mesh, placements, layout)
         self.local_buffer = torch.empty(self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self._owns_storage = True
+        self.zero_padding()
 
     @classmethod
     def from_local(
         cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout
     ) -> DBuffer:
-        """A buffer over storage that is there already: a flat, contiguous tensor of the right length."""
+        """A buffer over storage that is there already: a flat, contiguous tensor of the right length.
+
+        It cannot release the storage, which is somebody else's.
+        """
         buffer = cls.__new__(cls)
         buffer._describe(mesh, placements, layout)
         if local_buffer.ndim != 1 or not local_buffer.is_contiguous():
@@ -83,6 +91,7 @@ class DBuffer:
         if local_buffer.numel() != buffer.range.numel:
             raise ValueError(f"Expected {buffer.range.numel} elements on this rank, got {local_buffer.numel()}.")
         buffer.local_buffer = local_buffer
+        buffer._owns_storage = False
         return buffer
 
     @classmethod
@@ -130,18 +139,14 @@ class DBuffer:
     def get_dtensor(self, index: int) -> DTensor:
         """Tensor `index` as a DTensor over this rank's rows, a view of the buffer.
 
-        Its shards are whole rows, but not DTensor's even ones: what every rank holds is in the layout.
+        Its shards are whole rows, but not DTensor's even ones: what every rank holds is in the layout. The buffer may
+        lie on another device than the mesh's (`DTensor.from_local` would copy it there).
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
-        local = self.get_local_tensor(index)
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            [Shard(0) if isinstance(placement, Shard) else placement for placement in self.placements],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
+        strides = torch.empty(shape, device="meta").stride()
+        placements = tuple(Shard(0) if isinstance(placement, Shard) else placement for placement in self.placements)
+        spec = DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, strides, self.dtype))
+        return DTensor(self.get_local_tensor(index), spec, requires_grad=False)
 
     def copy_from(self, index: int, tensor: torch.Tensor) -> None:
         """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
@@ -149,6 +154,7 @@ class DBuffer:
             raise ValueError(
                 f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got {tuple(tensor.shape)}."
             )
+        self._check_memory()
         chunk = self.chunk(index)
         if chunk.num_rows and not tensor.is_meta:
             rows = tensor.detach()[chunk.first_row : chunk.first_row + chunk.num_rows]
@@ -160,6 +166,10 @@ class DBuffer:
         With the placements it already has and no `out`, this very buffer.
         """
         wanted = self._check(placements)
+        for axis, (old, new) in enumerate(zip(self.placements, wanted, strict=True)):
+            _check_move(axis, old, new)
+        if out is not None:
+            out = self._output(out, wanted)
         if wanted == self.placements:
             return self if out is None else self._copy_into(out)
         num_added = sum(sharded_axes(wanted)) - sum(sharded_axes(self.placements))
@@ -167,7 +177,8 @@ class DBuffer:
         axes = [axis for axis in range(len(wanted)) if wanted[axis] != self.placements[axis]]
         result = self
         for number, axis in enumerate(reversed(axes) if num_added > 0 else axes):
-            result = result._move(axis, wanted[axis], out=out if number == len(axes) - 1 else None)
+            step_out = out if number == len(axes) - 1 else result._room_within(out, axis, wanted[axis])
+            result = result._move(axis, wanted[axis], out=step_out)
         return result
 
     def allgather(self, axis: int, *, out: DBuffer | None = None) -> DBuffer:
@@ -237,17 +248,28 @@ class DBuffer:
         """The same buffer in another dtype; this very buffer if it has that dtype and there is no `out`."""
         if dtype == self.dtype and out is None:
             return self
+        self._check_memory()
         out = self._output(out, self.placements, dtype)
         out.local_buffer.copy_(self.local_buffer)
         return out
 
+    def zero_padding(self) -> None:
+        """Sets what lies between and behind the tensors to zero, so that sums over the flat buffer are right."""
+        for gap in self.layout.gaps:
+            start, stop = max(gap.start, self.range.start), min(gap.stop, self.range.stop)
+            if start < stop:
+                self.local_buffer.narrow(0, start - self.range.start, stop - start).zero_()
+
     def release_storage(self) -> None:
-        """Frees the memory; views of the buffer stay valid objects and have their memory again after
-        `reallocate_storage`. For buffers that own their storage."""
+        """Frees the memory. Views of the buffer stay valid objects, and have memory again after `reallocate_storage`.
+
+        For buffers that have allocated their storage themselves. On a GPU, memory goes back to the stream it was taken
+        on: call this and `reallocate_storage` on the same one, after the events of everything that used the buffer.
+        """
         self._resize(0)
 
     def reallocate_storage(self) -> None:
-        """Takes memory again, uninitialised, for this buffer and all its views. Nothing happens if it has it."""
+        """Takes memory again, uninitialised, padding included, for this buffer and all its views; none if it has it."""
         self._resize(self.range.numel)
 
     def _describe(self, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout) -> None:
@@ -263,9 +285,12 @@ class DBuffer:
         return checked
 
     def _expect(self, axis: int, kind: type[P], operation: str) -> P:
+        if not 0 <= axis < self.mesh.ndim:
+            raise ValueError(f"Expected an axis of the mesh, 0 to {self.mesh.ndim - 1}, for {operation}, got {axis}.")
         placement = self.placements[axis]
         if not isinstance(placement, kind):
             raise ValueError(f"Expected {kind.__name__} on axis {axis} for {operation}, got {placement}.")
+        self._check_memory()
         return placement
 
     def _with(self, axis: int, placement: Placement, kind: type[Placement] | None = None) -> tuple[Placement, ...]:
@@ -276,7 +301,7 @@ class DBuffer:
     def _output(
         self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype | None = None
     ) -> DBuffer:
-        """`out`, once it is known to fit, or a new buffer. ValueError with what does not fit."""
+        """`out`, once it is known to fit, or a new buffer, not pinned. ValueError with what does not fit."""
         dtype = dtype or self.dtype
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
@@ -289,15 +314,30 @@ class DBuffer:
         ):
             if expected != got:
                 raise ValueError(f"Expected out with {name} {expected}, got {got}.")
+        out._check_memory()
         return out
 
+    def _check_memory(self) -> None:
+        """RuntimeError if the storage is released: writing into it would end the process."""
+        last = (self.local_buffer.storage_offset() + self.range.numel) * self.local_buffer.element_size()
+        if not self.local_buffer.is_meta and self.local_buffer.untyped_storage().nbytes() < last:
+            raise RuntimeError("Expected a buffer that has its memory, got one whose storage is released.")
+
+    def _room_within(self, out: DBuffer | None, axis: int, placement: Placement) -> DBuffer | None:
+        """The place in the final output of a redistribution for an intermediate result, if it lies in there."""
+        placements = self._with(axis, placement)
+        inner = _local_range(self.layout, self.mesh, placements)
+        if out is None or inner.start < out.range.start or inner.stop > out.range.stop:
+            return None
+        return out.view(placements)
+
     def _copy_into(self, out: DBuffer) -> DBuffer:
-        out = self._output(out, self.placements)
+        self._check_memory()
         out.local_buffer.copy_(self.local_buffer)
         return out
 
     def _move(self, axis: int, placement: Placement, *, out: DBuffer | None) -> DBuffer:
-        """One step of `redistribute`."""
+        """One step of `redistribute`, of a kind that `_check_move` has let through."""
         old = self.placements[axis]
         if isinstance(old, Shard) and isinstance(placement, Replicate):
             return self.allgather(axis, out=out)
@@ -305,21 +345,24 @@ class DBuffer:
             return self.reduce_scatter(axis, placement, out=out)
         if isinstance(old, Partial) and isinstance(placement, Replicate):
             return self.allreduce(axis, out=out)
-        if isinstance(old, Replicate) and isinstance(placement, Shard):
-            return self.scatter(axis, placement, out=out)
-        raise NotImplementedError(
-            f"Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> Flat on axis {axis}, "
-            f"got {old} -> {placement}."
-        )
+        return self.scatter(axis, placement, out=out)
 
     def _resize(self, numel: int) -> None:
-        storage = self.local_buffer.untyped_storage()
-        own_bytes = self.range.numel * self.local_buffer.element_size()
-        if self.local_buffer.storage_offset() or storage.nbytes() not in (0, own_bytes):
-            raise RuntimeError(
-                f"Expected a buffer that owns its storage of {own_bytes} bytes, got one within {storage.nbytes()}."
-            )
-        storage.resize_(numel * self.local_buffer.element_size())
+        if not self._owns_storage:
+            raise RuntimeError("Expected a buffer that owns its storage, got a view or one made from a local tensor.")
+        self.local_buffer.untyped_storage().resize_(numel * self.local_buffer.element_size())
+
+
+def _check_move(axis: int, old: Placement, new: Placement) -> None:
+    """NotImplementedError unless a redistribution can take an axis from one placement to the other."""
+    is_possible = old == new or (
+        isinstance(new, Shard) if isinstance(old, Replicate) else isinstance(new, (Replicate, Shard))
+    )
+    if not is_possible:
+        raise NotImplementedError(
+            f"Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> Flat on axis {axis}, "
+            f"got {old} -> {new}."
+        )
 
 
 def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> FlatRange:

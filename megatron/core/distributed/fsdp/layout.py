@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -73,6 +74,22 @@ class GlobalLayout:
         size = _round_up(packer.end, packer.alignment * dp_size)
         return cls(tensor_shapes, tuple(packer.offsets), size)
 
+    @cached_property
+    def alignment(self) -> int:
+        """What every rank's range is a multiple of, in elements. See [Note: alignment]."""
+        return math.lcm(*(row_numel(shape) for shape in self.tensor_shapes))
+
+    @cached_property
+    def gaps(self) -> tuple[FlatRange, ...]:
+        """The padding: ranges of the whole buffer where no tensor lies, in order."""
+        taken = sorted((offset, self.numel(i)) for i, offset in enumerate(self.tensor_to_offset))
+        found, end = [], 0
+        for offset, numel in [*taken, (self.size, 0)]:
+            if offset > end:
+                found.append(FlatRange(end, offset - end))
+            end = max(end, offset + numel)
+        return tuple(found)
+
     def numel(self, tensor: int) -> int:
         """Elements of a tensor."""
         return math.prod(self.tensor_shapes[tensor])
@@ -91,15 +108,18 @@ class GlobalLayout:
             coordinate: the rank's place on each axis.
 
         Raises:
-            ValueError: if the buffer cannot be cut evenly; its layout was built for another number of ranks.
+            ValueError: if the buffer cannot be cut so; its layout was built for another number of ranks.
         """
         piece = FlatRange(0, self.size)
         for axis_size, cuts, place in reversed(list(zip(mesh_shape, is_sharded, coordinate, strict=True))):
             if not cuts:
                 continue
-            if piece.numel % axis_size:
-                raise ValueError(f"Expected a layout that {axis_size} ranks can cut, got a piece of {piece.numel}.")
             numel = piece.numel // axis_size
+            if numel * axis_size != piece.numel or numel % self.alignment:
+                raise ValueError(
+                    f"Expected a layout built for the mesh {tuple(mesh_shape)}, got one of size {self.size} that "
+                    f"cannot be cut into multiples of {self.alignment}."
+                )
             piece = FlatRange(piece.start + place * numel, numel)
         return piece
 

@@ -80,6 +80,9 @@ class Placements:
     optimizer: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dp_axes", tuple(self.dp_axes))
+        if len(set(self.dp_axes)) != len(self.dp_axes):
+            raise ValueError(f"Expected every mesh axis once, got {self.dp_axes}.")
         for name in ("parameter", "gradient", "optimizer"):
             placements = check_placements(getattr(self, name))
             if len(placements) != len(self.dp_axes):

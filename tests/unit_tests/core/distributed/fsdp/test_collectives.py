@@ -84,6 +84,70 @@ def test_all_reduce_gives_every_rank_the_same_bits(world_size, numel, is_average
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def _narrowed() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = values(rank, size * 10, torch.float32)
+    before = whole.clone()
+    out, exact = torch.empty(10, dtype=torch.bfloat16), torch.empty(10)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=True)
+    assert torch.equal(whole, before)
+    collectives.reduce_scatter(exact, whole, dist.group.WORLD, is_average=True)
+    assert torch.equal(out, exact.bfloat16())
+
+
+def test_fp32_parts_may_be_rounded_once_to_bf16_and_stay_as_they_are():
+    run_ranks(2, _narrowed)
+
+
+def _large_halves(dtype: torch.dtype) -> list[float]:
+    whole = torch.full((4,), 40000.0, dtype=dtype)
+    out = torch.empty(2, dtype=dtype)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=True)
+    collectives.all_reduce(whole, dist.group.WORLD, is_average=True)
+    return [*out.tolist(), *whole.tolist()]
+
+
+def test_an_average_of_fp16_does_not_overflow_on_the_way():
+    assert run_ranks(2, _large_halves, torch.float16) == [[40000.0] * 6] * 2
+
+
+def _mistakes() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    whole = torch.zeros(6)
+    wrong_place = whole.chunk(2)[1 - rank]
+    for call in (
+        lambda: collectives.all_gather(whole, wrong_place, group),
+        lambda: collectives.reduce_scatter(wrong_place, whole, group, is_average=False),
+    ):
+        with pytest.raises(ValueError, match=f"no part of the whole but that of rank {rank}, got an overlap"):
+            call()
+    with pytest.raises(ValueError, match="Expected 2 parts of 2 elements, got a whole of 6"):
+        collectives.all_gather(whole, torch.zeros(2), group)
+    with pytest.raises(ValueError, match="Expected 2 parts of 4 elements, got a whole of 6"):
+        collectives.reduce_scatter(torch.zeros(4), whole, group, is_average=False)
+
+
+def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent():
+    run_ranks(2, _mistakes)
+
+
+def _other_messages() -> None:
+    """A point-to-point message of somebody else is under way on the same group and of the same size."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    foreign, received = torch.full((2,), -1.0), torch.empty(2)
+    send = dist.isend(foreign, peer)
+    out = torch.empty(4)
+    collectives.all_gather(out, torch.full((2,), float(rank)), dist.group.WORLD)
+    assert out.tolist() == [0.0, 0.0, 1.0, 1.0]
+    dist.recv(received, peer)
+    send.wait()
+    assert torch.equal(received, foreign)
+
+
+def test_other_messages_on_the_group_are_not_mixed_up_with_the_parts():
+    run_ranks(2, _other_messages)
+
+
 def _bad_scratch() -> None:
     whole, out = torch.zeros(4), torch.zeros(2)
     for scratch in (torch.zeros(1), torch.zeros(9, dtype=torch.bfloat16)):

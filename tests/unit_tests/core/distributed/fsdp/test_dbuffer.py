@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +121,56 @@ def test_a_mesh_of_two_axes_goes_through_every_transition():
     run_ranks(4, _two_axes)
 
 
+def _every_transition(mesh_shape: tuple[int, ...]) -> int:
+    """From every placement a buffer can have to every one without partial sums, with and without `out`."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    size = dist.get_world_size()
+    kinds = (Replicate(), Partial("sum"), Partial("avg"), Flat())
+    valid = [list(choice) for choice in itertools.product(kinds, repeat=len(mesh_shape)) if _is_valid(choice)]
+    wholes = [tensors(rank) for rank in range(size)]
+    count = 0
+    for source, wanted in itertools.product(valid, valid):
+        if any(isinstance(placement, Partial) for placement in wanted):
+            continue
+        # Ranks that differ only on partial axes hold different values; the others the same.
+        mine = wholes[_number(mesh, source, mesh.get_coordinate())]
+        buffer = DBuffer.distribute_tensors(mine, mesh, source)
+        expected = _reduced(mesh, source, wholes)
+        out = DBuffer(mesh, wanted, buffer.layout, torch.float32, "cpu")
+        assert_holds(buffer.redistribute(wanted), expected)
+        assert_holds(buffer.redistribute(wanted, out=out), expected)
+        count += 1
+    return count
+
+
+def _is_valid(placements: tuple) -> bool:
+    is_flat = [isinstance(placement, Flat) for placement in placements]
+    return is_flat == sorted(is_flat)
+
+
+def _number(mesh: DeviceMesh, placements: list, coordinate: tuple[int, ...]) -> int:
+    """Numbers the ranks along the partial axes."""
+    number = 0
+    for axis_size, placement, place in zip(mesh.shape, placements, coordinate, strict=True):
+        if isinstance(placement, Partial):
+            number = number * axis_size + place
+    return number
+
+
+def _reduced(mesh: DeviceMesh, placements: list, wholes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What the partial values come to."""
+    partial_sizes = [size for size, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Partial)]
+    averaged = [size for size, p in zip(mesh.shape, placements, strict=True) if p == Partial("avg")]
+    addends = wholes[: math.prod(partial_sizes)]
+    return [sum(parts) / math.prod(averaged) for parts in zip(*addends, strict=True)]
+
+
+@pytest.mark.parametrize(("world_size", "mesh_shape"), [(3, (3,)), (4, (2, 2)), (4, (2, 1, 2)), (5, (5,))])
+def test_every_transition_on_every_mesh_gives_the_same_tensors(world_size, mesh_shape):
+    counts = run_ranks(world_size, _every_transition, mesh_shape)
+    assert counts[0] >= 8
+
+
 def _views() -> None:
     buffer = distributed(Flat())
     for index in range(len(SHAPES)):
@@ -138,6 +191,41 @@ def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows():
     run_ranks(3, _views)
 
 
+def _on_another_device() -> None:
+    """The mesh says it is of another kind of device than the buffer, as a host buffer beside a GPU mesh is."""
+    mesh = line()
+    buffer = DBuffer(mesh, [Flat()], SHAPES, torch.float32, "cpu")
+    mesh._device_type = "xla"
+    dtensor = buffer.get_dtensor(1)
+    local = buffer.get_local_tensor(1)
+    assert dtensor._local_tensor.device.type == "cpu"
+    assert dtensor._local_tensor.data_ptr() == local.data_ptr()
+
+
+def test_a_dtensor_over_host_memory_stays_there_whatever_the_meshs_device():
+    run_ranks(1, _on_another_device)
+
+
+def _padding() -> None:
+    torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
+    try:
+        for placement in (Flat(), Replicate()):
+            buffer = distributed(placement)
+            assert not buffer.local_buffer.isnan().any()
+            buffer.release_storage()
+            buffer.reallocate_storage()
+            buffer.local_buffer.fill_(float("nan"))
+            buffer.zero_padding()
+            held = sum(buffer.get_local_tensor(index).numel() for index in range(len(SHAPES)))
+            assert int(buffer.local_buffer.isnan().sum()) == held
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_padding_is_zero_so_that_sums_over_the_flat_buffer_are_right():
+    run_ranks(3, _padding)
+
+
 def _storage() -> None:
     buffer = distributed(Replicate())
     view, storage = buffer.get_local_tensor(1), buffer.local_buffer.untyped_storage()
@@ -149,8 +237,37 @@ def _storage() -> None:
     assert torch.equal(view, torch.full((4, 4), 3.0))
     buffer.reallocate_storage()
     assert torch.equal(view, torch.full((4, 4), 3.0)), "memory that is there stays"
-    with pytest.raises(RuntimeError, match="Expected a buffer that owns its storage"):
-        distributed(Replicate()).view([Flat()]).release_storage()
+    part = buffer.view([Flat()])
+    covering = DBuffer.from_local(buffer.local_buffer, buffer.mesh, buffer.placements, buffer.layout)
+    for borrowed in (part, covering):
+        with pytest.raises(RuntimeError, match="Expected a buffer that owns its storage"):
+            borrowed.release_storage()
+        buffer.release_storage()
+        with pytest.raises(RuntimeError, match="Expected a buffer that owns its storage"):
+            borrowed.reallocate_storage()
+        buffer.reallocate_storage()
+
+
+def _released() -> None:
+    buffer, released = distributed(Replicate()), distributed(Replicate())
+    half = distributed(Flat())
+    released.release_storage()
+    for call in (
+        lambda: buffer.redistribute([Replicate()], out=released),
+        lambda: buffer.cast(torch.float32, out=released),
+        lambda: half.allgather(0, out=released),
+        lambda: released.scatter(0, Flat()),
+        lambda: released.cast(torch.bfloat16),
+        lambda: released.redistribute([Replicate()], out=buffer),
+        lambda: released.copy_from(0, torch.zeros(2, 6)),
+    ):
+        with pytest.raises(RuntimeError, match="Expected a buffer that has its memory, got one whose storage is rel"):
+            call()
+
+
+def test_a_released_buffer_is_neither_read_nor_written():
+    """Writing into it would end the process without a word."""
+    run_ranks(2, _released)
 
 
 def test_released_storage_comes_back_under_the_same_views():
@@ -202,6 +319,8 @@ def _mistakes() -> None:
         (lambda: buffer.scatter(0, Flat()), "Expected Replicate on axis 0 for scatter"),
         (lambda: buffer.allgather(0).allgather(0), "Expected Shard on axis 0 for allgather"),
         (lambda: buffer.allgather(0).scatter(0, Replicate()), "Expected Shard as the new placement of axis 0"),
+        (lambda: buffer.allgather(3), "Expected an axis of the mesh, 0 to 0, for allgather, got 3"),
+        (lambda: buffer.allgather(-1), "Expected an axis of the mesh, 0 to 0, for allgather, got -1"),
         (lambda: buffer.redistribute([Flat(), Flat()]), "Expected 1 placements, one for each mesh axis, got 2"),
         (lambda: buffer.view([Replicate()]), "Expected placements whose range lies in"),
         (lambda: buffer.copy_from(0, torch.zeros(6, 2)), r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)"),

@@ -33,6 +33,14 @@ def test_the_zero_strategies_are_values():
     assert hsdp.optimizer == (Flat(), Flat())
 
 
+def test_placements_are_values_and_name_every_axis_once():
+    lists, tuples = (Placements(kind(["dp"]), *[kind([Flat()])] * 3) for kind in (list, tuple))
+    assert lists == tuples
+    assert hash(lists) == hash(tuples)
+    with pytest.raises(ValueError, match="Expected every mesh axis once"):
+        Placements(("dp", "dp"), *[[Flat(), Flat()]] * 3)
+
+
 @pytest.mark.parametrize(
     ("parameter", "gradient", "optimizer", "message"),
     [
