@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
+
+from megatron.core.files import published
 
 # Installed packages, tests (broken sources on purpose, generated tables) and the file the topics come from.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__", "pydoc_data"}
@@ -27,16 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     output: Path = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     num_documents = 0
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            for text in _texts(Path(sysconfig.get_path("stdlib"))):
-                stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                num_documents += 1
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with published(output) as stream:
+        for text in _texts(Path(sysconfig.get_path("stdlib"))):
+            stream.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+            num_documents += 1
     print(f"{output}: {num_documents} documents, {output.stat().st_size / 1e6:.1f} MB")
 
 

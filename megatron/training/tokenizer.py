@@ -7,7 +7,6 @@ one for text that is token ids already. All of them can be pickled, so that work
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatron.core.files import published
 from megatron.core.options import ConfigError, check_options, expect, option
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -218,12 +218,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress:
     tokenizer.train_from_iterator(texts, trainer)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        tokenizer.save(str(temporary))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with published(path) as stream:
+        stream.write(tokenizer.to_str(pretty=True).encode())
     return path
 
 

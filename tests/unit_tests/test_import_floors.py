@@ -12,6 +12,7 @@ FLOORS: list[list[str]] = [
     [
         "megatron.core.options",
         "megatron.core.log",
+        "megatron.core.files",
         "megatron.core.device",
         "megatron.core.mesh",
         "megatron.core.transformer.config",

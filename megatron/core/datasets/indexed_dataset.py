@@ -19,7 +19,6 @@ A document is one or more sequences; text data has one sequence per document.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import struct
 import tempfile
@@ -30,6 +29,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.core.files import sync_folder, sync_stream, temporary_path
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -312,7 +313,8 @@ class IndexedDatasetBuilder:
         if self._tokens.closed:
             raise RuntimeError(f"Expected an open builder, got one of {self.prefix} that is finalized or aborted.")
         try:
-            _sync_and_close(self._tokens)
+            sync_stream(self._tokens)
+            self._tokens.close()
             self._write_index()
             # Without its old index the new .bin is no dataset, rather than a wrong one, until the new index stands.
             idx_path(self.prefix).unlink(missing_ok=True)
@@ -348,7 +350,7 @@ class IndexedDatasetBuilder:
             self._write_pointers(index)
             self._boundaries.seek(0)
             shutil.copyfileobj(self._boundaries, index)
-            _sync_and_close(index)
+            sync_stream(index)
 
     def _write_pointers(self, index: BinaryIO) -> None:
         """Where each sequence begins: the running sum of the lengths before it, in bytes."""
@@ -359,23 +361,3 @@ class IndexedDatasetBuilder:
             ends = position + np.cumsum(num_bytes)
             index.write((ends - num_bytes).tobytes())
             position = int(ends[-1])
-
-
-def temporary_path(path: Path) -> Path:
-    """A name beside `path` that no other writer has, of whatever process, container or node. To be opened with "x"."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-
-
-def sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to disk, so that a rename in it outlives a crash."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_and_close(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()

@@ -23,20 +23,19 @@ import fcntl
 import functools
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, sync_folder, temporary_path
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
+from megatron.core.files import published
 
 logger = logging.getLogger(__name__)
 
@@ -178,9 +177,9 @@ class SampleIndex:
 
     def _build(self) -> None:
         begun = time.monotonic()
-        with _published(self.path.with_suffix(".json")) as stream:
+        with published(self.path.with_suffix(".json")) as stream:
             stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
-        with _published(self.path) as stream:
+        with published(self.path) as stream:
             header = {"descr": "<i8", "fortran_order": False, "shape": self.shape}
             np.lib.format.write_array_header_1_0(stream, header)
             for epoch in range(self.num_epochs):
@@ -211,18 +210,3 @@ def _locked(path: Path) -> Iterator[None]:
                 raise
             logger.warning("%s cannot be locked (%s); processes may each build the sample index.", path, error)
         yield
-
-
-@contextmanager
-def _published(path: Path) -> Iterator[BinaryIO]:
-    """A stream whose content stands under `path` once the block ends, whole and on disk; if it raises, nothing does."""
-    temporary = temporary_path(path)
-    try:
-        with temporary.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

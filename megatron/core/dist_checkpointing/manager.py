@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import warnings
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.state import check_tensors
+from megatron.core.files import published, sync_folder
 from megatron.core.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -115,9 +115,9 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
 
     def publish() -> None:
         _write_durably(draft / TRAIN_STATE_FILE, json.dumps(train_state, indent=1) + "\n")
-        _sync_folder(draft)
+        sync_folder(draft)
         draft.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
         _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
 
     on_first_rank(prepare, f"preparing {draft}")
@@ -213,20 +213,5 @@ def _causes(failure: CheckpointException) -> str:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Writes a file so that a reader finds either its old or its new content, also after a crash."""
-    draft = path.with_name(path.name + ".tmp")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Makes renames within a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with published(path) as stream:
+        stream.write(text.encode())
