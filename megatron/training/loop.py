@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.datasets.blended_dataset import SampleDataset
+from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
 from megatron.core.device import Device
 from megatron.training.checkpointing import RunState, save_run

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core import log
-from megatron.core.datasets.blended_dataset import SampleDataset
 from megatron.core.datasets.builder import GPTDatasets
+from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.mesh import build_mesh

@@ -26,6 +26,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.layer",
         "megatron.core.models.gpt.flops",
         "megatron.core.models.gpt.gpt_model",
+        "megatron.core.datasets.sample_dataset",
         "megatron.core.datasets.permutation",
         "megatron.core.datasets.indexed_dataset",
         "megatron.core.datasets.config",

@@ -16,17 +16,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
-
-class SampleDataset(Protocol):
-    """A dataset of samples that knows its length."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
+from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset
 
 
 class Located(NamedTuple):
@@ -99,7 +93,7 @@ class BlendOrder:
         return (sample + 0.5) / self.weights[dataset]
 
 
-class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
+class BlendedDataset(NumberedDataset):
     """Samples drawn from several datasets in the order of a `BlendOrder`.
 
     Args:
@@ -124,17 +118,7 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
                     f"Expected at least {count} samples in dataset {number} of the blend, got {available}."
                 )
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample `index` of the blend, as its dataset gives it.
-
-        Raises:
-            IndexError: an index outside range(num_samples).
-        """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"Expected a sample in range({self.num_samples}), got {index}.")
-        number, sample = self.order.locate(int(index))
+    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+        number, sample = self.order.locate(index)
         dataset: Any = self._datasets[number]
         return dict(dataset[sample])

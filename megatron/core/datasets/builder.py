@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
+from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.permutation import derive_key
+from megatron.core.datasets.sample_dataset import SampleDataset
 
 _SPLITS = ("train", "valid", "test")
 

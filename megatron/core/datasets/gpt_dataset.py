@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sample_dataset import NumberedDataset
 from megatron.core.datasets.sample_index import EpochStream, SampleIndex, epoch_permutation
 from megatron.core.options import ConfigError
 
@@ -19,7 +19,7 @@ class TooFewTokensError(ConfigError):
     """A part of the data that holds not even one sample."""
 
 
-class GPTDataset(Dataset[dict[str, torch.Tensor]]):
+class GPTDataset(NumberedDataset):
     """Windows of seq_length + 1 tokens over an endless, reshuffled stream of documents.
 
     See [Note: the order of samples] in sample_index.py. Sample i belongs to epoch i // samples_per_epoch. Its content
@@ -74,20 +74,14 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self._index = SampleIndex(self._stream, seq_length, self.samples_per_epoch, num_epochs, folder)
         self._starts = self._index.load()  # int64 [num_epochs, samples_per_epoch, 2]
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample `index`: "tokens" and "labels", int64 [seq_length] each; two views of one window.
+    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample `index`: two views of one window.
 
         Raises:
-            IndexError: an index outside range(num_samples).
             ValueError: a token id that has no embedding.
             RuntimeError: the sample index points to where the epoch ends too soon, so it is not that of the data.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"Expected a sample in range({self.num_samples}), got {index}.")
-        epoch, position = divmod(int(index), self.samples_per_epoch)
+        epoch, position = divmod(index, self.samples_per_epoch)
         order = epoch_permutation(self.samples_per_epoch, self.seed, "samples", epoch)
         document, offset = self._starts[epoch, order(position)]
         window = self._read(epoch, int(document), int(offset))

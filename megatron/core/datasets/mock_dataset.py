@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from megatron.core.datasets.permutation import derive_key, mix64
+from megatron.core.datasets.sample_dataset import NumberedDataset
 
 _ALPHABET = 512  # tokens in use at most: few, so that each is seen often in a short run
 _NUM_STRIDES = 8
 _NOISE = 1 / 32  # share of tokens drawn at random
 
 
-class MockGPTDataset(Dataset[dict[str, torch.Tensor]]):
+class MockGPTDataset(NumberedDataset):
     """Noisy arithmetic progressions: each token follows the one before by the sample's stride.
 
     A sample counts through the first min(vocab_size, 512) tokens in steps of its own, 1 to 8, and now and then jumps
@@ -35,19 +35,10 @@ class MockGPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.seed = seed
         self._alphabet = min(vocab_size, _ALPHABET)
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample `index`: "tokens" and "labels", int64 [seq_length] each; two views of one window.
-
-        Raises:
-            IndexError: an index outside range(num_samples).
-        """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"Expected a sample in range({self.num_samples}), got {index}.")
+    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+        """Sample `index`: two views of one window."""
         num_tokens = self.seq_length + 1
-        key = derive_key(self.seed, "mock", int(index))
+        key = derive_key(self.seed, "mock", index)
         # Two random numbers per token, and one for the stride.
         draws = mix64(np.arange(2 * num_tokens + 1, dtype=np.uint64), key) >> np.uint64(11)  # 53 bits, exact as floats
         stride = 1 + int(draws[-1]) % _NUM_STRIDES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from megatron.core.datasets.blended_dataset import SampleDataset
+from megatron.core.datasets.sample_dataset import SampleDataset
 
 
 class GlobalBatchSampler(Sampler[list[int]]):

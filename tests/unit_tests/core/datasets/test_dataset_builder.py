@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.datasets.blended_dataset import BlendedDataset, SampleDataset
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.builder import build_gpt_datasets, split_documents
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.core.datasets.mock_dataset import MockGPTDataset
+from megatron.core.datasets.sample_dataset import SampleDataset
 
 WriteTokens = Callable[..., IndexedDataset]
 
