@@ -62,7 +62,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
     """
     given, unknown = build_parser().parse_known_args(list(argv))
     if unknown:
-        raise ConfigError(_unknown(unknown[0], "a known flag", _switches("--")))
+        raise ConfigError(_unknown(unknown[0], "a known flag", _switches()))
     flags = vars(given)
     path = flags.pop("config", None)
     values = {} if path is None else read_yaml(path)
@@ -97,7 +97,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config: expected keys and values in {path}, got a {type(content).__name__}.")
-    switches = {flag.lstrip("-"): switch for flag, switch in _switches("--").items()}
+    switches = {flag.lstrip("-"): switch for flag, switch in _switches().items()}
     values: dict[str, Any] = {}
     for key, value in content.items():
         switch = switches.get(str(key).replace("_", "-"))
@@ -112,9 +112,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one group of flags for each owner."""
-    parser = _Parser(
-        description="Trains a GPT.", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = _Parser(description="Trains a GPT.", allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags")
     for name, config_class in _section_classes().items():
         group = parser.add_argument_group(name)
@@ -171,12 +169,12 @@ def _all_fields() -> list[Field]:
     return [field for config_class in _section_classes().values() for field in options_of(config_class)]
 
 
-def _switches(prefix: str) -> dict[str, _Switch]:
+def _switches() -> dict[str, _Switch]:
     """Every flag, and every bool's opposite, by name. Names of fields count too where the flag is called otherwise."""
     switches: dict[str, _Switch] = {}
     for field in _all_fields():
         switches[field.flag] = _Switch(field)
-        switches.setdefault(prefix + field.name.replace("_", "-"), _Switch(field))
+        switches.setdefault("--" + field.name.replace("_", "-"), _Switch(field))
         if field.scalar is bool:
             switches[field.off_flag] = _Switch(field, is_negated=True)
     return switches

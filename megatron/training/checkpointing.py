@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import CheckpointConfig
@@ -90,15 +91,14 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
             data file turned out to be unreadable.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
-    checkpoint = config.checkpoint
-    if checkpoint.load is None:
+    checkpoint, root = config.checkpoint, config.checkpoint.load
+    if root is None:
         return False
-    root = checkpoint.load
     iteration = on_first_rank(lambda: _wanted_iteration(checkpoint, root), f"looking for checkpoints in {root}")
     if iteration is None:
-        logger.info("no checkpoint found in %s, starting from the beginning", checkpoint.load)
+        logger.info("no checkpoint found in %s, starting from the beginning", root)
         return False
-    folder = checkpoint_folder(checkpoint.load, iteration)
+    folder = checkpoint_folder(root, iteration)
     train_state = read_train_state(folder)
     # Read and checked first, installed last: a refusal must leave the run as it was.
     progress = _progress(train_state, str(folder))
@@ -108,10 +108,11 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
     app = DCPState(state.model, state.optimizer if loads_optimizer else None)
     tensors = app.state_dict()
-    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(folder, device)
+    metadata = read_metadata(folder)
+    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)
     if own_rng is not None:
         tensors |= _rng_entry(own_rng)
-    load_tensors(folder, tensors, ("rng.",) if loads_optimizer else ("rng.", "optim."))
+    load_tensors(folder, metadata, tensors, ("rng.",) if loads_optimizer else ("rng.", "optim."))
     # What the flags say of weight decay, betas and the like holds; the checkpoint's groups would silently undo it.
     constants = [{key: group[key] for key in group if key != "params"} for group in state.optimizer.param_groups]
     app.load_state_dict(tensors)
@@ -123,12 +124,11 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
         state.schedule = schedule
         vars(state.progress).update(vars(progress))
         _report_differences(config, train_state)
-    begins = state.progress
     logger.info(
         "loaded checkpoint %s; this run begins after iteration %d and %d samples",
         folder,
-        begins.iteration,
-        begins.consumed_samples,
+        state.progress.iteration,
+        state.progress.consumed_samples,
     )
     return True
 
@@ -137,7 +137,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
     app = DCPState(model)
     tensors = app.state_dict()
-    load_tensors(folder, tensors, ("rng.", "optim."))
+    load_tensors(folder, read_metadata(folder), tensors, ("rng.", "optim."))
     app.load_state_dict(tensors)
 
 
@@ -218,9 +218,9 @@ def _rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"rng": {str(dist.get_rank()): states}}
 
 
-def _saved_rng(folder: Path, device: Device) -> dict[str, torch.Tensor] | None:
+def _saved_rng(metadata: Metadata, device: Device) -> dict[str, torch.Tensor] | None:
     """Tensors to load this rank's generators into, if the checkpoint has states of as many ranks as run now."""
-    keys = read_metadata(folder).state_dict_metadata
+    keys = metadata.state_dict_metadata
     saved_ranks = {key.split(".")[1] for key in keys if key.startswith("rng.")}
     own = rng_state(device)
     if len(saved_ranks) == dist.get_world_size() and all(f"rng.{dist.get_rank()}.{name}" in keys for name in own):

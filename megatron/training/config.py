@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.options import ConfigError, check_options, expect, option, resolve_default
+from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.metrics import LoggingConfig
 from megatron.training.stop import StopConfig
@@ -63,8 +63,8 @@ class RunConfig:
         Raises:
             ConfigError: for settings that are fine each by itself, but not together or not on so many ranks.
         """
-        config = dataclasses.replace(self, training=dataclasses.replace(self.training))
-        resolve_default(config.training, "global_batch_size", self.training.micro_batch_size * world_size)
+        batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
+        config = dataclasses.replace(self, training=dataclasses.replace(self.training, global_batch_size=batch))
         config._check_batch(world_size)
         config._check_model()
         config._check_engine(world_size)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
 from megatron.core.device import Device
-from megatron.training.checkpointing import RunState, save_run
+from megatron.training.checkpointing import Progress, RunState, save_run
 from megatron.training.config import RunConfig
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult, evaluate, train_step
@@ -69,21 +69,15 @@ def train(
     """
     config, progress = surroundings.config, state.progress
     checkpoint, training = config.checkpoint, config.training
-    # Data is counted in samples, not iterations, so a run may be resumed with another global batch size.
-    remaining = (training.train_iters - progress.iteration) * config.global_batch_size
-    batches = microbatches(
-        train_data, surroundings, progress.consumed_samples, progress.consumed_samples + max(0, remaining)
-    )
+    batches = microbatches(train_data, surroundings, progress.consumed_samples, num_train_samples(config, progress))
     surroundings.metrics.resume_clock()
     while progress.iteration < training.train_iters:
         result = _run_iteration(state, surroundings, batches)
         reason = surroundings.stop.reason(progress.iteration, result.stop_votes)
         is_last = reason is not None or progress.iteration == training.train_iters
-        interval = training.eval_interval
-        if valid_data is not None and interval and progress.iteration % interval == 0 and not is_last:
+        if valid_data is not None and _is_due(progress, training.eval_interval) and not is_last:
             report_evaluation(state, surroundings, valid_data, "validation")
-        is_due = bool(checkpoint.save_interval) and progress.iteration % (checkpoint.save_interval or 1) == 0
-        if checkpoint.save is not None and (is_due or is_last):
+        if checkpoint.save is not None and (_is_due(progress, checkpoint.save_interval) or is_last):
             save_run(config, state, surroundings.device)
         surroundings.metrics.resume_clock()
         if reason is not None and progress.iteration < training.train_iters:
@@ -91,6 +85,15 @@ def train(
             return reason
     logger.info("training ended at iteration %d", progress.iteration)
     return None
+
+
+def num_train_samples(config: RunConfig, progress: Progress) -> int:
+    """Samples that the whole run consumes, from its very first to its last.
+
+    Counted from what has been consumed, not from iterations: a run may be resumed with another global batch size.
+    """
+    remaining = max(0, config.training.train_iters - progress.iteration)
+    return progress.consumed_samples + remaining * config.global_batch_size
 
 
 def report_evaluation(state: RunState, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:
@@ -107,6 +110,11 @@ def report_evaluation(state: RunState, surroundings: Surroundings, dataset: Samp
     )
     surroundings.metrics.evaluation(split, loss, state.progress.iteration)
     return loss
+
+
+def _is_due(progress: Progress, interval: int | None) -> bool:
+    """Whether something done at this interval is done now; None: it never is."""
+    return interval is not None and progress.iteration % interval == 0
 
 
 def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:

@@ -28,7 +28,7 @@ from megatron.training.arguments import describe
 from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch, process_group
-from megatron.training.loop import Surroundings, report_evaluation, train
+from megatron.training.loop import Surroundings, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
@@ -134,8 +134,7 @@ def _run(state: RunState, surroundings: Surroundings, datasets: GPTDatasets) -> 
 
 def _num_samples(config: RunConfig, progress: Progress) -> tuple[int, int, int]:
     """Samples that the run will ask of each split."""
-    remaining = max(0, config.training.train_iters - progress.iteration) * config.global_batch_size
-    num_train = 0 if config.training.skip_train else progress.consumed_samples + remaining
+    num_train = 0 if config.training.skip_train else num_train_samples(config, progress)
     num_eval = config.training.eval_iters * config.global_batch_size
     return num_train, num_eval, num_eval
 

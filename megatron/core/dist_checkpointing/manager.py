@@ -115,7 +115,6 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
 
     def publish() -> None:
         _write_durably(draft / TRAIN_STATE_FILE, json.dumps(train_state, indent=1) + "\n")
-        sync_folder(draft)
         draft.rename(folder)
         sync_folder(folder.parent)
         _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
@@ -154,11 +153,12 @@ def read_metadata(folder: Path) -> Metadata:
         ) from failure
 
 
-def load_tensors(folder: Path, state: dict[str, Any], ignored_prefixes: tuple[str, ...]) -> None:
+def load_tensors(folder: Path, metadata: Metadata, state: dict[str, Any], ignored_prefixes: tuple[str, ...]) -> None:
     """Reads a published checkpoint into `state`, whose tensors are written in place.
 
     Args:
         folder: the checkpoint.
+        metadata: what `read_metadata(folder)` gave.
         state: a state dict like the one saved; sharding may differ.
         ignored_prefixes: beginnings of keys that may stay unread.
 
@@ -166,7 +166,7 @@ def load_tensors(folder: Path, state: dict[str, Any], ignored_prefixes: tuple[st
         CheckpointError: before anything is touched if a tensor is missing, unasked for, or of another shape or dtype;
             afterwards only if a file cannot be read.
     """
-    check_tensors(str(folder), state, read_metadata(folder), ignored_prefixes)
+    check_tensors(str(folder), state, metadata, ignored_prefixes)
     try:
         with _no_word_about_single_process():
             load(state, storage_reader=FileSystemReader(folder))

@@ -239,7 +239,7 @@ class DBuffer:
         """A buffer over a part of this one's storage, for placements that shard on more axes. Copies nothing."""
         wanted = self._check(placements)
         inner = _local_range(self.layout, self.mesh, wanted)
-        if inner.start < self.range.start or inner.stop > self.range.stop:
+        if not self.range.covers(inner):
             raise ValueError(f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}.")
         part = self.local_buffer.narrow(0, inner.start - self.range.start, inner.numel)
         return DBuffer.from_local(part, self.mesh, wanted, self.layout)
@@ -256,9 +256,9 @@ class DBuffer:
     def zero_padding(self) -> None:
         """Sets what lies between and behind the tensors to zero, so that sums over the flat buffer are right."""
         for gap in self.layout.gaps:
-            start, stop = max(gap.start, self.range.start), min(gap.stop, self.range.stop)
-            if start < stop:
-                self.local_buffer.narrow(0, start - self.range.start, stop - start).zero_()
+            start, numel = self.range.overlap(gap)
+            if numel:
+                self.local_buffer.narrow(0, start - self.range.start, numel).zero_()
 
     def release_storage(self) -> None:
         """Frees the memory. Views of the buffer stay valid objects, and have memory again after `reallocate_storage`.
@@ -327,9 +327,7 @@ class DBuffer:
         """The place in the final output of a redistribution for an intermediate result, if it lies in there."""
         placements = self._with(axis, placement)
         inner = _local_range(self.layout, self.mesh, placements)
-        if out is None or inner.start < out.range.start or inner.stop > out.range.stop:
-            return None
-        return out.view(placements)
+        return out.view(placements) if out is not None and out.range.covers(inner) else None
 
     def _copy_into(self, out: DBuffer) -> DBuffer:
         self._check_memory()

@@ -45,6 +45,15 @@ class FlatRange(NamedTuple):
     def stop(self) -> int:
         return self.start + self.numel
 
+    def covers(self, other: FlatRange) -> bool:
+        """Whether all of `other` lies in this range."""
+        return self.start <= other.start and other.stop <= self.stop
+
+    def overlap(self, other: FlatRange) -> FlatRange:
+        """What lies in both; of no elements if nothing does."""
+        start = max(self.start, other.start)
+        return FlatRange(start, max(0, min(self.stop, other.stop) - start))
+
 
 @dataclass(frozen=True)
 class GlobalLayout:
@@ -135,9 +144,8 @@ class GlobalLayout:
             ValueError: if the piece cuts through a row of the tensor; it is not one of `local_range`'s.
         """
         begin = self.tensor_to_offset[tensor]
-        start = max(begin, piece.start)
-        numel = min(begin + self.numel(tensor), piece.stop) - start
-        if numel <= 0:
+        start, numel = piece.overlap(FlatRange(begin, self.numel(tensor)))
+        if not numel:
             return Chunk(tensor, 0, 0, 0)
         row = row_numel(self.tensor_shapes[tensor])
         first_row, before = divmod(start - begin, row)

@@ -31,7 +31,7 @@ def save(root: Path, iteration: int, value: float = 0.0) -> Path:
 
 def load(folder: Path, ignored: tuple[str, ...] = (), **wanted: torch.Tensor) -> dict:
     state = {"model": wanted}
-    load_tensors(folder, state, ignored)
+    load_tensors(folder, read_metadata(folder), state, ignored)
     return state["model"]
 
 
