@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -29,6 +30,7 @@ from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 _EXIT_BAD_FILES = 1
 _EXIT_BAD_CONFIGURATION = 2
+_SECONDS_TO_SAY_IT = 10.0
 
 
 def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -63,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
-        # All ranks of a machine come to the same conclusion: one of them says it.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
+            # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.
+            time.sleep(_SECONDS_TO_SAY_IT)
+        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return _EXIT_BAD_CONFIGURATION
     except (CheckpointError, IndexedDatasetError) as error:
         print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)

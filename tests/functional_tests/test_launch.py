@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import pretrain_gpt
 from megatron.core.dist_checkpointing.manager import latest_iteration
 from tests.functional_tests.test_checkpoints import SETTINGS, losses
 
@@ -60,6 +62,16 @@ def test_a_global_batch_of_seven_on_two_ranks_is_refused_under_torchrun():
     line = "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
     assert done.stderr.count(line) == 1, "rank 0 says it, once"
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py") not in done.stderr
+
+
+def test_a_mistake_that_only_one_rank_sees_is_said_by_that_rank(monkeypatch, capsys):
+    """It waits for the first rank of its machine, which would have ended it, and then speaks."""
+    waited = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(pretrain_gpt, "time", SimpleNamespace(sleep=waited.append))
+    assert pretrain_gpt.main([*SETTINGS, "--lr", "-1"]) == 2
+    assert waited == [10.0]
+    assert capsys.readouterr().err == "pretrain_gpt.py: --lr: expected a number >= 0, got -1.0.\n"
 
 
 LONG = ["--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0", "--exit-signal-handler"]
