@@ -27,11 +27,8 @@ def variants(num_bytes: int) -> dict[str, Callable[[], None]]:
     group = dist.group.WORLD
     whole = torch.randn(num_bytes // 4 // size * size)
     gathered, part = torch.empty_like(whole), torch.empty(whole.numel() // size)
-    half, scratch, half_scratch = (
-        whole.bfloat16(),
-        torch.empty_like(whole),
-        torch.empty_like(whole, dtype=torch.bfloat16),
-    )
+    half = whole.bfloat16()
+    mean = collectives.Reduction(is_average=True)
     own = gathered.chunk(size)[rank]
 
     def widen_then_reduce_with_torch() -> None:
@@ -40,13 +37,9 @@ def variants(num_bytes: int) -> dict[str, Callable[[], None]]:
     return {
         "all_gather fp32, ours": lambda: collectives.all_gather(gathered, own, group),
         "all_gather fp32, torch": lambda: dist.all_gather_into_tensor(gathered, part),
-        "reduce_scatter fp32, ours": lambda: collectives.reduce_scatter(
-            part, whole, group, is_average=True, scratch=scratch
-        ),
+        "reduce_scatter fp32, ours": lambda: collectives.reduce_scatter(part, whole, group, mean),
         "reduce_scatter fp32, torch": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG),
-        "reduce_scatter bf16 in fp32, ours": lambda: collectives.reduce_scatter(
-            part, half, group, is_average=True, scratch=half_scratch
-        ),
+        "reduce_scatter bf16 in fp32, ours": lambda: collectives.reduce_scatter(part, half, group, mean),
         "reduce_scatter bf16 in fp32, torch": widen_then_reduce_with_torch,
     }
 

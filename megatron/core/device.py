@@ -78,6 +78,11 @@ class Device:
         return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
 
     @property
+    def runs_collectives_side_by_side(self) -> bool:
+        """Whether collectives of one group may run on two lanes. On the CPU they would mix up their messages."""
+        return self.kind == "cuda"
+
+    @property
     def collective_backend(self) -> str:
         """The backend for `init_process_group`: gloo carries CPU tensors on either kind of device."""
         return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
@@ -143,8 +148,12 @@ class Lane(Protocol):
         peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
         """
 
-    def close(self) -> None:
-        """Waits for what is queued and lets go of the lane. Errors are left to whoever waits for their events."""
+    def close(self, *, waits: bool = True) -> None:
+        """Lets go of the lane after what is queued. Errors are left to whoever waits for their events.
+
+        Args:
+            waits: for what is queued. Who is called by the garbage collector, on whichever thread, must not.
+        """
 
 
 class _ThreadEvent:
@@ -202,10 +211,11 @@ class _ThreadLane:
         self._queue.put(_Queued(work, tuple(after), event, torch.is_inference_mode_enabled()))
         return event
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)
+        if waits:
             self._thread.join()
 
     def _run(self) -> None:
@@ -266,9 +276,10 @@ class _StreamLane:
             work()
         return _StreamEvent(self._stream)
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         self._is_closed = True
-        self._stream.synchronize()
+        if waits:
+            self._stream.synchronize()
 
 
 class _Delays:

@@ -6,7 +6,7 @@ on the order of construction, or on how the parameter is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,14 +36,15 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
     device = torch.device(device)
     _check_is_covered(model)
     _leave_meta(model, device)
+    reset_parameters = seeded_reset(model, device, seed)
     done: set[int] = set()
-    for module_fqn, module in model.named_modules():
+    for module in model.modules():
         if callable(getattr(module, "reset_parameters", None)):
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             # A parameter that several modules share is initialized by the first.
             wanted = {name for name, parameter in own.items() if id(parameter) not in done}
             if wanted:
-                _initialize(module, module_fqn, own, wanted, device, seed)
+                _initialize(module, wanted, device, reset_parameters)
                 done.update(map(id, own.values()))
 
 
@@ -87,35 +88,67 @@ def _owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 @torch.no_grad()
-def _initialize(
+def draw_parameters(
     module: nn.Module,
-    module_fqn: str,
-    own: dict[str, nn.Parameter],
-    wanted: set[str],
+    names: Collection[str],
     device: torch.device,
-    seed: int,
-) -> None:
-    """Draws all of the module's `own` parameters and copies the `wanted` ones into place."""
-    drawn = {name: _empty_like_whole(parameter, device) for name, parameter in own.items()}
+    reset_parameters: Callable[[nn.Module], None],
+    dtype: torch.dtype | None = None,
+) -> dict[str, nn.Parameter]:
+    """Parameters that a module itself has, whole and newly initialised on `device`. Its own stay as they are.
+
+    Args:
+        names: of the parameters that are wanted; all are drawn.
+        module: may have its parameters on meta, or as DTensors.
+        reset_parameters: initialises the module it is given; usually calls the method of that name.
+        dtype: to draw floating-point parameters in; default: their own.
+
+    Raises:
+        RuntimeError: if the module has no `reset_parameters`, or it leaves out a parameter.
+    """
+    kind = type(module).__name__
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise RuntimeError(f"Expected a reset_parameters in {kind}, which has parameters to initialise, got none.")
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    drawn = {name: _empty_like_whole(parameter, device, dtype) for name, parameter in own.items()}
     for name, whole in drawn.items():
         setattr(module, name, whole)
     try:
-        with _seeded(device, seed, module_fqn):
-            module.reset_parameters()  # type: ignore[operator]  # checked callable by the caller
+        reset_parameters(module)
     finally:
         for name, parameter in own.items():
             setattr(module, name, parameter)
-    for name in sorted(wanted):
-        whole = drawn[name]
-        if whole.is_floating_point() and bool(whole.isnan().any()):
-            raise RuntimeError(
-                f"Expected {type(module).__name__}.reset_parameters to fill {module_fqn}.{name}, got it left as it was."
-            )
-        _copy_local(own[name], whole)
+    for name in names:
+        if drawn[name].is_floating_point() and bool(drawn[name].isnan().any()):
+            raise RuntimeError(f"Expected {kind}.reset_parameters to fill {name}, got it left as it was.")
+    return {name: drawn[name] for name in names}
 
 
-def _empty_like_whole(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+def seeded_reset(model: nn.Module, device: torch.device | str, seed: int) -> Callable[[nn.Module], None]:
+    """What resets one module of `model` with the weights that `materialize` gives it, for `draw_parameters`."""
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    device = torch.device(device)
+
+    def reset(module: nn.Module) -> None:
+        with _seeded(device, seed, fqns[id(module)]):
+            module.reset_parameters()  # type: ignore[operator]  # draw_parameters has checked that it is callable
+
+    return reset
+
+
+@torch.no_grad()
+def _initialize(
+    module: nn.Module, wanted: set[str], device: torch.device, reset_parameters: Callable[[nn.Module], None]
+) -> None:
+    """Draws the `wanted` ones of the module's own parameters and copies them into place."""
+    for name, whole in draw_parameters(module, wanted, device, reset_parameters).items():
+        _copy_local(getattr(module, name), whole)
+
+
+def _empty_like_whole(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+    if dtype is None or not parameter.is_floating_point():
+        dtype = parameter.dtype
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device)
     if whole.is_floating_point():
         # What reset_parameters forgets stays recognizable.
         whole.fill_(float("nan"))

@@ -1,1 +1,32 @@
-"""Sharded data parallelism on flat buffers: layouts, placements, buffers."""
+"""Fully sharded data parallelism on flat buffers. What users need is here; the files beside it hold the parts."""
+
+from torch.distributed.tensor import Partial, Replicate
+
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.fully_shard import (
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+    microbatch,
+)
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.distributed.fsdp.placement import Flat, Placements
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+
+__all__ = [
+    "DBuffer",
+    "Flat",
+    "FsdpContext",
+    "FsdpModule",
+    "GlobalLayout",
+    "MixedPrecisionPolicy",
+    "Partial",
+    "Placements",
+    "Replicate",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_optimizer",
+    "microbatch",
+]

@@ -2,13 +2,20 @@
 
 [Note: exchange] gloo runs a reduce-scatter as an all-reduce and copies inside its all-gather. On the CPU the ranks
 therefore exchange their parts directly: each sends every other rank just the part that is its own, and adds up what it
-receives. That moves the least bytes there are, and a result is added up in a fixed order, so it is the same bits in
-every run. Messages carry no sequence number: a rank that fails before one collective must not take part in the next, or
-its peers would take one for the other. A lane sees to that: after a failure it does nothing more. On a GPU the
+receives, a piece at a time, while the next piece is under way. That moves the least bytes there are, takes no more
+memory than two pieces, and adds up in a fixed order, so the result is the same bits in every run. On a GPU the
 backend's own collectives do this.
+
+[Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes next would take one's
+parts for the other's. A `note`, a few integers that say what a rank is about to do, goes ahead of the parts where one
+is given, 128 bytes to each peer, and notes that differ are an error on all ranks that see it, before any part is sent.
+On a GPU notes are not exchanged.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,22 +26,54 @@ _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_s
 
 
 # Away from the small tags that other point-to-point messages on the same group may carry.
-_TAG = 1009
+_TAG, _NOTE_TAG = 1009, 1010
+NOTE_LENGTH = 16  # integers of 64 bits
+_PIECE_NUMEL = 1048576  # elements of a part exchanged at a time; a message costs about 0.1 ms whatever its length
 _SUM_NUMEL = 65536  # elements added up at a time, so that they stay in the cache: 256 KiB in fp32
 
 
-def all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+class MismatchError(RuntimeError):
+    """Ranks were about to do different things. Nothing has been sent.
+
+    Attributes:
+        peer: the other rank, in the group.
+        own, theirs: the two notes.
+    """
+
+    def __init__(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+        super().__init__(f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the group.")
+        self.peer = peer
+        self.own = own
+        self.theirs = theirs
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the ranks' parts become one: (sum or mean) / divisor, put into the result or added to it."""
+
+    is_average: bool
+    divisor: float = 1.0
+    accumulates: bool = False
+    device_dtype: torch.dtype | None = None  # in which a GPU's backend sends and adds; default: the result's
+
+
+def all_gather(
+    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, note: Sequence[int] | None = None
+) -> None:
     """Fills `out` with the equal parts of all ranks, in the order of their ranks in `group`.
 
     Args:
         out: flat, contiguous; as many elements as all parts together.
         own: this rank's part; may be the very place in `out` where it belongs, but no other.
+        note: see [Note: notes].
     """
     rank, parts = _parts(out, own, group)
     if out.device.type != "cpu":
         _all_gather_on_device(out, own, group=group)
         return
-    others = [peer for peer in range(len(parts)) if peer != rank]
+    others = _others(rank, len(parts))
+    if note is not None:
+        compare_notes(note, group)
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=_TAG) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=_TAG) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
@@ -46,54 +85,101 @@ def reduce_scatter(
     out: torch.Tensor,
     whole: torch.Tensor,
     group: dist.ProcessGroup,
+    how: Reduction,
     *,
-    is_average: bool,
-    scratch: torch.Tensor | None = None,
+    note: Sequence[int] | None = None,
 ) -> None:
-    """Fills `out` with the sum or average over all ranks of this rank's part of `whole`.
+    """Fills `out` with the sum or average over all ranks of this rank's part of `whole`, or adds it to what is there.
 
     On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the others' by rank)
     and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send 2 bytes an element and give the bits
-    that sending them widened would. On a GPU they are widened first, and added as NCCL does.
+    that sending them widened would. On a GPU they are cast to `how.device_dtype` first, and added as NCCL does.
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
         whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out` lies in it.
-        scratch: instead of a new tensor. On the CPU a flat tensor of `whole`'s dtype with room for the parts of all
-            other ranks; on a GPU, used only where `whole` has to be widened, one of `out`'s dtype and `whole`'s length.
+        note: see [Note: notes].
     """
     rank, parts = _parts(whole, out, group)
     if out.device.type != "cpu":
-        if whole.dtype != out.dtype:
-            whole = _scratch(scratch, whole.numel(), out).copy_(whole)
-        op = dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM
-        _reduce_scatter_on_device(out, whole, op=op, group=group)
+        _reduce_scatter_with_backend(out, whole, group, how)
         return
-    others = [peer for peer in range(len(parts)) if peer != rank]
-    received = _scratch(scratch, out.numel() * len(others), whole).view(len(others), out.numel())
-    works = [
-        dist.irecv(part, group=group, group_src=peer, tag=_TAG) for part, peer in zip(received, others, strict=True)
+    others = _others(rank, len(parts))
+    if note is not None:
+        compare_notes(note, group)
+    length = min(_PIECE_NUMEL, out.numel())
+    begins = range(0, out.numel(), length) if length else range(0)
+    received = torch.empty(min(2, len(begins)), len(others), length, dtype=whole.dtype)
+
+    def receive(number: int) -> list[dist.Work | None]:
+        if number >= len(begins):
+            return []
+        size = min(length, out.numel() - begins[number])
+        pieces = received[number % 2, :, :size]
+        return [
+            dist.irecv(piece, group=group, group_src=peer, tag=_TAG) for piece, peer in zip(pieces, others, strict=True)
+        ]
+
+    works = receive(0)
+    sends = [
+        dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=_TAG)
+        for begin in begins
+        for peer in others
     ]
-    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=_TAG) for peer in others]
-    _finish(works)
-    _add_up(out, [parts[rank], *received], is_average)
+    for number, begin in enumerate(begins):
+        _finish(works)
+        works = receive(number + 1)
+        size = min(length, out.numel() - begin)
+        own = parts[rank][begin : begin + size]
+        _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
+    _finish(sends)
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, is_average: bool, scratch: torch.Tensor | None = None
+    out: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    how: Reduction,
+    *,
+    note: Sequence[int] | None = None,
 ) -> None:
-    """Replaces `tensor` by its sum or average over all ranks, the same bits on every rank.
+    """Fills `out` with the sum or average of `whole` over all ranks, the same bits on every rank.
 
-    On the CPU each rank adds up one part and the ranks exchange the sums; a tensor that cannot be cut evenly goes to
-    the backend as it is.
+    Each rank adds up one part, as `reduce_scatter` does, and the ranks exchange the sums.
+
+    Args:
+        out: flat, contiguous, as long as `whole`; may be `whole` itself. Where the reduction accumulates, the same on
+            every rank.
+        whole: flat, contiguous; its length a multiple of the number of ranks.
     """
     num_ranks = dist.get_world_size(group)
-    if tensor.device.type != "cpu" or tensor.numel() % num_ranks:
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM, group=group)
-        return
-    own = tensor.chunk(num_ranks)[dist.get_rank(group)]
-    reduce_scatter(own, tensor, group, is_average=is_average, scratch=scratch)
-    all_gather(tensor, own, group)
+    if out.shape != whole.shape or out.numel() % num_ranks:
+        raise ValueError(
+            f"Expected an output of the same length, a multiple of {num_ranks}, got {out.numel()} for {whole.numel()}."
+        )
+    own = out.chunk(num_ranks)[dist.get_rank(group)] if out.numel() else out
+    reduce_scatter(own, whole, group, how, note=note)
+    all_gather(out, own, group)
+
+
+def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
+    """MismatchError unless all ranks of the group, which call it together, have the same note.
+
+    Args:
+        note: at most 16 integers of 64 bits, of which 0 stands for those left out.
+    """
+    others = _others(dist.get_rank(group), dist.get_world_size(group))
+    own = torch.tensor([*note, *[0] * (NOTE_LENGTH - len(note))], dtype=torch.int64)
+    theirs = [torch.empty_like(own) for _ in others]
+    works = [
+        dist.irecv(received, group=group, group_src=peer, tag=_NOTE_TAG)
+        for received, peer in zip(theirs, others, strict=True)
+    ]
+    works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
+    _finish(works)
+    for received, peer in zip(theirs, others, strict=True):
+        if not torch.equal(received, own):
+            raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
 
 
 def _parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> tuple[int, tuple[torch.Tensor, ...]]:
@@ -105,7 +191,7 @@ def _parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> 
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if own.numel() * num_ranks != whole.numel():
         raise ValueError(f"Expected {num_ranks} parts of {own.numel()} elements, got a whole of {whole.numel()}.")
-    parts = whole.chunk(num_ranks)
+    parts = whole.split(own.numel()) if own.numel() else (whole,) * num_ranks
     begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     is_inside = own.numel() > 0 and own.data_ptr() < end and own.data_ptr() + own.nbytes > begin
     if is_inside and (own.data_ptr() != parts[rank].data_ptr() or own.dtype != whole.dtype):
@@ -113,34 +199,46 @@ def _parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> 
     return rank, parts
 
 
-def _add_up(out: torch.Tensor, parts: list[torch.Tensor], is_average: bool) -> None:
-    """out = sum or mean of `parts`, added in fp32 (fp64 if they are) and rounded once."""
+def _others(rank: int, num_ranks: int) -> list[int]:
+    return [peer for peer in range(num_ranks) if peer != rank]
+
+
+def _reduce_scatter_with_backend(
+    out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, how: Reduction
+) -> None:
+    dtype = how.device_dtype or out.dtype
+    is_direct = out.dtype == dtype and not how.accumulates
+    result = out if is_direct else torch.empty_like(out, dtype=dtype)
+    op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
+    _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
+    if how.divisor != 1:
+        result.div_(how.divisor)
+    if how.accumulates:
+        out.add_(result)
+    elif not is_direct:
+        out.copy_(result)
+
+
+def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> None:
+    """out = or += sum or mean of `parts` / divisor, in fp32 (fp64 if they are), rounded once."""
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    is_direct = out.dtype == dtype and not how.accumulates
+    divisor = how.divisor * (len(parts) if how.is_average else 1)
     for begin in range(0, out.numel(), _SUM_NUMEL):
         first, *others = (part[begin : begin + _SUM_NUMEL] for part in parts)
         result = out[begin : begin + _SUM_NUMEL]
-        total = result.copy_(first) if out.dtype == dtype else first.to(dtype, copy=True)
+        total = result.copy_(first) if is_direct else first.to(dtype, copy=True)
         for piece in others:
             total.add_(piece)
-        if is_average:
-            total.div_(len(parts))
-        if total is not result:
+        if divisor != 1:
+            total.div_(divisor)
+        if how.accumulates:
+            total.add_(result)
+        if not is_direct:
             result.copy_(total)
 
 
-def _scratch(scratch: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """A flat tensor of `numel` elements. ValueError if what was given is too small or of another kind."""
-    if scratch is None:
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
-    if scratch.numel() < numel or scratch.dtype != like.dtype or scratch.device != like.device:
-        raise ValueError(
-            f"Expected a scratch tensor of at least {numel} elements, {like.dtype} on {like.device}, "
-            f"got {scratch.numel()}, {scratch.dtype} on {scratch.device}."
-        )
-    return scratch[:numel]
-
-
-def _finish(works: list[dist.Work | None]) -> None:
+def _finish(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:
             work.wait()

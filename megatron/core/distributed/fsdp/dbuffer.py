@@ -160,10 +160,12 @@ class DBuffer:
             rows = tensor.detach()[chunk.first_row : chunk.first_row + chunk.num_rows]
             self.get_local_tensor(index).copy_(rows)
 
-    def redistribute(self, placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
+    def redistribute(
+        self, placements: Iterable[Placement], *, out: DBuffer | None = None, note: Sequence[int] | None = None
+    ) -> DBuffer:
         """The same tensors under other placements; axis by axis, so that what is sharded stays the last axes.
 
-        With the placements it already has and no `out`, this very buffer.
+        With the placements it already has and no `out`, this very buffer. The note goes ahead of every collective.
         """
         wanted = self._check(placements)
         for axis, (old, new) in enumerate(zip(self.placements, wanted, strict=True)):
@@ -177,15 +179,17 @@ class DBuffer:
         axes = [axis for axis in range(len(wanted)) if wanted[axis] != self.placements[axis]]
         result = self
         for number, axis in enumerate(reversed(axes) if num_added > 0 else axes):
-            step_out = out if number == len(axes) - 1 else result._room_within(out, axis, wanted[axis])
-            result = result._move(axis, wanted[axis], out=step_out)
+            step_out = out
+            if out is not None and number < len(axes) - 1:
+                step_out = out.part_for(result._with(axis, wanted[axis]))
+            result = result._move(axis, wanted[axis], step_out, note)
         return result
 
-    def allgather(self, axis: int, *, out: DBuffer | None = None) -> DBuffer:
-        """Flat -> Replicate on one axis."""
+    def allgather(self, axis: int, *, out: DBuffer | None = None, note: Sequence[int] | None = None) -> DBuffer:
+        """Flat -> Replicate on one axis. For the note, see collectives' [Note: notes]."""
         self._expect(axis, Shard, "allgather")
         out = self._output(out, self._with(axis, Replicate()))
-        collectives.all_gather(out.local_buffer, self.local_buffer, self.mesh.get_group(axis))
+        collectives.all_gather(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note)
         return out
 
     def reduce_scatter(
@@ -195,35 +199,44 @@ class DBuffer:
         *,
         dtype: torch.dtype | None = None,
         out: DBuffer | None = None,
-        scratch: torch.Tensor | None = None,
+        divisor: float = 1.0,
+        accumulates: bool = False,
+        device_dtype: torch.dtype | None = None,
+        note: Sequence[int] | None = None,
     ) -> DBuffer:
         """Partial -> Flat on one axis, by sum or average as the Partial says.
 
         Args:
-            dtype: in which the ranks' parts are added, and of the result; default: this buffer's.
+            dtype: of the result; default: this buffer's. For the dtype in which parts travel and are added, see
+                `collectives.reduce_scatter`.
             out: may lie in this buffer, in this rank's own part of it.
-            scratch: see `collectives.reduce_scatter`.
+            divisor: what the sum or average is divided by.
+            accumulates: add to what is in `out` instead of overwriting it.
+            device_dtype: in which a GPU's backend sends and adds; default: the result's.
+            note: see collectives' [Note: notes].
         """
         partial = self._expect(axis, Partial, "reduce_scatter")
+        how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, placement, Shard), dtype)
-        collectives.reduce_scatter(
-            out.local_buffer,
-            self.local_buffer,
-            self.mesh.get_group(axis),
-            is_average=partial.reduce_op == "avg",
-            scratch=scratch,
-        )
+        collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note)
         return out
 
-    def allreduce(self, axis: int, *, out: DBuffer | None = None, scratch: torch.Tensor | None = None) -> DBuffer:
-        """Partial -> Replicate on one axis, by sum or average as the Partial says. `out` may be over this storage."""
+    def allreduce(
+        self,
+        axis: int,
+        *,
+        dtype: torch.dtype | None = None,
+        out: DBuffer | None = None,
+        divisor: float = 1.0,
+        accumulates: bool = False,
+        device_dtype: torch.dtype | None = None,
+        note: Sequence[int] | None = None,
+    ) -> DBuffer:
+        """Partial -> Replicate on one axis. `out` may be over this very storage; the rest is as in `reduce_scatter`."""
         partial = self._expect(axis, Partial, "allreduce")
-        out = self._output(out, self._with(axis, Replicate()))
-        if out.local_buffer.data_ptr() != self.local_buffer.data_ptr():
-            out.local_buffer.copy_(self.local_buffer)
-        collectives.all_reduce(
-            out.local_buffer, self.mesh.get_group(axis), is_average=partial.reduce_op == "avg", scratch=scratch
-        )
+        how = _reduction(partial, divisor, accumulates, device_dtype, out)
+        out = self._output(out, self._with(axis, Replicate()), dtype)
+        collectives.all_reduce(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note)
         return out
 
     def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
@@ -237,10 +250,19 @@ class DBuffer:
 
     def view(self, placements: Iterable[Placement]) -> DBuffer:
         """A buffer over a part of this one's storage, for placements that shard on more axes. Copies nothing."""
+        part = self.part_for(placements)
+        if part is None:
+            wanted = self._check(placements)
+            inner = _local_range(self.layout, self.mesh, wanted)
+            raise ValueError(f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}.")
+        return part
+
+    def part_for(self, placements: Iterable[Placement]) -> DBuffer | None:
+        """What `view` gives, or None where the range of these placements does not lie in this buffer."""
         wanted = self._check(placements)
         inner = _local_range(self.layout, self.mesh, wanted)
         if not self.range.covers(inner):
-            raise ValueError(f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}.")
+            return None
         part = self.local_buffer.narrow(0, inner.start - self.range.start, inner.numel)
         return DBuffer.from_local(part, self.mesh, wanted, self.layout)
 
@@ -323,32 +345,34 @@ class DBuffer:
         if not self.local_buffer.is_meta and self.local_buffer.untyped_storage().nbytes() < last:
             raise RuntimeError("Expected a buffer that has its memory, got one whose storage is released.")
 
-    def _room_within(self, out: DBuffer | None, axis: int, placement: Placement) -> DBuffer | None:
-        """The place in the final output of a redistribution for an intermediate result, if it lies in there."""
-        placements = self._with(axis, placement)
-        inner = _local_range(self.layout, self.mesh, placements)
-        return out.view(placements) if out is not None and out.range.covers(inner) else None
-
     def _copy_into(self, out: DBuffer) -> DBuffer:
         self._check_memory()
         out.local_buffer.copy_(self.local_buffer)
         return out
 
-    def _move(self, axis: int, placement: Placement, *, out: DBuffer | None) -> DBuffer:
+    def _move(self, axis: int, placement: Placement, out: DBuffer | None, note: Sequence[int] | None) -> DBuffer:
         """One step of `redistribute`, of a kind that `_check_move` has let through."""
         old = self.placements[axis]
         if isinstance(old, Shard) and isinstance(placement, Replicate):
-            return self.allgather(axis, out=out)
+            return self.allgather(axis, out=out, note=note)
         if isinstance(old, Partial) and isinstance(placement, Shard):
-            return self.reduce_scatter(axis, placement, out=out)
+            return self.reduce_scatter(axis, placement, out=out, note=note)
         if isinstance(old, Partial) and isinstance(placement, Replicate):
-            return self.allreduce(axis, out=out)
+            return self.allreduce(axis, out=out, note=note)
         return self.scatter(axis, placement, out=out)
 
     def _resize(self, numel: int) -> None:
         if not self._owns_storage:
             raise RuntimeError("Expected a buffer that owns its storage, got a view or one made from a local tensor.")
         self.local_buffer.untyped_storage().resize_(numel * self.local_buffer.element_size())
+
+
+def _reduction(
+    partial: Partial, divisor: float, accumulates: bool, device_dtype: torch.dtype | None, out: DBuffer | None
+) -> collectives.Reduction:
+    if accumulates and out is None:
+        raise ValueError("Expected an out to accumulate in, got none.")
+    return collectives.Reduction(partial.reduce_op == "avg", divisor, accumulates, device_dtype)
 
 
 def _check_move(axis: int, old: Placement, new: Placement) -> None:

@@ -59,22 +59,29 @@ def sharded_axes(placements: Iterable[Placement]) -> tuple[bool, ...]:
     return tuple(isinstance(placement, Shard) for placement in placements)
 
 
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
 @dataclass(frozen=True)
 class Placements:
-    """Where the three kinds of buffers of a module are cut, on the same mesh axes.
+    """Where the three kinds of buffers of a module are cut, on the same mesh axes, outer to inner.
 
     What the optimizer holds may be cut more finely than the gradients, and these more finely than the parameters, never
-    less: a rank updates a part of what it has the gradients of.
+    less: a rank updates a part of what it has the gradients of. A gradient that is `Partial` on an axis stays a rank's
+    own sum over the microbatches of a step and is reduced over that axis once, after the last of them, to the placement
+    that the optimizer has there. On the other axes every backward reduces it.
 
-    | strategy (ZeRO)          | parameter | gradient  | optimizer |
-    |--------------------------|-----------|-----------|-----------|
-    | no_shard                 | Replicate | Replicate | Replicate |
-    | optim (1)                | Replicate | Replicate | Flat      |
-    | optim_grads (2)          | Replicate | Flat      | Flat      |
-    | optim_grads_params (3)   | Flat      | Flat      | Flat      |
+    | strategy (ZeRO)          | parameter         | gradient         | optimizer         |
+    |--------------------------|-------------------|------------------|-------------------|
+    | no_shard                 | Replicate         | Partial          | Replicate         |
+    | optim (1)                | Replicate         | Partial          | Flat              |
+    | optim_grads (2)          | Replicate         | Flat             | Flat              |
+    | optim_grads_params (3)   | Flat              | Flat             | Flat              |
+    | HSDP  (outer, inner)     | Replicate, Flat   | Partial, Flat    | Replicate, Flat   |
+    | HFSDP (outer, inner)     | Replicate, Flat   | Partial, Flat    | Flat, Flat        |
     """
 
-    dp_axes: tuple[str, ...]
+    dp_axes: tuple[int | str, ...]  # numbers or names of the mesh's axes
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
     optimizer: tuple[Placement, ...]
@@ -89,8 +96,8 @@ class Placements:
                 raise ValueError(
                     f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got {len(placements)}."
                 )
-            if any(isinstance(placement, Partial) for placement in placements):
-                raise ValueError(f"Expected {name} buffers that are replicated or sharded at rest, got {placements}.")
+            if name != "gradient" and any(isinstance(placement, Partial) for placement in placements):
+                raise ValueError(f"Expected {name} buffers that are replicated or sharded, got {placements}.")
             object.__setattr__(self, name, placements)
         for coarse, fine in (("parameter", "gradient"), ("gradient", "optimizer")):
             pairs = zip(sharded_axes(getattr(self, coarse)), sharded_axes(getattr(self, fine)), strict=True)
@@ -99,3 +106,29 @@ class Placements:
                     f"Expected {fine} placements that are cut wherever {coarse} placements are, "
                     f"got {getattr(self, fine)} and {getattr(self, coarse)}."
                 )
+        check_placements(self.reduced_gradient)
+
+    @classmethod
+    def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
+        """The placements on one axis of a strategy named as Megatron's --data-parallel-sharding-strategy names it."""
+        if strategy not in SHARDING_STRATEGIES:
+            raise ValueError(f"Expected one of {SHARDING_STRATEGIES}, got {strategy!r}.")
+        number = SHARDING_STRATEGIES.index(strategy)
+        return cls(
+            dp_axes=(axis,),
+            parameter=(Flat() if number >= 3 else Replicate(),),
+            gradient=(Flat() if number >= 2 else Partial("avg"),),
+            optimizer=(Flat() if number >= 1 else Replicate(),),
+        )
+
+    @property
+    def reduced_gradient(self) -> tuple[Placement, ...]:
+        """The placements of gradients that are reduced on all axes: the optimizer's where they were partial."""
+        return tuple(
+            fine if isinstance(own, Partial) else own for own, fine in zip(self.gradient, self.optimizer, strict=True)
+        )
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether gradients are reduced over some axis only after the last microbatch."""
+        return any(isinstance(placement, Partial) for placement in self.gradient)

@@ -118,7 +118,7 @@ def test_parameters_without_an_initializer_are_named_and_nothing_is_touched() ->
 
 def test_a_parameter_that_reset_parameters_forgets_is_named() -> None:
     model = nn.ModuleDict({"a": _Forgetful(2, 2)}).to("meta")
-    with pytest.raises(RuntimeError, match=r"_Forgetful.reset_parameters to fill a.bias"):
+    with pytest.raises(RuntimeError, match=r"_Forgetful.reset_parameters to fill bias"):
         materialize(model, "cpu", SEED)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import collectives
+from megatron.core.distributed.fsdp.collectives import Reduction
 from tests.ranks import run_ranks
 
 
@@ -32,8 +33,7 @@ def _reduce_scatter(dtype: torch.dtype, is_average: bool, is_in_place: bool) -> 
     whole = values(rank, size * 6, dtype)
     before = whole.clone()
     out = whole[rank * 6 : (rank + 1) * 6] if is_in_place else torch.empty(6, dtype=dtype)
-    scratch = torch.empty(6 * size, dtype=dtype)
-    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=is_average, scratch=scratch)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, Reduction(is_average))
     others = [peer for peer in range(size) if peer != rank]
     assert all(torch.equal(whole.chunk(size)[peer], before.chunk(size)[peer]) for peer in others)
     return out.clone()
@@ -54,8 +54,8 @@ def _widened(numel: int) -> torch.Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = values(rank, size * numel, torch.bfloat16)
     narrow_sent, wide_sent = torch.empty(numel), torch.empty(numel)
-    collectives.reduce_scatter(narrow_sent, whole, dist.group.WORLD, is_average=True)
-    collectives.reduce_scatter(wide_sent, whole.float(), dist.group.WORLD, is_average=True)
+    collectives.reduce_scatter(narrow_sent, whole, dist.group.WORLD, Reduction(True))
+    collectives.reduce_scatter(wide_sent, whole.float(), dist.group.WORLD, Reduction(True))
     assert torch.equal(narrow_sent, wide_sent)
     return narrow_sent
 
@@ -69,15 +69,14 @@ def test_bf16_parts_are_added_in_fp32_with_the_bits_of_sending_them_in_fp32(worl
 
 def _all_reduce(numel: int, is_average: bool) -> torch.Tensor:
     tensor = values(dist.get_rank(), numel, torch.float32)
-    collectives.all_reduce(tensor, dist.group.WORLD, is_average=is_average)
+    collectives.all_reduce(tensor, tensor, dist.group.WORLD, Reduction(is_average))
     return tensor
 
 
 @pytest.mark.parametrize("is_average", [False, True])
-@pytest.mark.parametrize("numel", [0, 6, 7])
+@pytest.mark.parametrize("numel", [0, 6, 12])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_reduce_gives_every_rank_the_same_bits(world_size, numel, is_average):
-    """Also where the elements cannot be shared out evenly (7), or there are none."""
     results = run_ranks(world_size, _all_reduce, numel, is_average)
     total = sum(values(rank, numel, torch.float32) for rank in range(world_size))
     torch.testing.assert_close(results[0], total / world_size if is_average else total)
@@ -89,9 +88,9 @@ def _narrowed() -> None:
     whole = values(rank, size * 10, torch.float32)
     before = whole.clone()
     out, exact = torch.empty(10, dtype=torch.bfloat16), torch.empty(10)
-    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=True)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, Reduction(True))
     assert torch.equal(whole, before)
-    collectives.reduce_scatter(exact, whole, dist.group.WORLD, is_average=True)
+    collectives.reduce_scatter(exact, whole, dist.group.WORLD, Reduction(True))
     assert torch.equal(out, exact.bfloat16())
 
 
@@ -102,8 +101,8 @@ def test_fp32_parts_may_be_rounded_once_to_bf16_and_stay_as_they_are():
 def _large_halves(dtype: torch.dtype) -> list[float]:
     whole = torch.full((4,), 40000.0, dtype=dtype)
     out = torch.empty(2, dtype=dtype)
-    collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=True)
-    collectives.all_reduce(whole, dist.group.WORLD, is_average=True)
+    collectives.reduce_scatter(out, whole, dist.group.WORLD, Reduction(True))
+    collectives.all_reduce(whole, whole, dist.group.WORLD, Reduction(True))
     return [*out.tolist(), *whole.tolist()]
 
 
@@ -117,14 +116,14 @@ def _mistakes() -> None:
     wrong_place = whole.chunk(2)[1 - rank]
     for call in (
         lambda: collectives.all_gather(whole, wrong_place, group),
-        lambda: collectives.reduce_scatter(wrong_place, whole, group, is_average=False),
+        lambda: collectives.reduce_scatter(wrong_place, whole, group, Reduction(False)),
     ):
         with pytest.raises(ValueError, match=f"no part of the whole but that of rank {rank}, got an overlap"):
             call()
     with pytest.raises(ValueError, match="Expected 2 parts of 2 elements, got a whole of 6"):
         collectives.all_gather(whole, torch.zeros(2), group)
     with pytest.raises(ValueError, match="Expected 2 parts of 4 elements, got a whole of 6"):
-        collectives.reduce_scatter(torch.zeros(4), whole, group, is_average=False)
+        collectives.reduce_scatter(torch.zeros(4), whole, group, Reduction(False))
 
 
 def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent():
@@ -148,12 +147,67 @@ def test_other_messages_on_the_group_are_not_mixed_up_with_the_parts():
     run_ranks(2, _other_messages)
 
 
-def _bad_scratch() -> None:
-    whole, out = torch.zeros(4), torch.zeros(2)
-    for scratch in (torch.zeros(1), torch.zeros(9, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"Expected a scratch tensor of at least 2 elements, torch.float32 on cpu"):
-            collectives.reduce_scatter(out, whole, dist.group.WORLD, is_average=False, scratch=scratch)
+def _pieces(accumulates: bool, divisor: float) -> None:
+    """Parts of several pieces, the last of them shorter, over fp32 sums of their own pieces."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = 2 * collectives._PIECE_NUMEL + 77
+    wholes = [values(peer, size * numel, torch.bfloat16) for peer in range(size)]
+    out = torch.full((numel,), 3.0)
+    how = Reduction(is_average=True, divisor=divisor, accumulates=accumulates)
+    collectives.reduce_scatter(out, wholes[rank], dist.group.WORLD, how)
+    order = [rank, *(peer for peer in range(size) if peer != rank)]
+    total = torch.zeros(numel)
+    for peer in order:
+        total += wholes[peer].chunk(size)[rank].float()
+    total /= size * divisor
+    assert torch.equal(out, total + 3.0 if accumulates else total)
 
 
-def test_a_scratch_tensor_that_does_not_fit_is_refused_before_anything_is_sent():
-    run_ranks(2, _bad_scratch)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+def test_long_parts_are_exchanged_piece_by_piece_and_may_be_added_to_what_is_there(accumulates, divisor):
+    run_ranks(3, _pieces, accumulates, divisor)
+
+
+def _accumulated_all_reduce(dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.full((6,), float(dist.get_rank()), dtype=torch.bfloat16)
+    out = torch.ones(6, dtype=dtype)
+    collectives.all_reduce(out, whole, dist.group.WORLD, Reduction(is_average=False, accumulates=True))
+    assert whole.tolist() == [float(dist.get_rank())] * 6
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_all_reduce_may_be_added_to_another_tensor_of_another_dtype(dtype):
+    for result in run_ranks(3, _accumulated_all_reduce, dtype):
+        assert result.dtype == dtype
+        assert result.tolist() == [4.0] * 6
+
+
+def _uneven_all_reduce() -> None:
+    with pytest.raises(ValueError, match="same length, a multiple of 2, got 7 for 7"):
+        collectives.all_reduce(torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False))
+
+
+def test_an_all_reduce_that_cannot_be_shared_out_is_refused():
+    run_ranks(2, _uneven_all_reduce)
+
+
+def _different_notes() -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    rank = dist.get_rank()
+    out = torch.zeros(6)
+    same = [7, 8]
+    collectives.all_gather(out, torch.ones(2), dist.group.WORLD, note=same)
+    before = out.clone()
+    with pytest.raises(collectives.MismatchError) as caught:
+        collectives.all_gather(out, torch.zeros(2), dist.group.WORLD, note=[7, 9 if rank == 2 else 8])
+    assert torch.equal(out, before)
+    # Nothing has been sent, so the group can go on.
+    collectives.reduce_scatter(torch.zeros(2), out, dist.group.WORLD, Reduction(is_average=False), note=same)
+    return caught.value.peer, caught.value.own[:2], caught.value.theirs[:2]
+
+
+def test_ranks_that_are_about_to_do_different_things_all_refuse_before_anything_is_sent():
+    first, second, third = run_ranks(3, _different_notes)
+    assert first == second == (2, (7, 8), (7, 9))
+    assert third == (0, (7, 9), (7, 8))

@@ -27,10 +27,22 @@ def test_what_a_flat_buffer_cannot_be_is_refused(placements, error, message):
 
 
 def test_the_zero_strategies_are_values():
-    for parameter, gradient in ((Replicate(), Replicate()), (Replicate(), Flat()), (Flat(), Flat())):
-        Placements(("dp",), (parameter,), (gradient,), (Flat(),))
-    hsdp = Placements(("outer", "dp"), [Replicate(), Flat()], [Replicate(), Flat()], [Flat(), Flat()])
-    assert hsdp.optimizer == (Flat(), Flat())
+    avg = Partial("avg")
+    assert Placements.for_strategy("no_shard") == Placements((0,), (Replicate(),), (avg,), (Replicate(),))
+    assert Placements.for_strategy("optim") == Placements((0,), (Replicate(),), (avg,), (Flat(),))
+    assert Placements.for_strategy("optim_grads") == Placements((0,), (Replicate(),), (Flat(),), (Flat(),))
+    zero3 = Placements.for_strategy("optim_grads_params", "dp")
+    assert zero3 == Placements(("dp",), (Flat(),), (Flat(),), (Flat(),))
+    assert (zero3.defers_reduction, Placements.for_strategy("optim").defers_reduction) == (False, True)
+    with pytest.raises(ValueError, match="Expected one of .*'optim_grads_params'.*, got 'zero3'"):
+        Placements.for_strategy("zero3")
+
+
+def test_partial_gradients_are_reduced_to_where_the_optimizer_is():
+    hsdp = Placements((0, 1), [Replicate(), Flat()], [Partial("avg"), Flat()], [Replicate(), Flat()])
+    hfsdp = Placements((0, 1), [Replicate(), Flat()], [Partial("avg"), Flat()], [Flat(), Flat()])
+    assert hsdp.reduced_gradient == (Replicate(), Flat())
+    assert hfsdp.reduced_gradient == (Flat(), Flat())
 
 
 def test_placements_are_values_and_name_every_axis_once():
@@ -47,7 +59,8 @@ def test_placements_are_values_and_name_every_axis_once():
         ([Flat()], [Replicate()], [Flat()], "gradient placements that are cut wherever parameter placements are"),
         ([Replicate()], [Flat()], [Replicate()], "optimizer placements that are cut wherever gradient placements are"),
         ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements for .*, got 2"),
-        ([Replicate()], [Partial()], [Flat()], "gradient buffers that are replicated or sharded at rest"),
+        ([Partial()], [Partial()], [Flat()], "parameter buffers that are replicated or sharded"),
+        ([Replicate()], [Partial()], [Partial()], "optimizer buffers that are replicated or sharded"),
     ],
 )
 def test_placements_that_do_not_fit_together_are_refused(parameter, gradient, optimizer, message):

@@ -1,0 +1,286 @@
+"""`FsdpContext`: what the sharded modules of one model share: lanes, the order of their use, reductions under way.
+
+Modules belong to the model; the context refers to them weakly, so that a model that is deleted frees its memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron.core.device import Device, Event
+from megatron.core.distributed.fsdp.collectives import MismatchError
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+
+
+class ScheduledModule(Protocol):
+    """What a context asks of its modules."""
+
+    parameter_groups: list[FsdpParameterGroup]
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a backward of the module is to be expected."""
+
+    def finish_backward(self) -> None:
+        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
+
+    def abandon_backward(self) -> None:
+        """Forgets a backward that has failed, and its gradients."""
+
+
+class _InFlight(NamedTuple):
+    """A reduction under way."""
+
+    group: FsdpParameterGroup
+    event: Event
+
+
+class FsdpContext:
+    """See the module's docstring. Made by `fully_shard_context`.
+
+    Attributes:
+        device: of the compute weights.
+        gather_lane, reduce_lane: where collectives run; one lane where two would mix up their messages.
+        is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
+        is_finalized: whether all modules are known.
+    """
+
+    def __init__(self, device: Device, unify_communication_stream: bool) -> None:
+        self.device = device
+        self.gather_lane = self.reduce_lane = device.lane("fsdp communication")
+        weakref.finalize(self, self.gather_lane.close, waits=False).atexit = False
+        if device.runs_collectives_side_by_side and not unify_communication_stream:
+            self.reduce_lane = device.lane("fsdp reduction")
+            weakref.finalize(self, self.reduce_lane.close, waits=False).atexit = False
+        self.is_last_microbatch = True
+        self.is_finalized = False
+        self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._forward_order: list[weakref.ref[Any]] = []
+        self._backward_order: list[weakref.ref[Any]] = []
+        self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
+        self._prefetched: weakref.ref[Any] | None = None
+        self._recomputed: weakref.ref[Any] | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._is_in_backward = False
+
+    # Construction
+
+    @property
+    def forward_order(self) -> list[Any]:
+        """The modules in the order in which forward is expected to enter them."""
+        return _alive(self._forward_order)
+
+    @property
+    def backward_order(self) -> list[Any]:
+        """The modules in the order in which backward is expected to enter them."""
+        return _alive(self._backward_order)
+
+    def add_module(self, module: nn.Module) -> None:
+        """Takes a module that has just been sharded."""
+        self._modules.append(weakref.ref(module))
+
+    def add_group(self, group: FsdpParameterGroup) -> None:
+        """Takes a new group; its number is its place among the context's."""
+        self._groups.append(weakref.ref(group))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def finalize(self) -> None:
+        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them."""
+        modules = _alive(self._modules)
+        managed = {id(module) for module in modules}
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        roots = [module for module in modules if id(module) not in inner]
+        forward = [module for root in roots for module in root.modules() if id(module) in managed]
+        backward = [module for root in reversed(roots) for module in _backward_order(root, managed)]
+        self._forward_order = [weakref.ref(module) for module in forward]
+        self._backward_order = [weakref.ref(module) for module in backward]
+        backward_places = {id(module): place for place, module in enumerate(backward)}
+        self._places = {id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)}
+        for number, root in enumerate(roots):
+            prefix = "" if len(roots) == 1 else f"roots[{number}]"
+            for name, module in root.named_modules(prefix=prefix):
+                if id(module) in managed:
+                    for group in module.parameter_groups:
+                        group.name = name
+        handle = register_optimizer_step_post_hook(_mark_updated)
+        weakref.finalize(self, handle.remove).atexit = False
+        self.is_finalized = True
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether the module lies in no other of the context's."""
+        return not any(
+            module is child for other in _alive(self._modules) if other is not module for child in other.modules()
+        )
+
+    # Weights
+
+    def enter_forward(self) -> None:
+        """A module is about to run, not as part of a backward. RuntimeError before the context is complete."""
+        if not self.is_finalized:
+            raise RuntimeError("Expected forward after the last fully_shard. Exit fully_shard_context first.")
+        if self._is_in_backward:
+            self._abandon_backward()
+
+    def unshard_for_forward(self, module: Any) -> None:
+        """Brings the full weights of a module, and begins to bring those of the one that is likely next."""
+        place = self._places[id(module)][0] + 1
+        self._unshard(module, self._forward_order[place : place + 1])
+
+    def unshard_for_backward(self, module: Any) -> None:
+        """As `unshard_for_forward`; next is the first module in backward order that expects a backward."""
+        expecting = (
+            reference
+            for reference in self._backward_order[self._places[id(module)][1] + 1 :]
+            if (other := reference()) is not None and other.expects_backward
+        )
+        self._unshard(module, [reference for reference, _ in zip(expecting, range(1), strict=False)])
+
+    def unshard_for_recomputation(self, module: Any) -> None:
+        """Brings the full weights of a module that runs forward again as part of a backward."""
+        if self._recomputed is not None and self._recomputed() is not module:
+            self.reshard_recomputed()
+        self._unshard(module, [])
+
+    def keep_recomputed(self, module: Any) -> None:
+        """Keeps the full weights of a module that has been recomputed: most likely its own backward comes next."""
+        self._recomputed = weakref.ref(module)
+
+    def reshard_recomputed(self) -> None:
+        """Lets go of the weights that were kept for a backward which did not come next, unless it is under way."""
+        reference, self._recomputed = self._recomputed, None
+        module = None if reference is None else reference()
+        if module is not None and module.is_resting:
+            reshard(module)
+
+    def _unshard(self, module: Any, following: Iterable[weakref.ref[Any]]) -> None:
+        for group in module.parameter_groups:
+            group.unshard(self.gather_lane)
+        wrong = None if self._prefetched is None else self._prefetched()
+        self._prefetched = None
+        if wrong is not None and wrong is not module and wrong.is_resting:
+            reshard(wrong)
+        for reference in following:
+            other = reference()
+            if other is not None and not all(group.is_unsharded for group in other.parameter_groups):
+                for group in other.parameter_groups:
+                    group.unshard(self.gather_lane)
+                self._prefetched = reference
+        with self.named_errors():
+            for group in module.parameter_groups:
+                group.wait_unsharded()
+
+    # Gradients
+
+    def enter_backward(self) -> None:
+        """A backward has reached a module. At the end of it, the context cleans up."""
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            context = weakref.ref(self)
+            Variable._execution_engine.queue_callback(lambda: _call_if_alive(context, FsdpContext._finish_backward))
+
+    def make_room(self, group: FsdpParameterGroup) -> None:
+        """Waits until a group may collect: its last reduction is done, and at most one other is under way."""
+        while len(self._in_flight) > 1 or any(in_flight.group is group for in_flight in self._in_flight):
+            self._finish_oldest()
+
+    def reduce(self, group: FsdpParameterGroup) -> None:
+        """Begins to reduce what a group has collected."""
+        self._in_flight.append(_InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch)))
+
+    def _finish_oldest(self) -> None:
+        group, event = self._in_flight[0]
+        with self.named_errors():
+            event.wait()
+        self._in_flight.popleft()
+        group.release_gradients()
+
+    def _finish_backward(self) -> None:
+        for module in self.backward_order:
+            module.finish_backward()
+        while self._in_flight:
+            self._finish_oldest()
+        self._recomputed = self._prefetched = None
+        self._is_in_backward = False
+
+    def _abandon_backward(self) -> None:
+        """After a backward that has raised: its gradients are incomplete, so they are dropped."""
+        while self._in_flight:
+            self._finish_oldest()
+        for module in self.backward_order:
+            module.abandon_backward()
+        self._recomputed = self._prefetched = None
+        self._is_in_backward = False
+
+    # Errors
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Says what ranks disagree about by name. RuntimeError."""
+        try:
+            yield
+        except MismatchError as error:
+            raise RuntimeError(
+                f"Expected every rank to do the same, got: this rank is about to {self._describe(error.own)}; "
+                f"rank {error.peer} of its group is about to {self._describe(error.theirs)}."
+            ) from error
+
+    def _describe(self, note: tuple[int, ...]) -> str:
+        number = note[1]
+        group = self._groups[number]() if 0 <= number < len(self._groups) else None
+        return f"do something unknown, {note}" if group is None else group.describe(note)
+
+
+def reshard(module: ScheduledModule) -> None:
+    """Frees the full weights of a module."""
+    for group in module.parameter_groups:
+        group.reshard()
+
+
+def is_backward_running() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [module for reference in references if (module := reference()) is not None]
+
+
+def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
+    """The root, then what lies in it, the last child first."""
+    if id(root) in managed:
+        yield root
+    for child in reversed(list(root.children())):
+        yield from _backward_order(child, managed)
+
+
+def _call_if_alive(context: weakref.ref[FsdpContext], method: Any) -> None:
+    alive = context()
+    if alive is not None:
+        method(alive)
+
+
+def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """After any optimizer's step: the compute weights of what it has stepped are out of date."""
+    for group in {id(group): group for group in _groups_of(optimizer)}.values():
+        group.mark_updated()
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> Iterator[FsdpParameterGroup]:
+    for parameter_group in optimizer.param_groups:
+        for parameter in parameter_group["params"]:
+            group = group_of(parameter)
+            if group is not None:
+                yield group

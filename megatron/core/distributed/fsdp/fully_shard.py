@@ -1,0 +1,357 @@
+"""The public entry: `fully_shard` and what goes with it.
+
+    with fully_shard_context(device) as context:
+        for layer in model.layers:
+            fully_shard(layer, mesh, placements)
+        fully_shard(model, mesh, placements)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fully_shard_optimizer(optimizer)
+
+    for number, batch in enumerate(microbatches):
+        with microbatch(context, is_last=number == len(microbatches) - 1):
+            loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+The names are those of Megatron-FSDP's experimental interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import Device, DeviceConfig
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.gradients import is_partial
+from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
+from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.transformer.init import draw_parameters
+
+ResetParameters = Callable[[nn.Module], None]
+
+# The context that is being filled, in this thread.
+_current: ContextVar[_Construction | None] = ContextVar("fully_shard_context", default=None)
+
+# Left on a parameter that `fully_shard` has replaced: whoever still has it holds nothing.
+_REPLACED = "_fsdp_replaced"
+
+
+class _Construction:
+    """A context that is being filled."""
+
+    def __init__(self, context: FsdpContext, reset_parameters: ResetParameters) -> None:
+        self.context = context
+        self.reset_parameters = reset_parameters
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # draw_parameters has checked that it is callable
+
+
+@contextmanager
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    *,
+    unify_communication_stream: bool = False,
+    reset_parameters: ResetParameters = _reset_parameters,
+) -> Iterator[FsdpContext]:
+    """What the modules that are sharded inside it share; forward may run once it is left.
+
+    Args:
+        device: where the modules compute; default: the GPU if there is one.
+        unify_communication_stream: gather and reduce on one stream. Less memory, less overlap. Always so on the CPU.
+        reset_parameters: initialises a module with parameters on meta, given whole on `device`; default: its own
+            method of that name. The same on every rank: every rank keeps its part of what it has drawn itself.
+
+    Raises:
+        RuntimeError: inside another.
+    """
+    if _current.get() is not None:
+        raise RuntimeError(
+            "Expected one fully_shard_context at a time, got one in another; it does not support nesting."
+        )
+    context = FsdpContext(_as_device(device), unify_communication_stream)
+    token = _current.set(_Construction(context, reset_parameters))
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+    context.finalize()
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    grad_divisor: float = 1,
+    *,
+    reshard_after_forward: bool = True,
+) -> FsdpModule:
+    """Shards in place the parameters of `module` that no module in it has sharded already: inner modules come first.
+
+    The module's parameters become DTensors over this rank's main weights, `Shard(0)` where they are cut; shards are
+    whole rows, but not even ones. They are what optimizers and checkpoints see. Gradients are averaged over the ranks.
+
+    Args:
+        module: with floating-point parameters, on any device. Every rank must pass the same values; those on meta are
+            drawn one submodule at a time in main_params_dtype, see `fully_shard_context`.
+        mesh: has the axes of `placements`, and no others.
+        placements: what is cut, on which axis.
+        mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
+        grad_divisor: what averaged gradients are divided by besides.
+        reshard_after_forward: free the full weights between forward and backward and gather them again.
+
+    Returns:
+        `module`, whose class is now a subclass of its class and of `FsdpModule`.
+
+    Raises:
+        RuntimeError: outside of a `fully_shard_context`; meta parameters that nothing initialises.
+        ValueError: a module that is sharded already, here or in another context; a parameter that two sharded modules
+            have; no parameters; placements that do not fit the mesh; a divisor that is not positive.
+        TypeError: a parameter that is not a float, or a DTensor of somebody else.
+    """
+    construction = _current.get()
+    if construction is None:
+        raise RuntimeError("Expected fully_shard to be called inside fully_shard_context, got none.")
+    context = construction.context
+    mesh = _data_parallel_mesh(mesh, placements)
+    if not grad_divisor > 0:
+        raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
+    _check_module(module, context)
+    owned = _owned_parameters(module)
+    _check_parameters(module, owned)
+    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    groups = []
+    for parameters in _grouped(owned):
+        group = FsdpParameterGroup(
+            parameters, mesh, placements, policy, grad_divisor, context.device, context.num_groups
+        )
+        context.add_group(group)
+        groups.append(group)
+    _fill(groups, owned, context.device.torch_device, construction.reset_parameters)
+    for submodule in _submodules(module):
+        _move_buffers(submodule, context.device.torch_device)
+        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+    sharded = attach(module, context, groups, reshard_after_forward)
+    context.add_module(sharded)
+    return sharded
+
+
+@contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
+    """Says of the forward and backward inside it whether they are a step's last.
+
+    Gradients that are partial on an axis of `Placements.gradient` are summed up on each rank until the last microbatch
+    and reduced over that axis after it; until then, the gradients that parameters show are partial sums. Without this,
+    every microbatch counts as a last one.
+    """
+    before = context.is_last_microbatch
+    context.is_last_microbatch = is_last
+    try:
+        yield
+    finally:
+        context.is_last_microbatch = before
+
+
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and refuse partial sums.
+
+    Gradients are cast to the parameters' dtype for the time of a step. Compute weights follow the main weights when
+    they are used next, once for each group; for that nothing needs to be called.
+
+    Raises:
+        TypeError: for something else than a `torch.optim.Optimizer`.
+        ValueError: if it has none of the sharded parameters, or has some that `fully_shard` has replaced.
+
+    Later, by `optimizer.step()`:
+        RuntimeError: for gradients of which the last microbatch is still to come.
+        NotImplementedError: for a closure, where gradients have to be cast.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    parameters = list(_parameters(optimizer))
+    num_replaced = sum(_REPLACED in vars(parameter) for parameter in parameters)
+    if num_replaced:
+        raise ValueError(f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from before.")
+    if not any(group_of(parameter) for parameter in parameters):
+        raise ValueError("Expected an optimizer over sharded parameters, got none among its parameters.")
+    uncast: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in _parameters(optimizer):
+            gradient = parameter.grad
+            if gradient is None or group_of(parameter) is None:
+                continue
+            if is_partial(gradient):
+                raise RuntimeError(
+                    "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
+                    "microbatch(context, is_last=True)."
+                )
+            if gradient.dtype != parameter.dtype:
+                if any(callable(value) for value in (*args[:1], *kwargs.values())):
+                    raise NotImplementedError(
+                        f"Expected step without a closure, whose {gradient.dtype} gradients nothing would cast to "
+                        f"{parameter.dtype}, got one."
+                    )
+                uncast.append((parameter, gradient))
+                parameter.grad = gradient.to(parameter.dtype)
+
+    def after_step(*_: Any) -> None:
+        while uncast:
+            parameter, gradient = uncast.pop()
+            parameter.grad = gradient
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _as_device(device: torch.device | str | None) -> Device:
+    if device is None:
+        device = torch.device(DeviceConfig().kind)
+    device = torch.device(device)
+    return Device(device.type, device.index or 0)
+
+
+def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
+    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to inner."""
+    names = mesh.mesh_dim_names or ()
+    numbers = []
+    for axis in placements.dp_axes:
+        if axis not in names and axis not in range(mesh.ndim):
+            raise ValueError(f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}.")
+        numbers.append(axis if isinstance(axis, int) else names.index(axis))
+    if numbers == list(range(mesh.ndim)):
+        return mesh
+    if numbers != sorted(set(numbers)) or not names:
+        raise ValueError(
+            f"Expected the axes of a mesh in their order, by name if they are not all of it, got {placements.dp_axes} "
+            f"of {names or mesh.ndim}."
+        )
+    return mesh[tuple(names[number] for number in numbers)]
+
+
+def _submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those in it, without what is sharded already."""
+    seen = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack += [child for child in reversed(list(current.children())) if not isinstance(child, FsdpModule)]
+
+
+def _check_module(module: nn.Module, context: FsdpContext) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected a module, got {type(module).__name__}.")
+    if isinstance(module, FsdpModule):
+        raise ValueError(f"Expected a module that is not sharded yet, got a {type(module).__name__}.")
+    if taken := names_taken(module):
+        raise ValueError(f"Expected a module without attributes that FsdpModule has, got {taken}.")
+    for name, child in module.named_modules():
+        if isinstance(child, FsdpModule) and child.context is not context:
+            raise ValueError(f"Expected inner modules of the same context, got {name} of another fully_shard_context.")
+
+
+def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
+    """Every physical parameter that `module` will own, with all its names and owners."""
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
+    for submodule in _submodules(module):
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                _, fqns, owners = found.setdefault(id(parameter), (parameter, [], []))
+                prefix = names[id(submodule)]
+                fqns.append(f"{prefix}.{name}" if prefix else name)
+                owners.append((submodule, name))
+    return [OwnedParameter(tuple(fqns), tuple(owners), parameter) for parameter, fqns, owners in found.values()]
+
+
+def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> None:
+    for parameter in owned:
+        name, original = parameter.fqns[0], parameter.original
+        if group_of(original) is not None or _REPLACED in vars(original):
+            raise ValueError(
+                f"Expected every parameter in one sharded module, got {name} of {type(module).__name__}, which another "
+                "owns already. Shard the module that contains both."
+            )
+        if isinstance(original, DTensor):
+            raise TypeError(f"Expected plain parameters, got the DTensor {name} with {original.placements}.")
+        if isinstance(original, nn.parameter.UninitializedParameter):
+            raise TypeError(f"Expected parameters whose shapes are known, got {name}, which is lazy.")
+        if original.ndim == 0 or original.numel() == 0:
+            raise ValueError(f"Expected parameters with rows and elements, got {name} of {tuple(original.shape)}.")
+
+
+def _grouped(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
+    """By dtype and requires_grad, in the order of the first of each."""
+    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for parameter in owned:
+        groups.setdefault((parameter.original.dtype, parameter.original.requires_grad), []).append(parameter)
+    return list(groups.values())
+
+
+def _fill(
+    groups: Sequence[FsdpParameterGroup],
+    owned: Sequence[OwnedParameter],
+    device: torch.device,
+    reset_parameters: ResetParameters,
+) -> None:
+    """Gives the main weights their values, and takes the originals' memory."""
+    places = {
+        (id(owner()), name): (group, index)
+        for group in groups
+        for index, parameter in enumerate(group.fsdp_parameters)
+        for owner, name in parameter.owners
+    }
+    drawn: set[int] = set()
+    for parameter in owned:
+        module, name = parameter.owners[0]
+        if not parameter.original.is_meta:
+            group, index = places[id(module), name]
+            group.main_weight.copy_from(index, parameter.original)
+            parameter.original.data = torch.empty(0, dtype=parameter.original.dtype, device=parameter.original.device)
+        elif id(module) not in drawn:
+            drawn.add(id(module))
+            # A parameter that several modules have is drawn by the first.
+            on_meta = [other.owners[0][1] for other in owned if other.owners[0][0] is module and other.original.is_meta]
+            main_dtype = places[id(module), name][0].main_weight.dtype
+            for own_name, whole in draw_parameters(module, on_meta, device, reset_parameters, main_dtype).items():
+                group, index = places[id(module), own_name]
+                group.main_weight.copy_from(index, whole)
+    for parameter in owned:
+        setattr(parameter.original, _REPLACED, True)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            raise RuntimeError(f"Expected buffers with storage, which nothing would fill, got {name} on meta.")
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device)
+
+
+def _refuse_assignment(*arguments: Any) -> None:
+    local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
+    if local_metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            "Expected load_state_dict(assign=False) for a sharded module, whose parameters are views of its buffers, "
+            "got assign=True."
+        )

@@ -1,0 +1,282 @@
+"""`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the optimizer reads.
+
+    unsharded   what the backward of this rank gave, whole
+    partial     its sum over microbatches, where an axis is reduced after the last of them only
+    main        reduced over all axes; what the optimizer reads
+
+The gradient of a sharded parameter says what has been summed up for it so far: nothing, a part of `main`, or, between
+the microbatches of a deferred reduction, of `partial`, with the placements of a partial sum. So clearing gradients, to
+None or to zero, is all that it takes to begin anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp import collectives
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.placement import Placements
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """compute: what autograd gives; main: what the optimizer reads; comm: in which ranks' gradients are added."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    comm: torch.dtype
+
+    @property
+    def sent(self) -> torch.dtype:
+        """The narrower of compute and comm: widening before sending would only send more."""
+        return self.comm if self.comm.itemsize < self.compute.itemsize else self.compute
+
+
+# (what a step reduces, the parameters that have a gradient in it) -> what ranks tell each other before it
+Note = Callable[[Collection[int]], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Reduce `source` over the axes where `target` is not partial, into `target`."""
+
+    source: DBuffer
+    target: DBuffer
+    target_rows: Sequence[torch.Tensor]
+    kept: Collection[int]  # parameters whose sum so far, in `target`, is added to; the others' is junk
+    received: Collection[int]  # parameters that have a gradient in `source`
+    divisor: float
+
+
+class GroupGradients:
+    """The gradient buffers of one parameter group. `unsharded` and `partial` have memory only while they are needed.
+
+    Attributes:
+        unsharded, partial, main: see the module's docstring. `partial` is None where no reduction is deferred.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Placements,
+        layout: GlobalLayout,
+        dtypes: GradientDtypes,
+        divisor: float,
+        device: torch.device,
+        note: Note,
+    ) -> None:
+        self._mesh = mesh
+        self._placements = placements
+        self._dtypes = dtypes
+        self._divisor = divisor
+        self._note = note
+        self._received: set[int] = set()
+        # Ranks that exchange notes notice a gradient that only some of them have. The others must not miss it either.
+        self._missing_value = 0.0 if device.type == "cpu" else float("nan")
+        partial_sums = [_as_partial(placement) for placement in placements.gradient]
+        self.main = DBuffer(mesh, placements.reduced_gradient, layout, dtypes.main, device)
+        self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
+        self.partial: DBuffer | None = None
+        numbers = range(len(layout.tensor_shapes))
+        self._slots = [self.unsharded.get_local_tensor(index) for index in numbers]
+        self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
+        optimizer_part = self.main
+        if placements.optimizer != self.main.placements:
+            optimizer_part = self.main.view(placements.optimizer)
+        self._main_grads = [optimizer_part.get_dtensor(index) for index in numbers]
+        if placements.defers_reduction:
+            self.partial = DBuffer(mesh, placements.gradient, layout, dtypes.main, device)
+            self._partial_rows = [self.partial.get_local_tensor(index) for index in numbers]
+            self._partial_grads = [self.partial.get_dtensor(index) for index in numbers]
+            inner = self.partial.view(self.main.placements)
+            self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
+            self.partial.release_storage()
+        # Once there are views: of released storage none can be made.
+        self.unsharded.release_storage()
+
+    @property
+    def received(self) -> Collection[int]:
+        """The parameters whose gradients have been collected and not reduced yet."""
+        return self._received
+
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes a gradient of the whole parameter `index`; a second one before the reduction is added."""
+        if not self._received:
+            self.unsharded.reallocate_storage()
+            self.unsharded.zero_padding()
+        if index in self._received:
+            self._slots[index].add_(gradient)
+        else:
+            self._slots[index].copy_(gradient)
+            self._received.add(index)
+
+    def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Callable[[], None]:
+        """Prepares the reduction of what was collected, and answers the work to do, on whichever lane.
+
+        The gradients of `parameters`, the sharded ones, show the result at once, and have it when the work is done.
+        Nothing may be collected before that and `release`.
+
+        Args:
+            is_last: whether deferred axes are reduced too.
+        """
+        received, self._received = frozenset(self._received), set()
+        in_partial = [index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)]
+        in_main = [
+            index
+            for index, parameter in enumerate(parameters)
+            if parameter.grad is not None and not is_partial(parameter.grad)
+        ]
+        if not received and not (is_last and in_partial):
+            axes, note = self._axes_to_reduce(is_last), self._note(())
+            return lambda: self._tell(axes, note)
+        self._take_over(parameters, in_main, self._main_grads)
+        steps: list[_Step] = []
+        folded: list[int] = []
+        if self.partial is None or (is_last and not in_partial and not self._axes_to_reduce(is_last=False)):
+            steps.append(self._step(self.unsharded, self.main, in_main, received))
+            shown, grads = received, self._main_grads
+        else:
+            self.partial.reallocate_storage()
+            self._take_over(parameters, in_partial, self._partial_grads)
+            if not is_last:
+                folded, in_main = in_main, []
+            kept = [*in_partial, *folded]
+            if received:
+                steps.append(self._step(self.unsharded, self.partial, kept, received))
+            shown, grads = received.union(kept), self._partial_grads
+            if is_last:
+                steps.append(self._step(self.partial, self.main, in_main, shown))
+                grads = self._main_grads
+        for index in shown:
+            parameters[index].grad = grads[index]
+        return lambda: self._carry_out(folded, steps)
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Frees what the last `reduce` has read, after its work is done."""
+        if not self._received:
+            self.unsharded.release_storage()
+        if self.partial is not None and not any(is_partial(parameter.grad) for parameter in parameters):
+            self.partial.release_storage()
+
+    def forget(self) -> None:
+        """Drops what was collected and not reduced."""
+        self._received = set()
+
+    def _axes_to_reduce(self, is_last: bool) -> list[int]:
+        """The axes that a microbatch's gradients are reduced over, inner to outer."""
+        placements = self._placements.gradient
+        axes = reversed(range(len(placements)))
+        return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
+
+    def _step(self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]) -> _Step:
+        rows = self._main_rows if target is self.main else self._partial_rows
+        divisor = self._divisor if source is self.unsharded else 1.0
+        return _Step(source, target, rows, kept, received, divisor)
+
+    def _take_over(self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]) -> None:
+        """Copies gradients that somebody has put in the place of ours into our buffers."""
+        for index in indices:
+            gradient = parameters[index].grad
+            if gradient is not own[index]:
+                ours, theirs = local_tensor(own[index]), local_tensor(gradient)
+                if ours.data_ptr() != theirs.data_ptr():
+                    ours.copy_(theirs)
+
+    def _tell(self, axes: Iterable[int], note: Sequence[int]) -> None:
+        """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce here."""
+        if self.main.device.type == "cpu":
+            for axis in axes:
+                collectives.compare_notes(note, self._mesh.get_group(axis))
+
+    def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
+        for index in folded:
+            self._fold(index)
+        for step in steps:
+            missing = [index for index in range(len(self._slots)) if index not in step.received]
+            junk = [index for index in range(len(self._slots)) if index not in step.kept]
+            if step.source is self.unsharded:
+                for index in missing:
+                    self._slots[index].fill_(0.0 if index in step.kept else self._missing_value)
+            if step.kept:
+                for index in junk:
+                    step.target_rows[index].zero_()
+            self._reduce(step)
+            if math.isnan(self._missing_value):
+                for index in set(missing).intersection(junk):
+                    step.target_rows[index].zero_()
+
+    def _fold(self, index: int) -> None:
+        """Writes the sum of an earlier step, which has been reduced, as a partial sum that would reduce to it."""
+        scale = 1.0
+        for axis, (own, reduced) in enumerate(zip(self._placements.gradient, self.main.placements, strict=True)):
+            if isinstance(own, Partial) and isinstance(reduced, Shard) and own.reduce_op == "avg":
+                scale *= self._mesh.size(axis)
+            if isinstance(own, Partial) and isinstance(reduced, Replicate) and own.reduce_op == "sum":
+                scale *= float(self._mesh.get_local_rank(axis) == 0)
+        self._partial_rows[index].zero_()
+        self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
+
+    def _reduce(self, step: _Step) -> None:
+        """source (+)-> target over all axes where the target is not partial: cut axes first, since they shrink it."""
+        source, target, accumulates = step.source, step.target, bool(step.kept)
+        axes = [axis for axis in reversed(range(self._mesh.ndim)) if source.placements[axis] != target.placements[axis]]
+        axes.sort(key=lambda axis: not isinstance(target.placements[axis], Shard))
+        if not axes:
+            _add_locally(source, target, accumulates, step.divisor)
+            return
+        if self._dtypes.sent.itemsize < source.dtype.itemsize:
+            source = source.cast(self._dtypes.sent)
+        divisor, note = step.divisor, self._note(step.received)
+        for number, axis in enumerate(axes):
+            placement, is_final = target.placements[axis], number == len(axes) - 1
+            out = target if is_final else None
+            if not is_final and not accumulates:
+                out = target.part_for([*source.placements[:axis], placement, *source.placements[axis + 1 :]])
+            move = source.allreduce
+            if isinstance(placement, Shard):
+                move = partial(source.reduce_scatter, placement=placement)
+            source = move(
+                axis,
+                dtype=self._dtypes.main,
+                out=out,
+                divisor=divisor,
+                accumulates=accumulates and is_final,
+                device_dtype=self._dtypes.comm,
+                note=note,
+            )
+            divisor = 1.0
+
+
+def _add_locally(source: DBuffer, target: DBuffer, accumulates: bool, divisor: float) -> None:
+    """The step of a microbatch whose gradients are reduced over no axis yet."""
+    if accumulates:
+        target.local_buffer.add_(source.local_buffer, alpha=1.0 / divisor)
+        return
+    target.local_buffer.copy_(source.local_buffer)
+    if divisor != 1:
+        target.local_buffer.div_(divisor)
+
+
+def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
+    """A DTensor's local tensor itself; any other tensor as it is."""
+    assert tensor is not None, "asked of what has a gradient"
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_partial(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient is a sum that has still to be reduced."""
+    return isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements)
+
+
+def _as_partial(placement: Placement) -> Placement:
+    return placement if isinstance(placement, Partial) else Partial("avg")

@@ -1,0 +1,276 @@
+"""`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
+
+    forward     before: full weights, and those of the next module begin to come
+                after: sharded again, unless reshard_after_forward is False and a backward will follow
+    backward    before, when the gradient of an output is there: full weights, and those of the module before begin to
+                come
+                after, when the gradients of all inputs are there: sharded again, gradients begin to be reduced
+    at the end  of the whole backward: whatever is left, and waiting for the last reductions
+
+A module that is run again inside a backward, to recompute its activations, gets its full weights and keeps them for its
+own backward.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+
+# What an output may hold besides tensors without anybody wondering whether a tensor hides in it.
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class FsdpModule(nn.Module):
+    """Mixed into the class of a module by `fully_shard`, never constructed.
+
+    Attributes:
+        context: shared with the other modules of the model.
+        parameter_groups: the parameters of this module and of those in it that are not sharded themselves.
+        phase: see `Phase`.
+        reshard_after_forward: whether full weights are freed between forward and backward. May be changed.
+    """
+
+    class Phase(enum.Enum):
+        """What a module is doing. A recomputation inside its own backward stays BACKWARD."""
+
+        RESTING = "resting"
+        FORWARD = "forward"
+        BACKWARD = "backward"
+
+        def leads_to(self, phase: FsdpModule.Phase) -> bool:
+            """Whether a module may go from this phase to that one: through rest, always."""
+            return (self is FsdpModule.Phase.RESTING) != (phase is FsdpModule.Phase.RESTING)
+
+    context: FsdpContext
+    parameter_groups: list[FsdpParameterGroup]
+    phase: FsdpModule.Phase
+    reshard_after_forward: bool
+
+    _num_outstanding: int  # calls whose backward has not come yet
+    _will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
+    _has_reduced: bool  # in the present backward
+
+    def is_root(self) -> bool:
+        """Whether no sharded module of the same context contains this one."""
+        return self.context.is_root(self)
+
+    @property
+    def is_resting(self) -> bool:
+        return self.phase is FsdpModule.Phase.RESTING
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a backward of this module is to be expected, since its last forward was one of training."""
+        return self._num_outstanding > 0 or self._will_be_recomputed
+
+    def finish_backward(self) -> None:
+        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
+        self._rest()
+        self._reduce()
+        self._forget_calls()
+
+    def abandon_backward(self) -> None:
+        """Forgets a backward that has failed, and its gradients."""
+        self._rest()
+        for group in self.parameter_groups:
+            group.forget_gradients()
+        self._forget_calls()
+
+    def _before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.phase is FsdpModule.Phase.BACKWARD:
+            return None  # recomputed inside its own backward, which has brought the weights
+        is_recomputation = is_backward_running()
+        if not is_recomputation:
+            self.context.enter_forward()
+        self._enter(FsdpModule.Phase.FORWARD)
+        try:
+            if is_recomputation:
+                self.context.unshard_for_recomputation(self)
+            else:
+                self.context.unshard_for_forward(self)
+            self._show_full()
+        except BaseException:
+            self._rest()
+            raise
+        if torch.is_grad_enabled():
+            return self._watch_inputs(args, kwargs)
+        if not is_recomputation:
+            self._will_be_recomputed = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+        return None
+
+    def _after_forward(self, output: Any) -> None:
+        """Also called after a forward that has raised, with None for its output."""
+        if self.phase is not FsdpModule.Phase.FORWARD:
+            return
+        self._enter(FsdpModule.Phase.RESTING)
+        for group in self.parameter_groups:
+            group.show_sharded()
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if outputs:
+            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._before_backward), mode="any")
+        if is_backward_running():
+            self.context.keep_recomputed(self)
+            return
+        self._num_outstanding += bool(outputs)
+        if self.reshard_after_forward or not outputs:
+            # Where a tensor may hide, nothing would tell of its backward, which must find the weights.
+            hides_tensors = torch.is_grad_enabled() and not outputs and _is_opaque(output)
+            if not hides_tensors:
+                reshard(self)
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Inputs that tell when their gradients are there: then this module's part of the backward is done.
+
+        A view belongs to this call alone, while the tensor itself may have other uses whose gradients come later.
+        """
+        views: list[torch.Tensor] = []
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            views.append(tensor.view_as(tensor))
+            return views[-1]
+
+        watched: tuple[Any, Any] = tree_map_only(torch.Tensor, view, (args, kwargs))
+        if not views:
+            return None
+        register_multi_grad_hook(views, _weakly(self, FsdpModule._after_backward), mode="all")
+        return watched
+
+    def _before_backward(self, _: Any) -> None:
+        self.context.enter_backward()
+        if self.phase is FsdpModule.Phase.BACKWARD:
+            return
+        self._enter(FsdpModule.Phase.BACKWARD)
+        self.context.unshard_for_backward(self)
+        self._show_full()
+
+    def _after_backward(self, _: Any) -> None:
+        self.context.enter_backward()
+        self._rest()
+        self._num_outstanding = max(0, self._num_outstanding - 1)
+        if self._num_outstanding == 0:
+            self._reduce()
+
+    def _collect(self, _: Any, *, group_index: int, parameter_index: int) -> None:
+        """A full parameter has got its gradient."""
+        self.context.enter_backward()
+        group = self.parameter_groups[group_index]
+        full = group.fsdp_parameters[parameter_index].full
+        gradient, full.grad = full.grad, None
+        if gradient is not None and group.gradients is not None:
+            if not group.gradients.received:
+                self.context.make_room(group)
+            group.gradients.collect(parameter_index, gradient)
+
+    def _reduce(self) -> None:
+        """Begins to reduce what was collected. Once in a backward, ranks also tell each other that it is nothing."""
+        for group in self.parameter_groups:
+            if group.gradients is not None and (group.gradients.received or not self._has_reduced):
+                self.context.reduce(group)
+        self._has_reduced = True
+
+    def _rest(self) -> None:
+        """At rest, from whatever phase: sharded parameters, no full weights."""
+        self.phase = FsdpModule.Phase.RESTING
+        for group in self.parameter_groups:
+            group.show_sharded()
+        reshard(self)
+
+    def _show_full(self) -> None:
+        for group in self.parameter_groups:
+            group.show_full()
+
+    def _enter(self, phase: Phase) -> None:
+        if not self.phase.leads_to(phase):
+            raise RuntimeError(
+                f"Expected {type(self).__name__} to come to {phase.value} from another phase, got {self.phase.value}; "
+                "a sharded module cannot run inside itself."
+            )
+        self.phase = phase
+
+    def _forget_calls(self) -> None:
+        self._num_outstanding = 0
+        self._will_be_recomputed = False
+        self._has_reduced = False
+
+
+def attach(
+    module: nn.Module, context: FsdpContext, groups: list[FsdpParameterGroup], reshard_after_forward: bool
+) -> FsdpModule:
+    """Makes `module` an `FsdpModule`, in place and at rest."""
+    module.__class__ = type(f"Fsdp{type(module).__name__}", (FsdpModule, type(module)), {})
+    assert isinstance(module, FsdpModule), "it has just become one"
+    module.context = context
+    module.parameter_groups = groups
+    module.reshard_after_forward = reshard_after_forward
+    module.phase = FsdpModule.Phase.RESTING
+    module._forget_calls()
+    for group_index, group in enumerate(groups):
+        group.show_sharded()
+        for parameter_index, parameter in enumerate(group.fsdp_parameters):
+            if group.requires_grad:
+                collect = partial(FsdpModule._collect, group_index=group_index, parameter_index=parameter_index)
+                parameter.full.register_post_accumulate_grad_hook(_weakly(module, collect))
+    module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    module.register_forward_hook(_after_forward, always_call=True)
+    return module
+
+
+def names_taken(module: nn.Module) -> list[str]:
+    """The attributes of a module that stand in the way of those that `attach` gives it."""
+    return [name for name in (*FsdpModule.__annotations__, *vars(FsdpModule)) if _is_taken(module, name)]
+
+
+def _is_taken(module: nn.Module, name: str) -> bool:
+    return not name.startswith("__") and not hasattr(nn.Module, name) and hasattr(module, name)
+
+
+def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    return module._before_forward(args, kwargs)
+
+
+def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
+    module._after_forward(output)
+
+
+def _weakly(module: FsdpModule, method: Callable[[FsdpModule, Any], None]) -> Callable[[Any], None]:
+    """`method` of a module that autograd must not keep alive."""
+    reference = weakref.ref(module)
+
+    def call(gradient: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, gradient)
+
+    return call
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What nested containers and dataclasses hold."""
+    for leaf in tree_leaves(value):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from _leaves(getattr(leaf, field.name))
+        else:
+            yield leaf
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _is_opaque(value: Any) -> bool:
+    return not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in _leaves(value))

@@ -1,0 +1,324 @@
+"""`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype and one requires_grad.
+
+All of them have one layout; what differs is the dtype and the placements:
+
+    main_weight                   optimizer   what the optimizer updates; the sharded parameters are views of it
+    model_weight                  parameter   compute weights between uses
+    post_optimizer_model_weight   optimizer   the part of model_weight that the own main weights become; a view of it
+    unsharded_weight              Replicate   compute weights in use; the full parameters are views of it
+    gradients                                 see `GroupGradients`
+
+Weight buffers that would hold the same are one; `unsharded_weight` has memory only while the weights are in use.
+
+A parameter is two: `full` takes part in forward and backward, `sharded` rests in the module and goes to the optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.device import Device, Event, Lane
+from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+
+# The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
+_GROUP = "_fsdp_group"
+
+_GATHER, _REDUCE = 1, 2  # what a note says is about to happen
+_MASK_BITS = 62  # parameters that one integer of a note tells of
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpParameter:
+    """One physical parameter, under all the names it has.
+
+    Attributes:
+        fqns: its names, from the module that was sharded.
+        owners: the modules that have it, weakly, each with the name it has there.
+        full: over the unsharded compute weights; without memory at rest.
+        sharded: a DTensor over this rank's main weights.
+    """
+
+    fqns: tuple[str, ...]
+    owners: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    full: nn.Parameter
+    sharded: nn.Parameter
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Makes one of the two what the owning modules have."""
+        for owner, name in self.owners:
+            module = owner()
+            if module is not None:
+                module._parameters[name] = parameter
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedParameter:
+    """A parameter as `fully_shard` finds it."""
+
+    fqns: tuple[str, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+    original: nn.Parameter
+
+
+def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
+    """The group of a sharded parameter; None for any other tensor."""
+    reference = getattr(parameter, _GROUP, None)
+    return None if reference is None else reference()
+
+
+class FsdpParameterGroup:
+    """See the module's docstring.
+
+    What is put on a lane goes on after the call; the events are kept here, and `wait_unsharded` or the event that
+    `reduce` answers say when a buffer may be touched again.
+
+    Attributes:
+        number: of the group in its context; the same on every rank.
+        name: of the module, for messages; known once the context is complete.
+        dtype: of the compute weights.
+        requires_grad: whether there are gradients.
+        layout: of all buffers.
+        fsdp_parameters: in the order of the layout's tensors.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParameter],
+        mesh: DeviceMesh,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        grad_divisor: float,
+        device: Device,
+        number: int,
+    ) -> None:
+        first = owned[0].original
+        self.number = number
+        self.name = ""
+        self.dtype = first.dtype
+        self.requires_grad = first.requires_grad
+        self.mesh = mesh
+        self.placements = placements
+        self.policy = policy.resolve(self.dtype)
+        self.layout = GlobalLayout.build([parameter.original.shape for parameter in owned], mesh.size())
+        self._device = device
+        self._make_weights()
+        self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
+        self.fsdp_parameters = [self._make_parameter(index, parameter) for index, parameter in enumerate(owned)]
+        if self.is_gathered:
+            # Once there are views: of released storage none can be made.
+            self.unsharded_weight.release_storage()
+        self._is_unsharded = False
+        self._weights_ready: Event | None = None
+        self._is_stale = True
+        self._seen_versions = 0
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """What the optimizer reads; None in a frozen group."""
+        return None if self.gradients is None else self.gradients.main
+
+    # Weights
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether compute weights in use are another buffer than compute weights at rest."""
+        return self.unsharded_weight is not self.model_weight
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters have their values, or will have after `wait_unsharded`."""
+        return self._is_unsharded
+
+    def mark_updated(self) -> None:
+        """Says that the main weights have changed; the compute weights follow before they are used again."""
+        self._is_stale = True
+
+    def unshard(self, lane: Lane) -> None:
+        """Begins to bring the full parameters up to date, if they are not."""
+        is_stale = self._takes_stale()
+        if self._is_unsharded and not is_stale:
+            return
+        if self.is_gathered:
+            self.unsharded_weight.reallocate_storage()
+        if is_stale:
+            # For autograd, what it has saved of these weights is no longer what they are.
+            torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
+        if self.is_gathered or is_stale:
+            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale), after=[self._device.event()])
+        self._is_unsharded = True
+
+    def wait_unsharded(self) -> None:
+        """What this thread does from here on comes after `unshard` has done its work."""
+        if self._weights_ready is not None:
+            event, self._weights_ready = self._weights_ready, None
+            event.wait()
+
+    def reshard(self) -> None:
+        """Frees the full parameters' memory, if it is not also the compute weights'."""
+        if self._is_unsharded:
+            self.wait_unsharded()
+            self._is_unsharded = False
+            if self.is_gathered:
+                self.unsharded_weight.release_storage()
+
+    def show_full(self) -> None:
+        """Modules have the full parameters, which require a gradient where the sharded ones do."""
+        for parameter in self.fsdp_parameters:
+            if parameter.full.requires_grad != parameter.sharded.requires_grad:
+                self._follow_requires_grad(parameter)
+            parameter.show(parameter.full)
+
+    def show_sharded(self) -> None:
+        """Modules have the sharded parameters."""
+        for parameter in self.fsdp_parameters:
+            parameter.show(parameter.sharded)
+
+    def reduce(self, lane: Lane, is_last: bool) -> Event:
+        """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        work = self.gradients.reduce([parameter.sharded for parameter in self.fsdp_parameters], is_last)
+        return lane.enqueue(work, after=[self._device.event()])
+
+    def release_gradients(self) -> None:
+        """Frees what `reduce` has read. Call it after the event that it answered."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        self.gradients.release([parameter.sharded for parameter in self.fsdp_parameters])
+
+    def forget_gradients(self) -> None:
+        """Drops what was collected and not reduced, after a backward that has failed."""
+        for parameter in self.fsdp_parameters:
+            parameter.full.grad = None
+        if self.gradients is not None:
+            self.gradients.forget()
+            self.release_gradients()
+
+    def describe(self, note: Sequence[int]) -> str:
+        """What a rank with a note about this group is about to do."""
+        if note[0] == _GATHER:
+            return f"gather {self.name}"
+        without = [name for index, name in enumerate(self.names) if not _is_in_mask(note[2:], index)]
+        return f"reduce the gradients of {self.name}" + (
+            f", which has none for {', '.join(without)}" if without else ""
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' first names, with the module's."""
+        prefix = f"{self.name}." if self.name else ""
+        return [prefix + parameter.fqns[0] for parameter in self.fsdp_parameters]
+
+    # Building
+
+    def _make_weights(self) -> None:
+        main_dtype = self.policy.main_params_dtype if self.requires_grad else self.dtype
+        self.model_weight = self._buffer(self.placements.parameter, self.dtype)
+        self.post_optimizer_model_weight = self.model_weight
+        if self.placements.optimizer != self.placements.parameter:
+            self.post_optimizer_model_weight = self.model_weight.view(self.placements.optimizer)
+        self.main_weight = self.post_optimizer_model_weight
+        if main_dtype != self.dtype:
+            self.main_weight = self._buffer(self.placements.optimizer, main_dtype)
+        self.unsharded_weight = self.model_weight
+        if self.model_weight.range.numel < self.layout.size:
+            self.unsharded_weight = self._buffer([Replicate()] * self.mesh.ndim, self.dtype)
+
+    def _make_gradients(self, divisor: float) -> GroupGradients:
+        main, comm = _known(self.policy.main_grads_dtype), _known(self.policy.grad_comm_dtype)
+        return GroupGradients(
+            self.mesh,
+            self.placements,
+            self.layout,
+            GradientDtypes(compute=self.dtype, main=main, comm=comm),
+            divisor,
+            self._device.torch_device,
+            partial(_reduction_note, self.number),
+        )
+
+    def _buffer(self, placements: Sequence[Placement], dtype: torch.dtype | None) -> DBuffer:
+        return DBuffer(self.mesh, placements, self.layout, _known(dtype), self._device.torch_device)
+
+    def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
+        whole = self.unsharded_weight.get_local_tensor(index)
+        # Not a view: what gathers write must not count as a change of what autograd has saved.
+        apart = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        apart.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
+        full = nn.Parameter(apart, requires_grad=self.requires_grad)
+        sharded = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
+        for parameter in (full, sharded):
+            vars(parameter).update(vars(owned.original))
+        setattr(sharded, _GROUP, weakref.ref(self))
+        if self.main_grad is not None and self.main_grad.dtype != self.main_weight.dtype:
+            sharded.grad_dtype = None  # any: it is fully_shard_optimizer that casts
+        owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
+        return FsdpParameter(owned.fqns, owners, full, sharded)
+
+    def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
+        if parameter.sharded.requires_grad and not self.requires_grad:
+            raise RuntimeError(
+                f"Expected {parameter.fqns[0]} of {self.name or 'the model'} to stay frozen, as it was when it was "
+                "sharded and got no gradient buffer, got requires_grad=True."
+            )
+        parameter.full.requires_grad_(parameter.sharded.requires_grad)
+
+    # On lanes
+
+    def _gather(self, is_stale: bool) -> None:
+        note = [_GATHER, self.number]
+        if is_stale:
+            if self.main_weight is not self.post_optimizer_model_weight:
+                self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
+            if self.post_optimizer_model_weight is not self.model_weight:
+                self.post_optimizer_model_weight.redistribute(
+                    self.placements.parameter, out=self.model_weight, note=note
+                )
+        if self.is_gathered:
+            self.model_weight.redistribute(self.unsharded_weight.placements, out=self.unsharded_weight, note=note)
+
+    def _takes_stale(self) -> bool:
+        """Whether compute weights lag behind main weights; asked by who is about to mend it."""
+        if self.main_weight is self.model_weight:
+            return False
+        # Optimizers tell; what else writes through the parameters, or a kernel through the buffer, counts up.
+        versions = self.main_weight.local_buffer._version
+        for parameter in self.fsdp_parameters:
+            versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
+        is_stale = self._is_stale or versions != self._seen_versions
+        self._is_stale, self._seen_versions = False, versions
+        return is_stale
+
+
+def _known(dtype: torch.dtype | None) -> torch.dtype:
+    assert dtype is not None, "the policy is resolved"
+    return dtype
+
+
+def _reduction_note(number: int, received: Collection[int]) -> list[int]:
+    """Which group is about to be reduced, and which of its parameters have a gradient.
+
+    Parameters beyond those that a note has room for share bits with earlier ones: a difference is still noticed, unless
+    two cancel out, but the parameter is not named.
+    """
+    words = [0] * (NOTE_LENGTH - 2)
+    for index in received:
+        word, bit = divmod(index % (_MASK_BITS * len(words)), _MASK_BITS)
+        words[word] ^= 1 << bit
+    return [_REDUCE, number, *words]
+
+
+def _is_in_mask(words: Sequence[int], index: int) -> bool:
+    word, bit = divmod(index % (_MASK_BITS * len(words)), _MASK_BITS)
+    return bool(words[word] >> bit & 1)

@@ -1,0 +1,43 @@
+"""In which dtypes a module's weights and gradients are kept, computed with and sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of what stands behind the compute weights, which keep the dtype that the module has.
+
+    Attributes:
+        main_params_dtype: of the main weights, which the optimizer updates; None: the compute weights' own.
+        main_grads_dtype: of the gradients that the optimizer reads, and of their sums over microbatches; None: the
+            compute weights' own.
+        grad_comm_dtype: in which gradients are reduced over ranks; None: main_grads_dtype. On the CPU gradients travel
+            in this dtype or in the compute weights', whichever is narrower, and are always added in fp32.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in _FLOATING:
+                raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
+
+    def resolve(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
+        """This policy with every dtype filled in, for parameters of `compute_dtype`. TypeError if that is no float."""
+        if compute_dtype not in _FLOATING:
+            raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {compute_dtype}.")
+        main_grads = self.main_grads_dtype or compute_dtype
+        return MixedPrecisionPolicy(
+            main_params_dtype=self.main_params_dtype or compute_dtype,
+            main_grads_dtype=main_grads,
+            grad_comm_dtype=self.grad_comm_dtype or main_grads,
+        )

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+
+
+def test_open_dtypes_are_those_of_the_compute_weights():
+    policy = MixedPrecisionPolicy().resolve(torch.bfloat16)
+    assert policy == MixedPrecisionPolicy(torch.float32, torch.bfloat16, torch.bfloat16)
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32).resolve(torch.bfloat16)
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_what_is_no_float_is_refused():
+    with pytest.raises(ValueError, match="Expected main_grads_dtype to be None or one of .*, got torch.int32"):
+        MixedPrecisionPolicy(main_grads_dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"Expected parameters of one of the dtypes .*, got torch.int64"):
+        MixedPrecisionPolicy().resolve(torch.int64)
