@@ -131,9 +131,16 @@ class RunConfig:
                 raise ConfigError(f"{flag}: expected --load without --finetune, which loads no schedule.")
 
     def _check_engine(self, world_size: int) -> None:
-        if self.parallel.use_torch_fsdp2:
+        num_instances = self.parallel.num_distributed_optimizer_instances
+        expect(
+            world_size % num_instances == 0,
+            "--num-distributed-optimizer-instances",
+            f"a divisor of {world_size} rank(s)",
+            num_instances,
+        )
+        if self.parallel.is_sharded:
             return
         if world_size > 1:
-            raise ConfigError(f"--no-use-torch-fsdp2: expected one process, got {world_size}.")
+            raise ConfigError(f"--no-use-megatron-fsdp: expected one process, got {world_size}.")
         if self.training.bf16:
-            raise ConfigError("--bf16: expected --use-torch-fsdp2, which keeps the main weights in fp32, got none.")
+            raise ConfigError("--bf16: expected --use-megatron-fsdp, which keeps the main weights in fp32, got none.")

@@ -19,11 +19,12 @@ from megatron.core import log
 from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
-from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from megatron.core.transformer.init import materialize
+from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
 from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
 from megatron.training.config import RunConfig
@@ -91,26 +92,44 @@ def build_run_state(
     with torch.device("meta"):
         model = model_provider(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.parallel.use_torch_fsdp2:
-        shard_model(
-            model,
-            mesh,
-            compute_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-            reshard_after_forward=config.parallel.torch_fsdp2_reshard_after_forward,
-        )
-    materialize(model, device.torch_device, config.training.seed)
+    _shard(model, config, device, mesh)
     optimizer = build_torch_optimizer(model, config.optimizer, config.schedule.lr)
+    if config.parallel.use_megatron_fsdp:
+        fully_shard_optimizer(optimizer)
     schedule = LRSchedule.build(config.schedule, config.training.train_iters)
-    engine = "PyTorch FSDP2" if config.parallel.use_torch_fsdp2 else "unsharded"
     logger.info(
         "%d parameters, %s on %d rank(s), %s, %s",
         num_parameters,
-        engine,
+        config.parallel.engine,
         mesh.size(),
         "bf16 compute over fp32 main weights" if config.training.bf16 else "fp32",
         device.description,
     )
     return RunState(model, optimizer, schedule, Progress())
+
+
+def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh) -> None:
+    """Hands the model, on meta, to its engine and gives it its initial weights."""
+    parallel, seed = config.parallel, config.training.seed
+    compute_dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    if parallel.use_megatron_fsdp:
+        megatron_fsdp.shard_model(
+            model,
+            mesh,
+            device,
+            parallel,
+            compute_dtype=compute_dtype,
+            reset_parameters=seeded_reset(model, device.torch_device, seed),
+        )
+        return
+    if parallel.use_torch_fsdp2:
+        torch_fsdp2.shard_model(
+            model,
+            mesh,
+            compute_dtype=compute_dtype,
+            reshard_after_forward=parallel.torch_fsdp2_reshard_after_forward,
+        )
+    materialize(model, device.torch_device, seed)
 
 
 def _run(state: RunState, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.megatron_fsdp import microbatch_of
 from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads
 
 Batch = dict[str, torch.Tensor]
@@ -62,10 +63,11 @@ def train_step(
     model.train()
     # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(num_microbatches):
+    for number in range(num_microbatches):
         batch = _to_device(next(microbatches), device)
-        mean_loss = forward_step(model, batch) / num_microbatches
-        mean_loss.backward()
+        with microbatch_of(model, is_last=number == num_microbatches - 1):
+            mean_loss = forward_step(model, batch) / num_microbatches
+            mean_loss.backward()
         loss += mean_loss.detach()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = global_grad_norm(parameters).to(device)

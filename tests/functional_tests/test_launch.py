@@ -36,15 +36,16 @@ def run(launcher: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
-    """The unsharded engine gives the losses of FSDP2 on one rank."""
+    """The unsharded engine gives the losses of both FSDPs on one rank."""
     losses = []
-    for engine in ("--use-torch-fsdp2", "--no-use-torch-fsdp2"):
+    for engine in ("--no-use-megatron-fsdp", "--use-torch-fsdp2", "--use-megatron-fsdp"):
         metrics = tmp_path / f"{engine}.jsonl"
         done = run([sys.executable], *SETTINGS, engine, "--hidden-dropout", "0", "--metrics-jsonl", str(metrics))
         assert done.returncode == 0, done.stderr
         assert "validation loss at iteration 4" in done.stdout
         losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for sharded in losses[1:]:
+        assert sharded == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_a_mistake_is_one_line_and_exit_code_two():

@@ -39,6 +39,7 @@ FLOORS: list[list[str]] = [
     ],
     [
         "megatron.core.distributed.config",
+        "megatron.core.distributed.units",
         "megatron.core.distributed.fsdp.placement",
         "megatron.core.distributed.fsdp.policy",
         "megatron.core.distributed.fsdp.layout",
@@ -49,6 +50,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.context",
         "megatron.core.distributed.fsdp.module",
         "megatron.core.distributed.fsdp.fully_shard",
+        "megatron.core.distributed.megatron_fsdp",
         "megatron.core.distributed.torch_fsdp2",
     ],
     [
@@ -58,6 +60,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.torch_optimizer",
     ],
     [
+        "megatron.core.dist_checkpointing.chunks",
         "megatron.core.dist_checkpointing.config",
         "megatron.core.dist_checkpointing.errors",
         "megatron.core.dist_checkpointing.state",

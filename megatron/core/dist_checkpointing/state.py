@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from megatron.core.dist_checkpointing.chunks import describe_shards
 from megatron.core.dist_checkpointing.errors import CheckpointError
 
 _MAX_NAMES_SHOWN = 8
@@ -23,8 +24,8 @@ _MAX_NAMES_SHOWN = 8
 class DCPState(Stateful):
     """A model, and optionally its optimizer, as PyTorch DCP wants them: `{"model": ..., "optim": ...}` by full names.
 
-    Works for plain modules and for FSDP2's, whose tensors stay the DTensors they are: nothing is gathered. The state
-    dict aliases the live tensors, so `dcp.load` into it writes in place; `load_state_dict` then installs the rest
+    Works for plain modules and for sharded ones, whose tensors stay the DTensors they are: nothing is gathered. The
+    state dict aliases the live tensors, so `dcp.load` into it writes in place; `load_state_dict` then installs the rest
     (step counters, parameter groups). An optimizer that has not stepped yet gets its states allocated on the way.
 
     Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two methods.
@@ -37,10 +38,13 @@ class DCPState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """`{"model": {name: tensor}}`, and `"optim"` if there is an optimizer."""
         if self.optimizer is None:
-            return {"model": get_model_state_dict(self.model)}
+            model_state = get_model_state_dict(self.model)
+            describe_shards(self.model, model_state, {})
+            return {"model": model_state}
         if not self.optimizer.state:
             _allocate_states(self.model, self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        describe_shards(self.model, model_state, optimizer_state["state"])
         return {"model": model_state, "optim": optimizer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,16 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, expect, option
+from megatron.core.options import check_options, expect, option, resolve_default
+
+_DTYPES = ("fp32", "bf16", "auto")
 
 
 @dataclass(frozen=True)
 class DataParallelConfig:
     """The data-parallel engine's settings."""
 
-    use_torch_fsdp2: bool = option(
-        True, "shard with PyTorch FSDP2; without it the model is not sharded and runs in one process, in fp32"
+    use_megatron_fsdp: bool | None = option(
+        None,
+        "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, the model is not "
+        "sharded and runs in one process, in fp32",
     )
+    data_parallel_sharding_strategy: str = option(
+        "optim_grads_params",
+        "what Megatron-FSDP shards: nothing, or optimizer states, or gradients too, or parameters too (ZeRO-1, 2, 3)",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
+    num_distributed_optimizer_instances: int = option(
+        1, "groups of ranks among each of which the model is sharded, side by side (HSDP)", at_least=1
+    )
+    outer_dp_sharding_strategy: str = option(
+        "no_shard",
+        "what is sharded over those groups besides: nothing (HSDP), or optimizer states (HFSDP)",
+        choices=("no_shard", "optim"),
+    )
+    megatron_fsdp_main_grads_dtype: str = option(
+        "fp32", "dtype of the gradients that the optimizer reads; auto: the compute dtype", choices=_DTYPES
+    )
+    megatron_fsdp_grad_comm_dtype: str = option(
+        "auto", "dtype in which gradients are reduced; auto: that of the main gradients", choices=_DTYPES
+    )
+    megatron_fsdp_reshard_after_forward: bool = option(
+        True,
+        "free a layer's full weights after its forward and gather them again for its backward",
+        off_flag="--megatron-fsdp-no-reshard-after-forward",
+    )
+    use_torch_fsdp2: bool = option(False, "shard with PyTorch FSDP2, the reference engine")
     torch_fsdp2_reshard_after_forward: bool = option(
         True,
         "free a layer's full weights after its forward and gather them again for its backward",
@@ -23,9 +52,55 @@ class DataParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        resolve_default(self, "use_megatron_fsdp", not self.use_torch_fsdp2)
+        expect(
+            not (self.use_megatron_fsdp and self.use_torch_fsdp2),
+            "--use-torch-fsdp2",
+            "one engine",
+            "--use-megatron-fsdp too",
+        )
+        for name, default, flag in (
+            ("data_parallel_sharding_strategy", "optim_grads_params", "--data-parallel-sharding-strategy"),
+            ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
+            ("megatron_fsdp_main_grads_dtype", "fp32", "--megatron-fsdp-main-grads-dtype"),
+            ("megatron_fsdp_grad_comm_dtype", "auto", "--megatron-fsdp-grad-comm-dtype"),
+            ("megatron_fsdp_reshard_after_forward", True, "--megatron-fsdp-no-reshard-after-forward"),
+        ):
+            is_used = self.use_megatron_fsdp or getattr(self, name) == default
+            expect(is_used, flag, "--use-megatron-fsdp", "--no-use-megatron-fsdp")
         expect(
             self.torch_fsdp2_reshard_after_forward or self.use_torch_fsdp2,
             "--torch-fsdp2-no-reshard-after-forward",
             "--use-torch-fsdp2",
             "--no-use-torch-fsdp2",
         )
+        expect(
+            self.outer_dp_sharding_strategy == "no_shard" or self.num_distributed_optimizer_instances > 1,
+            "--outer-dp-sharding-strategy",
+            "--num-distributed-optimizer-instances of at least 2",
+            self.num_distributed_optimizer_instances,
+        )
+        expect(
+            self.num_distributed_optimizer_instances == 1
+            or self.data_parallel_sharding_strategy == "optim_grads_params",
+            "--num-distributed-optimizer-instances",
+            "--data-parallel-sharding-strategy optim_grads_params",
+            self.data_parallel_sharding_strategy,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an engine runs, rather than the bare model."""
+        return bool(self.use_megatron_fsdp) or self.use_torch_fsdp2
+
+    @property
+    def engine(self) -> str:
+        """What a log calls the engine."""
+        if self.use_torch_fsdp2:
+            return "PyTorch FSDP2"
+        if not self.use_megatron_fsdp:
+            return "unsharded"
+        if self.num_distributed_optimizer_instances > 1:
+            kind = "HFSDP" if self.outer_dp_sharding_strategy == "optim" else "HSDP"
+            return f"Megatron-FSDP ({kind}, {self.num_distributed_optimizer_instances} instances)"
+        return f"Megatron-FSDP ({self.data_parallel_sharding_strategy})"

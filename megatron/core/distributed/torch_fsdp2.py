@@ -11,13 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-
-def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """The modules that gather their weights as one: the entries of the model's outermost module lists (its layers)."""
-    units: list[nn.Module] = []
-    for child in model.children():
-        units += list(child) if isinstance(child, nn.ModuleList) else sharding_units(child)
-    return units
+from megatron.core.distributed.units import sharding_units
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:

@@ -91,10 +91,22 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         (["--seed", str(2**32)], "--seed: expected an integer >= 0 and <= 4294967295, got 4294967296."),
         (["--split", "0,1,1"], "--split: expected a share for training, or --skip-train, got '0,1,1'."),
         (["--override-opt-param-scheduler"], "--override-opt-param-scheduler: expected --load without --finetune"),
-        (["--no-use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"], "expected --use-torch-fsdp2"),
+        (["--torch-fsdp2-no-reshard-after-forward"], "expected --use-torch-fsdp2"),
+        (["--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2: expected one engine"),
+        (
+            ["--use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim"],
+            "--data-parallel-sharding-strategy: expected --use-megatron-fsdp",
+        ),
+        (["--data-parallel-sharding-strategy", "zero3"], "expected one of no_shard, optim, optim_grads, optim_grads_p"),
+        (["--outer-dp-sharding-strategy", "optim"], "expected --num-distributed-optimizer-instances of at least 2"),
+        (
+            ["--num-distributed-optimizer-instances", "2", "--data-parallel-sharding-strategy", "optim"],
+            "expected --data-parallel-sharding-strategy optim_grads_params, got 'optim'",
+        ),
+        (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank(s), got 2"),
         (["--wandb-exp-name", "a"], "--wandb-project: expected a name"),
         (["--seq-length", "64", "--max-position-embeddings", "32"], "--seq-length: expected at most"),
-        (["--no-use-torch-fsdp2", "--bf16"], "--bf16: expected --use-torch-fsdp2"),
+        (["--no-use-megatron-fsdp", "--bf16"], "--bf16: expected --use-megatron-fsdp"),
         (["--lr-warmup-iters", "9"], "--lr-warmup-iters: expected at most the 4 decay iterations, got 9."),
         (["--data-path", "/nowhere/data"], "--data-path"),
         (["--ckpt-format", "zarr"], "--ckpt-format: expected one of torch_dcp, got 'zarr'."),
@@ -111,7 +123,7 @@ def test_a_flag_without_default_that_is_missing_is_named():
 
 
 def test_the_unsharded_engine_is_refused_on_several_ranks():
-    assert refusal("--no-use-torch-fsdp2", world_size=2) == "--no-use-torch-fsdp2: expected one process, got 2."
+    assert refusal("--no-use-megatron-fsdp", world_size=2) == "--no-use-megatron-fsdp: expected one process, got 2."
 
 
 def write(tmp_path: Path, content: str) -> str:

@@ -175,6 +175,10 @@ class FsdpParameterGroup:
             if self.is_gathered:
                 self.unsharded_weight.release_storage()
 
+    def index_of(self, sharded: torch.Tensor) -> int:
+        """The place of one of the group's sharded parameters among them, which is that of its tensor in the layout."""
+        return next(index for index, parameter in enumerate(self.fsdp_parameters) if parameter.sharded is sharded)
+
     def show_full(self) -> None:
         """Modules have the full parameters, which require a gradient where the sharded ones do."""
         for parameter in self.fsdp_parameters:

@@ -1,4 +1,4 @@
-"""`DCPState` handed to vanilla DCP: save, destroy, load, for FSDP2 and plain modules, with and without optimizer."""
+"""`DCPState` handed to vanilla DCP: save, destroy, load, for every engine, with and without optimizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.state import DCPState, flatten
-from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
@@ -32,13 +35,30 @@ class TwoLayers(nn.Module):
         return self.head(x)
 
 
-def build(is_sharded: bool, seed: int, optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
+# What `build` can shard with, and the ranks that it takes at least.
+PLAIN, FSDP2, HSDP, HFSDP = "plain", "fsdp2", "hsdp", "hfsdp"
+
+
+def build(engine: str, seed: int, optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = TwoLayers()
-    if is_sharded:
-        mesh = build_mesh("cpu", dist.get_world_size())
-        shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    mesh = build_mesh("cpu", dist.get_world_size())
+    if engine == FSDP2:
+        torch_fsdp2.shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    elif engine != PLAIN:
+        if engine in SHARDING_STRATEGIES:
+            config = DataParallelConfig(data_parallel_sharding_strategy=engine)
+        else:
+            outer = {HSDP: "no_shard", HFSDP: "optim"}[engine]
+            config = DataParallelConfig(num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer)
+        megatron_fsdp.shard_model(
+            model, mesh, Device("cpu"), config, compute_dtype=torch.float32, reset_parameters=_not_on_meta
+        )
     return model, build_torch_optimizer(model, OptimizerConfig(optimizer=optimizer), lr=0.1)
+
+
+def _not_on_meta(module: nn.Module) -> None:
+    raise AssertionError(f"{module} is not on meta")
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -58,15 +78,15 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert [key for key in expected if not torch.equal(got[key], expected[key])] == []
 
 
-def _save_destroy_load(path: str, is_sharded: bool, optimizer_name: str) -> None:
-    model, optimizer = build(is_sharded, seed=0, optimizer=optimizer_name)
+def _save_destroy_load(path: str, engine: str, optimizer_name: str) -> None:
+    model, optimizer = build(engine, seed=0, optimizer=optimizer_name)
     train(model, optimizer, 2)
     saved = local_tensors(DCPState(model, optimizer).state_dict())
     dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
     train(model, optimizer, 1)
     continued = local_tensors(DCPState(model, optimizer).state_dict())
 
-    fresh_model, fresh_optimizer = build(is_sharded, seed=1, optimizer=optimizer_name)
+    fresh_model, fresh_optimizer = build(engine, seed=1, optimizer=optimizer_name)
     with torch.no_grad():
         for parameter in fresh_model.parameters():
             parameter.zero_()
@@ -78,17 +98,66 @@ def _save_destroy_load(path: str, is_sharded: bool, optimizer_name: str) -> None
 
 
 @pytest.mark.parametrize("optimizer_name", ["adam", "sgd"])
-@pytest.mark.parametrize(("world_size", "is_sharded"), [(1, False), (1, True), (2, True)])
-def test_what_is_loaded_equals_what_was_saved_and_goes_on_alike(tmp_path, world_size, is_sharded, optimizer_name):
-    run_ranks(world_size, _save_destroy_load, str(tmp_path / "checkpoint"), is_sharded, optimizer_name)
+@pytest.mark.parametrize(
+    ("world_size", "engine"),
+    [
+        (1, PLAIN),
+        *((size, engine) for size in (1, 2) for engine in (FSDP2, *SHARDING_STRATEGIES)),
+        (4, HSDP),
+        (4, HFSDP),
+    ],
+)
+def test_what_is_loaded_equals_what_was_saved_and_goes_on_alike(tmp_path, world_size, engine, optimizer_name):
+    run_ranks(world_size, _save_destroy_load, str(tmp_path / "checkpoint"), engine, optimizer_name)
 
 
-def _weights_only(path: str) -> None:
-    model, optimizer = build(True, seed=0)
+def _save(path: str, engine: str) -> list[float]:
+    model, optimizer = build(engine, seed=0)
+    train(model, optimizer, 2)
+    dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    return _losses(model, optimizer)
+
+
+def _load(path: str, engine: str) -> list[float]:
+    model, optimizer = build(engine, seed=1)
+    assert _losses(*build(engine, seed=1)) != _losses(*build(engine, seed=0))
+    dcp.load({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    return _losses(model, optimizer)
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of two more steps, which weights and optimizer states both decide."""
+    losses = []
+    for number in range(3):
+        losses.append(model(torch.ones(4, 5)).sum().item())
+        train(model, optimizer, 1 if number < 2 else 0)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ((2, FSDP2), (4, "optim_grads_params")),
+        ((4, "optim_grads_params"), (2, FSDP2)),
+        ((4, HFSDP), (2, "optim")),
+        ((2, "no_shard"), (4, HSDP)),
+        ((4, HSDP), (1, PLAIN)),
+    ],
+)
+def test_what_one_engine_saves_another_loads_on_another_number_of_ranks(tmp_path, saving, loading):
+    path = str(tmp_path / "checkpoint")
+    saved, *others = run_ranks(saving[0], _save, path, saving[1])
+    assert all(losses == saved for losses in others)
+    for losses in run_ranks(loading[0], _load, path, loading[1]):
+        assert losses == pytest.approx(saved, rel=1e-6)
+
+
+def _weights_only(path: str, engine: str) -> None:
+    model, optimizer = build(engine, seed=0)
     train(model, optimizer, 1)
     dcp.save({"app": DCPState(model)}, checkpoint_id=path)
     assert list(DCPState(model).state_dict()) == ["model"]
-    fresh_model, fresh_optimizer = build(True, seed=1)
+    fresh_model, fresh_optimizer = build(engine, seed=1)
     dcp.load({"app": DCPState(fresh_model)}, checkpoint_id=path)
     assert_same(local_tensors(DCPState(fresh_model).state_dict()), local_tensors(DCPState(model).state_dict()))
     assert not fresh_optimizer.state
@@ -96,27 +165,29 @@ def _weights_only(path: str) -> None:
         DCPState(fresh_model, fresh_optimizer).load_state_dict(DCPState(model).state_dict())
 
 
-def test_without_an_optimizer_only_weights_travel(tmp_path):
-    run_ranks(2, _weights_only, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
+def test_without_an_optimizer_only_weights_travel(tmp_path, engine):
+    run_ranks(2, _weights_only, str(tmp_path / "checkpoint"), engine)
 
 
-def _saved_before_the_first_step(path: str) -> None:
-    model, optimizer = build(True, seed=0)
+def _saved_before_the_first_step(path: str, engine: str) -> None:
+    model, optimizer = build(engine, seed=0)
     dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
     train(model, optimizer, 2)
-    untouched_model, untouched_optimizer = build(True, seed=0)
+    untouched_model, untouched_optimizer = build(engine, seed=0)
     train(untouched_model, untouched_optimizer, 2)
     expected = local_tensors(DCPState(untouched_model, untouched_optimizer).state_dict())
     assert_same(local_tensors(DCPState(model, optimizer).state_dict()), expected)
 
 
-def test_saving_before_the_first_step_changes_nothing(tmp_path):
+@pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
+def test_saving_before_the_first_step_changes_nothing(tmp_path, engine):
     """PyTorch's helper allocates the states by a step of its own, which must not count."""
-    run_ranks(2, _saved_before_the_first_step, str(tmp_path / "checkpoint"))
+    run_ranks(2, _saved_before_the_first_step, str(tmp_path / "checkpoint"), engine)
 
 
-def _states_are_dtensors() -> None:
-    model, optimizer = build(True, seed=0)
+def _states_are_dtensors(engine: str) -> None:
+    model, optimizer = build(engine, seed=0)
     flat = flatten(DCPState(model, optimizer).state_dict())
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     assert "model.layers.0.weight" in tensors
@@ -126,5 +197,6 @@ def _states_are_dtensors() -> None:
     assert tensors["model.layers.0.weight"].to_local().data_ptr() == model_weight.to_local().data_ptr()
 
 
-def test_nothing_is_gathered_or_copied():
-    run_ranks(2, _states_are_dtensors)
+@pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
+def test_nothing_is_gathered_or_copied(engine):
+    run_ranks(2, _states_are_dtensors, engine)

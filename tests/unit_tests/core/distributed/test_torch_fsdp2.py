@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.distributed.torch_fsdp2 import shard_model, sharding_units
+from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.distributed.units import sharding_units
 from megatron.core.mesh import build_mesh
 from tests.ranks import run_ranks
 

@@ -34,7 +34,7 @@ def test_the_zero_strategies_are_values():
     zero3 = Placements.for_strategy("optim_grads_params", "dp")
     assert zero3 == Placements(("dp",), (Flat(),), (Flat(),), (Flat(),))
     assert (zero3.defers_reduction, Placements.for_strategy("optim").defers_reduction) == (False, True)
-    with pytest.raises(ValueError, match="Expected one of .*'optim_grads_params'.*, got 'zero3'"):
+    with pytest.raises(ValueError, match=r"Expected one of .*'optim_grads_params'.*, got 'zero3'"):
         Placements.for_strategy("zero3")
 
 

@@ -1,0 +1,82 @@
+"""The default engine: `fully_shard` on flat buffers, with the settings of a run.
+
+Main weights are fp32. With bf16 compute, weights in use are bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+
+from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.distributed.fsdp.placement import Flat, Placements
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.units import sharding_units
+from megatron.core.mesh import INNER_AXIS, OUTER_AXIS, build_hybrid_mesh
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": None}
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: Device,
+    config: DataParallelConfig,
+    *,
+    compute_dtype: torch.dtype,
+    reset_parameters: Callable[[nn.Module], None],
+) -> None:
+    """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
+
+    Args:
+        model: fp32, usually on meta.
+        mesh: one axis, over all ranks.
+        compute_dtype: dtype of the weights and activations in forward and backward.
+        reset_parameters: gives a module with parameters on meta its initial weights; see `fully_shard_context`.
+    """
+    if config.num_distributed_optimizer_instances > 1:
+        mesh = build_hybrid_mesh(device.kind, mesh.size(), config.num_distributed_optimizer_instances)
+    placements = build_placements(config, mesh)
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float32,
+        main_grads_dtype=_DTYPES[config.megatron_fsdp_main_grads_dtype],
+        grad_comm_dtype=_DTYPES[config.megatron_fsdp_grad_comm_dtype],
+    )
+    model.to(compute_dtype)
+    with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
+        for unit in sharding_units(model):
+            fully_shard(
+                unit,
+                mesh,
+                placements,
+                policy,
+                reshard_after_forward=config.megatron_fsdp_reshard_after_forward,
+            )
+        # The root's backward begins where its forward ends: freed in between, its weights would only be gathered again.
+        fully_shard(model, mesh, placements, policy, reshard_after_forward=False)
+
+
+def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:
+    """The placements of the strategies that `config` names."""
+    if mesh.ndim == 1:
+        return Placements.for_strategy(config.data_parallel_sharding_strategy)
+    outer = Flat() if config.outer_dp_sharding_strategy == "optim" else Replicate()
+    return Placements(
+        dp_axes=(OUTER_AXIS, INNER_AXIS),
+        parameter=(Replicate(), Flat()),
+        gradient=(Partial("avg"), Flat()),
+        optimizer=(outer, Flat()),
+    )
+
+
+def microbatch_of(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    """The scope of one microbatch's forward and backward, for a model of any engine."""
+    return microbatch(model.context, is_last) if isinstance(model, FsdpModule) else nullcontext()
