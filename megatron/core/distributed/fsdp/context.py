@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron.core.device import Device, Event
+from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 
@@ -35,6 +35,35 @@ class ScheduledModule(Protocol):
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
+
+
+class CollectiveLane:
+    """A lane whose errors say by name what ranks disagree about."""
+
+    def __init__(self, lane: Lane, describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]]) -> None:
+        self._lane = lane
+        self._describe = describe
+
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names."""
+
+        def named() -> None:
+            try:
+                work()
+            except MismatchError as error:
+                describe = self._describe()
+                if describe is None:
+                    raise
+                raise RuntimeError(
+                    f"Expected every rank to do the same, got: this rank is about to {describe(error.own)}; "
+                    f"rank {error.peer} of its group is about to {describe(error.theirs)}."
+                ) from error
+
+        return self._lane.enqueue(named, after)
+
+    def close(self, *, waits: bool = True) -> None:
+        """As `Lane.close`."""
+        self._lane.close(waits=waits)
 
 
 class _InFlight(NamedTuple):
@@ -56,15 +85,13 @@ class FsdpContext:
 
     def __init__(self, device: Device, unify_communication_stream: bool) -> None:
         self.device = device
-        self.gather_lane = self.reduce_lane = device.lane("fsdp communication")
-        weakref.finalize(self, self.gather_lane.close, waits=False).atexit = False
+        self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
-            self.reduce_lane = device.lane("fsdp reduction")
-            weakref.finalize(self, self.reduce_lane.close, waits=False).atexit = False
+            self.reduce_lane = self._lane("fsdp reduction")
         self.is_last_microbatch = True
         self.is_finalized = False
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
-        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []  # by number
         self._forward_order: list[weakref.ref[Any]] = []
         self._backward_order: list[weakref.ref[Any]] = []
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
@@ -74,6 +101,12 @@ class FsdpContext:
         self._is_in_backward = False
 
     # Construction
+
+    def _lane(self, name: str) -> CollectiveLane:
+        lane = self.device.lane(name)
+        # Whatever thread lets go of the context: it may be the lane's own.
+        weakref.finalize(self, lane.close, waits=False).atexit = False
+        return CollectiveLane(lane, weakref.WeakMethod(self.describe))
 
     @property
     def forward_order(self) -> list[Any]:
@@ -98,7 +131,10 @@ class FsdpContext:
         return len(self._groups)
 
     def finalize(self) -> None:
-        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them."""
+        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them.
+
+        ValueError, on all ranks, if ranks that hold the same main weights have been given different ones.
+        """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
         inner = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -115,6 +151,7 @@ class FsdpContext:
                 if id(module) in managed:
                     for group in module.parameter_groups:
                         group.name = name
+        _check_replicas(_alive(self._groups))
         handle = register_optimizer_step_post_hook(_mark_updated)
         weakref.finalize(self, handle.remove).atexit = False
         self.is_finalized = True
@@ -178,9 +215,8 @@ class FsdpContext:
                 for group in other.parameter_groups:
                     group.unshard(self.gather_lane)
                 self._prefetched = reference
-        with self.named_errors():
-            for group in module.parameter_groups:
-                group.wait_unsharded()
+        for group in module.parameter_groups:
+            group.wait_unsharded()
 
     # Gradients
 
@@ -202,8 +238,7 @@ class FsdpContext:
 
     def _finish_oldest(self) -> None:
         group, event = self._in_flight[0]
-        with self.named_errors():
-            event.wait()
+        event.wait()
         self._in_flight.popleft()
         group.release_gradients()
 
@@ -224,20 +259,8 @@ class FsdpContext:
         self._recomputed = self._prefetched = None
         self._is_in_backward = False
 
-    # Errors
-
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Says what ranks disagree about by name. RuntimeError."""
-        try:
-            yield
-        except MismatchError as error:
-            raise RuntimeError(
-                f"Expected every rank to do the same, got: this rank is about to {self._describe(error.own)}; "
-                f"rank {error.peer} of its group is about to {self._describe(error.theirs)}."
-            ) from error
-
-    def _describe(self, note: tuple[int, ...]) -> str:
+    def describe(self, note: tuple[int, ...]) -> str:
+        """What a rank with this note is about to do, in names."""
         number = note[1]
         group = self._groups[number]() if 0 <= number < len(self._groups) else None
         return f"do something unknown, {note}" if group is None else group.describe(note)
@@ -252,6 +275,26 @@ def reshard(module: ScheduledModule) -> None:
 def is_backward_running() -> bool:
     """Whether this thread runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
+    """ValueError unless the ranks of every axis that does not cut main weights hold the same ones."""
+    axes = {
+        (group.mesh, axis): [other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)]
+        for group in groups
+        for axis in range(group.mesh.ndim)
+    }
+    for (mesh, axis), replicated in axes.items():
+        if replicated:
+            sums = torch.stack([group.checksum() for group in replicated])
+            all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
+            dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
+            for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
+                if len(set(values)) > 1:
+                    raise ValueError(
+                        f"Expected the same weights on every rank, got different ones for {group.name or 'the model'}; "
+                        "seed all ranks alike, or load one rank's weights on the others."
+                    )
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:

@@ -131,15 +131,17 @@ def fully_shard(
     _check_module(module, context)
     owned = _owned_parameters(module)
     _check_parameters(module, owned)
+    _check_buffers(module)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    groups = []
-    for parameters in _grouped(owned):
-        group = FsdpParameterGroup(
-            parameters, mesh, placements, policy, grad_divisor, context.device, context.num_groups
+    groups = [
+        FsdpParameterGroup(
+            parameters, mesh, placements, policy, grad_divisor, context.device, context.num_groups + number
         )
-        context.add_group(group)
-        groups.append(group)
+        for number, parameters in enumerate(_grouped(owned))
+    ]
     _fill(groups, owned, context.device.torch_device, construction.reset_parameters)
+    for group in groups:
+        context.add_group(group)
     for submodule in _submodules(module):
         _move_buffers(submodule, context.device.torch_device)
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
@@ -225,7 +227,10 @@ def _as_device(device: torch.device | str | None) -> Device:
     if device is None:
         device = torch.device(DeviceConfig().kind)
     device = torch.device(device)
-    return Device(device.type, device.index or 0)
+    index = device.index
+    if index is None:
+        index = 0 if device.type == "cpu" else torch.accelerator.current_device_index()
+    return Device(device.type, index)
 
 
 def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
@@ -296,6 +301,8 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
             raise TypeError(f"Expected plain parameters, got the DTensor {name} with {original.placements}.")
         if isinstance(original, nn.parameter.UninitializedParameter):
             raise TypeError(f"Expected parameters whose shapes are known, got {name}, which is lazy.")
+        if original._backward_hooks or getattr(original, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"Expected parameters without hooks, which would be lost, got some on {name}.")
         if original.ndim == 0 or original.numel() == 0:
             raise ValueError(f"Expected parameters with rows and elements, got {name} of {tuple(original.shape)}.")
 
@@ -327,7 +334,6 @@ def _fill(
         if not parameter.original.is_meta:
             group, index = places[id(module), name]
             group.main_weight.copy_from(index, parameter.original)
-            parameter.original.data = torch.empty(0, dtype=parameter.original.dtype, device=parameter.original.device)
         elif id(module) not in drawn:
             drawn.add(id(module))
             # A parameter that several modules have is drawn by the first.
@@ -337,13 +343,20 @@ def _fill(
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, whole)
     for parameter in owned:
-        setattr(parameter.original, _REPLACED, True)
+        original = parameter.original
+        if not original.is_meta:
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        setattr(original, _REPLACED, True)
+
+
+def _check_buffers(module: nn.Module) -> None:
+    on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(f"Expected buffers with storage, which nothing would fill, got {on_meta} on meta.")
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            raise RuntimeError(f"Expected buffers with storage, which nothing would fill, got {name} on meta.")
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
 

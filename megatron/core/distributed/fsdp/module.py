@@ -58,9 +58,9 @@ class FsdpModule(nn.Module):
     phase: FsdpModule.Phase
     reshard_after_forward: bool
 
-    _num_outstanding: int  # calls whose backward has not come yet
-    _will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
-    _has_reduced: bool  # in the present backward
+    _fsdp_num_outstanding: int  # calls whose backward has not come yet
+    _fsdp_will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
+    _fsdp_has_reduced: bool  # in the present backward
 
     def is_root(self) -> bool:
         """Whether no sharded module of the same context contains this one."""
@@ -73,64 +73,80 @@ class FsdpModule(nn.Module):
     @property
     def expects_backward(self) -> bool:
         """Whether a backward of this module is to be expected, since its last forward was one of training."""
-        return self._num_outstanding > 0 or self._will_be_recomputed
+        return self._fsdp_num_outstanding > 0 or self._fsdp_will_be_recomputed
 
     def finish_backward(self) -> None:
         """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
-        self._rest()
-        self._reduce()
-        self._forget_calls()
+        self._fsdp_rest()
+        self._fsdp_reduce()
+        self._fsdp_forget_calls()
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
-        self._rest()
+        self._fsdp_rest()
         for group in self.parameter_groups:
             group.forget_gradients()
-        self._forget_calls()
+        self._fsdp_forget_calls()
 
-    def _before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FsdpModule:
+        """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
+        for module in self.modules():
+            for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
+                probe = torch.empty(0, dtype=group.main_weight.dtype, device=group.main_weight.device)
+                changed = fn(probe)
+                if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                    raise RuntimeError(
+                        f"Expected dtype and device to be settled before fully_shard, got a change from {probe.dtype} "
+                        f"on {probe.device} to {changed.dtype} on {changed.device}."
+                    )
+            for name, buffer in module._buffers.items() if recurse or module is self else ():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.phase is FsdpModule.Phase.BACKWARD:
             return None  # recomputed inside its own backward, which has brought the weights
         is_recomputation = is_backward_running()
         if not is_recomputation:
             self.context.enter_forward()
-        self._enter(FsdpModule.Phase.FORWARD)
+        self._fsdp_enter(FsdpModule.Phase.FORWARD)
         try:
             if is_recomputation:
                 self.context.unshard_for_recomputation(self)
             else:
                 self.context.unshard_for_forward(self)
-            self._show_full()
+            self._fsdp_show_full()
         except BaseException:
-            self._rest()
+            self._fsdp_rest()
             raise
         if torch.is_grad_enabled():
-            return self._watch_inputs(args, kwargs)
+            return self._fsdp_watch_inputs(args, kwargs)
         if not is_recomputation:
-            self._will_be_recomputed = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+            self._fsdp_will_be_recomputed = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
         return None
 
-    def _after_forward(self, output: Any) -> None:
+    def _fsdp_after_forward(self, output: Any) -> None:
         """Also called after a forward that has raised, with None for its output."""
         if self.phase is not FsdpModule.Phase.FORWARD:
             return
-        self._enter(FsdpModule.Phase.RESTING)
+        self._fsdp_enter(FsdpModule.Phase.RESTING)
         for group in self.parameter_groups:
             group.show_sharded()
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if outputs:
-            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._before_backward), mode="any")
+            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._fsdp_before_backward), mode="any")
         if is_backward_running():
             self.context.keep_recomputed(self)
             return
-        self._num_outstanding += bool(outputs)
+        self._fsdp_num_outstanding += bool(outputs)
         if self.reshard_after_forward or not outputs:
             # Where a tensor may hide, nothing would tell of its backward, which must find the weights.
             hides_tensors = torch.is_grad_enabled() and not outputs and _is_opaque(output)
             if not hides_tensors:
                 reshard(self)
 
-    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _fsdp_watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Inputs that tell when their gradients are there: then this module's part of the backward is done.
 
         A view belongs to this call alone, while the tensor itself may have other uses whose gradients come later.
@@ -146,25 +162,25 @@ class FsdpModule(nn.Module):
         watched: tuple[Any, Any] = tree_map_only(torch.Tensor, view, (args, kwargs))
         if not views:
             return None
-        register_multi_grad_hook(views, _weakly(self, FsdpModule._after_backward), mode="all")
+        register_multi_grad_hook(views, _weakly(self, FsdpModule._fsdp_after_backward), mode="all")
         return watched
 
-    def _before_backward(self, _: Any) -> None:
+    def _fsdp_before_backward(self, _: Any) -> None:
         self.context.enter_backward()
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
-        self._enter(FsdpModule.Phase.BACKWARD)
+        self._fsdp_enter(FsdpModule.Phase.BACKWARD)
         self.context.unshard_for_backward(self)
-        self._show_full()
+        self._fsdp_show_full()
 
-    def _after_backward(self, _: Any) -> None:
+    def _fsdp_after_backward(self, _: Any) -> None:
         self.context.enter_backward()
-        self._rest()
-        self._num_outstanding = max(0, self._num_outstanding - 1)
-        if self._num_outstanding == 0:
-            self._reduce()
+        self._fsdp_rest()
+        self._fsdp_num_outstanding = max(0, self._fsdp_num_outstanding - 1)
+        if self._fsdp_num_outstanding == 0:
+            self._fsdp_reduce()
 
-    def _collect(self, _: Any, *, group_index: int, parameter_index: int) -> None:
+    def _fsdp_collect(self, _: Any, *, group_index: int, parameter_index: int) -> None:
         """A full parameter has got its gradient."""
         self.context.enter_backward()
         group = self.parameter_groups[group_index]
@@ -175,25 +191,25 @@ class FsdpModule(nn.Module):
                 self.context.make_room(group)
             group.gradients.collect(parameter_index, gradient)
 
-    def _reduce(self) -> None:
+    def _fsdp_reduce(self) -> None:
         """Begins to reduce what was collected. Once in a backward, ranks also tell each other that it is nothing."""
         for group in self.parameter_groups:
-            if group.gradients is not None and (group.gradients.received or not self._has_reduced):
+            if group.gradients is not None and (group.gradients.received or not self._fsdp_has_reduced):
                 self.context.reduce(group)
-        self._has_reduced = True
+        self._fsdp_has_reduced = True
 
-    def _rest(self) -> None:
+    def _fsdp_rest(self) -> None:
         """At rest, from whatever phase: sharded parameters, no full weights."""
         self.phase = FsdpModule.Phase.RESTING
         for group in self.parameter_groups:
             group.show_sharded()
         reshard(self)
 
-    def _show_full(self) -> None:
+    def _fsdp_show_full(self) -> None:
         for group in self.parameter_groups:
             group.show_full()
 
-    def _enter(self, phase: Phase) -> None:
+    def _fsdp_enter(self, phase: Phase) -> None:
         if not self.phase.leads_to(phase):
             raise RuntimeError(
                 f"Expected {type(self).__name__} to come to {phase.value} from another phase, got {self.phase.value}; "
@@ -201,10 +217,10 @@ class FsdpModule(nn.Module):
             )
         self.phase = phase
 
-    def _forget_calls(self) -> None:
-        self._num_outstanding = 0
-        self._will_be_recomputed = False
-        self._has_reduced = False
+    def _fsdp_forget_calls(self) -> None:
+        self._fsdp_num_outstanding = 0
+        self._fsdp_will_be_recomputed = False
+        self._fsdp_has_reduced = False
 
 
 def attach(
@@ -217,12 +233,12 @@ def attach(
     module.parameter_groups = groups
     module.reshard_after_forward = reshard_after_forward
     module.phase = FsdpModule.Phase.RESTING
-    module._forget_calls()
+    module._fsdp_forget_calls()
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             if group.requires_grad:
-                collect = partial(FsdpModule._collect, group_index=group_index, parameter_index=parameter_index)
+                collect = partial(FsdpModule._fsdp_collect, group_index=group_index, parameter_index=parameter_index)
                 parameter.full.register_post_accumulate_grad_hook(_weakly(module, collect))
     module.register_forward_pre_hook(_before_forward, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
@@ -239,11 +255,11 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 
 
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    return module._before_forward(args, kwargs)
+    return module._fsdp_before_forward(args, kwargs)
 
 
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
-    module._after_forward(output)
+    module._fsdp_after_forward(output)
 
 
 def _weakly(module: FsdpModule, method: Callable[[FsdpModule, Any], None]) -> Callable[[Any], None]:

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device, Event, Lane
@@ -37,6 +37,7 @@ from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _GATHER, _REDUCE = 1, 2  # what a note says is about to happen
 _MASK_BITS = 62  # parameters that one integer of a note tells of
 
@@ -118,6 +119,7 @@ class FsdpParameterGroup:
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
         self.fsdp_parameters = [self._make_parameter(index, parameter) for index, parameter in enumerate(owned)]
+        self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         if self.is_gathered:
             # Once there are views: of released storage none can be made.
             self.unsharded_weight.release_storage()
@@ -146,6 +148,14 @@ class FsdpParameterGroup:
     def mark_updated(self) -> None:
         """Says that the main weights have changed; the compute weights follow before they are used again."""
         self._is_stale = True
+
+    def is_replicated(self, axis: int) -> bool:
+        """Whether the ranks of a mesh axis hold the same main weights."""
+        return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
+
+    def checksum(self) -> torch.Tensor:
+        """A number that tells this rank's main weights from others, most likely. Scalar, int64."""
+        return self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize]).sum(dtype=torch.int64)
 
     def unshard(self, lane: Lane) -> None:
         """Begins to bring the full parameters up to date, if they are not."""
@@ -180,8 +190,12 @@ class FsdpParameterGroup:
         return next(index for index, parameter in enumerate(self.fsdp_parameters) if parameter.sharded is sharded)
 
     def show_full(self) -> None:
-        """Modules have the full parameters, which require a gradient where the sharded ones do."""
-        for parameter in self.fsdp_parameters:
+        """Modules have the full parameters, which require a gradient where the sharded ones do.
+
+        RuntimeError if a sharded parameter is no longer what it was: nothing would keep the two in step.
+        """
+        for index, parameter in enumerate(self.fsdp_parameters):
+            self._check_is_view(index, parameter.sharded)
             if parameter.full.requires_grad != parameter.sharded.requires_grad:
                 self._follow_requires_grad(parameter)
             parameter.show(parameter.full)
@@ -269,6 +283,15 @@ class FsdpParameterGroup:
             sharded.grad_dtype = None  # any: it is fully_shard_optimizer that casts
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
+
+    def _check_is_view(self, index: int, sharded: nn.Parameter) -> None:
+        local, buffer = local_tensor(sharded), self.main_weight.local_buffer
+        place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
+        if group_of(sharded) is not self or (local.numel() and local.data_ptr() != place):
+            raise RuntimeError(
+                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, got another tensor; "
+                "convert and replace parameters before."
+            )
 
     def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
         if parameter.sharded.requires_grad and not self.requires_grad:
