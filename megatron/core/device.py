@@ -21,6 +21,7 @@ import random
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,9 +116,15 @@ class Device:
             raise RuntimeError(f"Expected a device with a random generator of its own, got {self.kind}.")
         torch.cuda.set_rng_state(state, self.index)
 
-    def lane(self, name: str) -> Lane:
-        """A new lane. See [Note: lanes]. The name shows in profiles and tracebacks."""
-        return _StreamLane(self.torch_device, name) if self.kind == "cuda" else _ThreadLane(name)
+    def lane(self, name: str, *, is_shared: bool = False) -> Lane:
+        """A new lane. See [Note: lanes].
+
+        Args:
+            name: shows in profiles and among the threads.
+            is_shared: on the CPU, lanes of this name have one thread, so that what is queued on any of them runs in the
+                order in which it was queued. An error ends only its own lane.
+        """
+        return _StreamLane(self.torch_device, name) if self.kind == "cuda" else _ThreadLane.make(name, is_shared)
 
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
@@ -148,11 +155,10 @@ class Lane(Protocol):
         peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
         """
 
-    def close(self, *, waits: bool = True) -> None:
-        """Lets go of the lane after what is queued. Errors are left to whoever waits for their events.
+    def close(self) -> None:
+        """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their events.
 
-        Args:
-            waits: for what is queued. Who is called by the garbage collector, on whichever thread, must not.
+        A lane that is let go of without it does what is queued and ends.
         """
 
 
@@ -184,60 +190,93 @@ class _ThreadEvent:
     def synchronize(self) -> None:
         self.wait()
 
+    def wait_quietly(self) -> None:
+        """Waits, and leaves an error to others."""
+        self._is_done.wait()
+
 
 class _Queued(NamedTuple):
     """A piece of work on a CPU lane."""
 
+    lane: _ThreadLane
     work: Callable[[], object]
     after: tuple[Event, ...]
     event: _ThreadEvent
     is_inference: bool  # whether it was queued in inference mode, which is a property of threads
 
 
-class _ThreadLane:
-    """A lane on the CPU: one worker thread, which ends with the program or with `close`."""
+class _Worker:
+    """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it any more."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        # The thread knows the queue only, so that it keeps neither the worker nor lanes alive.
+        threading.Thread(target=_serve, args=(self.queue,), name=name, daemon=True).start()
+        weakref.finalize(self, self.queue.put, None).atexit = False
+
+
+def _serve(items: queue.SimpleQueue[_Queued | None]) -> None:
+    # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
+    while _carry_out(items.get()):
+        pass
+
+
+def _carry_out(item: _Queued | None) -> bool:
+    """Runs one piece of work; False if it was the sign to end."""
+    if item is not None:
+        item.lane.carry_out(item)
+    return item is not None
+
+
+# Workers that lanes share by name, for as long as one has them.
+_shared_workers: weakref.WeakValueDictionary[str, _Worker] = weakref.WeakValueDictionary()
+
+
+class _ThreadLane:
+    """A lane on the CPU: a place in a worker's queue, and the error that has ended the lane, if one has."""
+
+    def __init__(self, name: str, worker: _Worker) -> None:
+        self._name = name
+        self._worker = worker
         self._error: BaseException | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    @classmethod
+    def make(cls, name: str, is_shared: bool) -> _ThreadLane:
+        if not is_shared:
+            return cls(name, _Worker(name))
+        worker = _shared_workers.get(name)
+        if worker is None:
+            worker = _shared_workers[name] = _Worker(name)
+        return cls(name, worker)
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         if self._is_closed:
-            raise RuntimeError(f"Expected an open lane, got {self._thread.name}, which is closed.")
-        event = _ThreadEvent()
-        self._queue.put(_Queued(work, tuple(after), event, torch.is_inference_mode_enabled()))
-        return event
+            raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
+        return self._put(work, tuple(after))
 
-    def close(self, *, waits: bool = True) -> None:
+    def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._queue.put(None)
-        if waits:
-            self._thread.join()
+            self._put(lambda: None, ()).wait_quietly()
 
-    def _run(self) -> None:
-        # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
-        while self._carry_out(self._queue.get()):
-            pass
-
-    def _carry_out(self, item: _Queued | None) -> bool:
-        """Runs one piece of work; False if it was the sign to end."""
-        if item is None:
-            return False
+    def carry_out(self, item: _Queued) -> None:
+        """For the worker: does what has been queued, unless something before it has failed."""
         if self._error is None:
             try:
                 for earlier in item.after:
                     earlier.synchronize()
-                _pause(self._thread.name)
+                _pause(self._name)
                 with torch.inference_mode(item.is_inference), torch.no_grad():
                     item.work()
             except BaseException as error:
                 self._error = error
         item.event.finish(self._error)
-        return True
+
+    def _put(self, work: Callable[[], object], after: tuple[Event, ...]) -> _ThreadEvent:
+        event = _ThreadEvent()
+        self._worker.queue.put(_Queued(self, work, after, event, torch.is_inference_mode_enabled()))
+        return event
 
 
 class _StreamEvent:
@@ -276,10 +315,9 @@ class _StreamLane:
             work()
         return _StreamEvent(self._stream)
 
-    def close(self, *, waits: bool = True) -> None:
+    def close(self) -> None:
         self._is_closed = True
-        if waits:
-            self._stream.synchronize()
+        self._stream.synchronize()
 
 
 class _Delays:

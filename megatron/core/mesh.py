@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DATA_PARALLEL_AXIS = "dp"
-
-
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 
 

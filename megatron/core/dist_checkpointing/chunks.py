@@ -6,6 +6,7 @@ DTensor's local tensor may tell DCP so itself, through three methods that DCP lo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,14 +43,16 @@ def _describe(tensor: DTensor, first_row: int) -> None:
     local = local_tensor(tensor)
     offsets = torch.Size([first_row, *[0] * (tensor.dim() - 1)])
     chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
+    size, properties = tensor.size(), TensorProperties.create_from_tensor(local)
+    # Weakly: the methods are the tensor's own, and would keep it alive until the garbage collector comes.
+    reference = weakref.ref(local)
 
     def create_write_items(fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(local)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
             for chunk in chunks
         ]
@@ -57,7 +60,7 @@ def _describe(tensor: DTensor, first_row: int) -> None:
     methods = {
         "__create_chunk_list__": lambda: chunks,
         "__create_write_items__": create_write_items,
-        "__get_tensor_shard__": lambda _: local,
+        "__get_tensor_shard__": lambda _: reference(),
     }
     for name, method in methods.items():
         setattr(local, name, method)

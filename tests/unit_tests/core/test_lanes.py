@@ -186,3 +186,41 @@ def test_without_its_events_the_same_plan_goes_wrong_under_delays():
         first.close()
         second.close()
     assert results == {3.0, 4.0}
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_lanes_that_share_a_thread_run_in_the_order_of_queueing_and_fail_alone():
+    first, second = (CPU.lane("shared", is_shared=True) for _ in range(2))
+    assert len(threads_named("shared")) == 1
+    order, gate = [], threading.Event()
+    first.enqueue(lambda: (gate.wait(), order.append("first")))
+    event = second.enqueue(lambda: order.append("second"))
+    failed = first.enqueue(fail)
+    last = second.enqueue(lambda: order.append("last"))
+    assert order == [], "the second lane waits for the first's work"
+    gate.set()
+    last.wait()
+    event.wait()
+    assert order == ["first", "second", "last"]
+    with pytest.raises(ValueError, match="the cause"):
+        failed.wait()
+    with pytest.raises(ValueError, match="the cause"):
+        first.enqueue(lambda: order.append("never")).wait()
+    assert order == ["first", "second", "last"]
+
+
+def test_a_thread_ends_when_the_last_lane_on_it_is_let_go_of():
+    first, second = (CPU.lane("let go", is_shared=True) for _ in range(2))
+    (thread,) = threads_named("let go")
+    done = first.enqueue(lambda: None)
+    del first
+    done.wait()
+    second.enqueue(lambda: None).wait()
+    assert thread.is_alive()
+    del second
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    CPU.lane("let go", is_shared=True).enqueue(lambda: None).wait()

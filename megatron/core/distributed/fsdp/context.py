@@ -5,6 +5,7 @@ Modules belong to the model; the context refers to them weakly, so that a model 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+
+# Contexts are numbered, alike on all ranks, so that notes of two of them differ.
+_numbers = itertools.count()
+_MOST_GROUPS = 2**20  # of one context
 
 
 class ScheduledModule(Protocol):
@@ -61,9 +66,9 @@ class CollectiveLane:
 
         return self._lane.enqueue(named, after)
 
-    def close(self, *, waits: bool = True) -> None:
+    def close(self) -> None:
         """As `Lane.close`."""
-        self._lane.close(waits=waits)
+        self._lane.close()
 
 
 class _InFlight(NamedTuple):
@@ -71,6 +76,18 @@ class _InFlight(NamedTuple):
 
     group: FsdpParameterGroup
     event: Event
+
+
+class _Backward:
+    """A backward under way. Autograd holds the only reference, so that one which fails is known by its absence."""
+
+    def __init__(self, context: FsdpContext) -> None:
+        self._context = weakref.ref(context)
+
+    def finish(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.finish_backward()
 
 
 class FsdpContext:
@@ -81,6 +98,7 @@ class FsdpContext:
         gather_lane, reduce_lane: where collectives run; one lane where two would mix up their messages.
         is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
         is_finalized: whether all modules are known.
+        num_passes: how often a root has begun its forward.
     """
 
     def __init__(self, device: Device, unify_communication_stream: bool) -> None:
@@ -90,6 +108,7 @@ class FsdpContext:
             self.reduce_lane = self._lane("fsdp reduction")
         self.is_last_microbatch = True
         self.is_finalized = False
+        self._first_number = next(_numbers) * _MOST_GROUPS
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []  # by number
         self._forward_order: list[weakref.ref[Any]] = []
@@ -98,15 +117,16 @@ class FsdpContext:
         self._prefetched: weakref.ref[Any] | None = None
         self._recomputed: weakref.ref[Any] | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._is_in_backward = False
+        self._roots: dict[int, int] = {}  # by id: the id of the root that a module lies in
+        self._roots_in_backward: set[int] = set()
+        self._backward: weakref.ref[_Backward] | None = None
+        self.num_passes = 0
 
     # Construction
 
     def _lane(self, name: str) -> CollectiveLane:
-        lane = self.device.lane(name)
-        # Whatever thread lets go of the context: it may be the lane's own.
-        weakref.finalize(self, lane.close, waits=False).atexit = False
-        return CollectiveLane(lane, weakref.WeakMethod(self.describe))
+        # Shared with other contexts, whose collectives run over the same process groups.
+        return CollectiveLane(self.device.lane(name, is_shared=True), weakref.WeakMethod(self.describe))
 
     @property
     def forward_order(self) -> list[Any]:
@@ -123,12 +143,13 @@ class FsdpContext:
         self._modules.append(weakref.ref(module))
 
     def add_group(self, group: FsdpParameterGroup) -> None:
-        """Takes a new group; its number is its place among the context's."""
+        """Takes a new group, whose number was `next_number`."""
         self._groups.append(weakref.ref(group))
 
     @property
-    def num_groups(self) -> int:
-        return len(self._groups)
+    def next_number(self) -> int:
+        """Of the next group: what ranks call it among themselves."""
+        return self._first_number + len(self._groups)
 
     def finalize(self) -> None:
         """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them.
@@ -145,8 +166,9 @@ class FsdpContext:
         self._backward_order = [weakref.ref(module) for module in backward]
         backward_places = {id(module): place for place, module in enumerate(backward)}
         self._places = {id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)}
-        for number, root in enumerate(roots):
-            prefix = "" if len(roots) == 1 else f"roots[{number}]"
+        self._roots = {id(module): id(root) for root in roots for module in root.modules() if id(module) in managed}
+        for root in roots:
+            prefix = "" if len(roots) == 1 else type(root).__mro__[2].__name__  # of the class that was sharded
             for name, module in root.named_modules(prefix=prefix):
                 if id(module) in managed:
                     for group in module.parameter_groups:
@@ -157,19 +179,18 @@ class FsdpContext:
         self.is_finalized = True
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether the module lies in no other of the context's."""
-        return not any(
-            module is child for other in _alive(self._modules) if other is not module for child in other.modules()
-        )
+        """Whether the module lies in no other of the context's; known once that is complete."""
+        return self._roots.get(id(module)) == id(module)
 
     # Weights
 
-    def enter_forward(self) -> None:
+    def enter_forward(self, module: Any) -> None:
         """A module is about to run, not as part of a backward. RuntimeError before the context is complete."""
         if not self.is_finalized:
             raise RuntimeError("Expected forward after the last fully_shard. Exit fully_shard_context first.")
-        if self._is_in_backward:
+        if self._backward is not None:
             self._abandon_backward()
+        self.num_passes += self.is_root(module)
 
     def unshard_for_forward(self, module: Any) -> None:
         """Brings the full weights of a module, and begins to bring those of the one that is likely next."""
@@ -183,7 +204,7 @@ class FsdpContext:
             for reference in self._backward_order[self._places[id(module)][1] + 1 :]
             if (other := reference()) is not None and other.expects_backward
         )
-        self._unshard(module, [reference for reference, _ in zip(expecting, range(1), strict=False)])
+        self._unshard(module, itertools.islice(expecting, 1))
 
     def unshard_for_recomputation(self, module: Any) -> None:
         """Brings the full weights of a module that runs forward again as part of a backward."""
@@ -220,12 +241,15 @@ class FsdpContext:
 
     # Gradients
 
-    def enter_backward(self) -> None:
-        """A backward has reached a module. At the end of it, the context cleans up."""
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            context = weakref.ref(self)
-            Variable._execution_engine.queue_callback(lambda: _call_if_alive(context, FsdpContext._finish_backward))
+    def enter_backward(self, module: Any) -> None:
+        """A backward has reached a module. At its end, the context cleans up all that lies in the module's root."""
+        if self._backward is not None and self._backward() is None:
+            self._abandon_backward()
+        self._roots_in_backward.add(self._roots[id(module)])
+        if self._backward is None:
+            backward = _Backward(self)
+            self._backward = weakref.ref(backward)
+            Variable._execution_engine.queue_callback(backward.finish)
 
     def make_room(self, group: FsdpParameterGroup) -> None:
         """Waits until a group may collect: its last reduction is done, and at most one other is under way."""
@@ -242,26 +266,33 @@ class FsdpContext:
         self._in_flight.popleft()
         group.release_gradients()
 
-    def _finish_backward(self) -> None:
-        for module in self.backward_order:
+    def finish_backward(self) -> None:
+        """At the end of a backward: nothing of it is left but gradients."""
+        for module in self._modules_in_backward():
             module.finish_backward()
         while self._in_flight:
             self._finish_oldest()
-        self._recomputed = self._prefetched = None
-        self._is_in_backward = False
+        self._forget_backward()
 
     def _abandon_backward(self) -> None:
         """After a backward that has raised: its gradients are incomplete, so they are dropped."""
         while self._in_flight:
             self._finish_oldest()
-        for module in self.backward_order:
+        for module in self._modules_in_backward():
             module.abandon_backward()
+        self._forget_backward()
+
+    def _modules_in_backward(self) -> list[Any]:
+        return [module for module in self.backward_order if self._roots[id(module)] in self._roots_in_backward]
+
+    def _forget_backward(self) -> None:
         self._recomputed = self._prefetched = None
-        self._is_in_backward = False
+        self._roots_in_backward = set()
+        self._backward = None
 
     def describe(self, note: tuple[int, ...]) -> str:
         """What a rank with this note is about to do, in names."""
-        number = note[1]
+        number = note[1] - self._first_number
         group = self._groups[number]() if 0 <= number < len(self._groups) else None
         return f"do something unknown, {note}" if group is None else group.describe(note)
 
@@ -292,7 +323,7 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
             for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
                 if len(set(values)) > 1:
                     raise ValueError(
-                        f"Expected the same weights on every rank, got different ones for {group.name or 'the model'}; "
+                        f"Expected the same weights on every rank, got different ones for {group.name or 'the model'}: "
                         "seed all ranks alike, or load one rank's weights on the others."
                     )
 
@@ -307,12 +338,6 @@ def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
         yield root
     for child in reversed(list(root.children())):
         yield from _backward_order(child, managed)
-
-
-def _call_if_alive(context: weakref.ref[FsdpContext], method: Any) -> None:
-    alive = context()
-    if alive is not None:
-        method(alive)
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:

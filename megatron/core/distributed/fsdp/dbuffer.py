@@ -139,8 +139,10 @@ class DBuffer:
     def get_dtensor(self, index: int) -> DTensor:
         """Tensor `index` as a DTensor over this rank's rows, a view of the buffer.
 
-        Its shards are whole rows, but not DTensor's even ones: what every rank holds is in the layout. The buffer may
-        lie on another device than the mesh's (`DTensor.from_local` would copy it there).
+        Its shards are whole rows, but not DTensor's even ones, so DTensor must not redistribute it: what every rank
+        holds is in the layout. They show as plain `Shard(0)`: what DTensor caches of a placement, it gives to all that
+        are equal.
+        The buffer may lie on another device than the mesh's (`DTensor.from_local` would copy it there).
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
@@ -393,3 +395,9 @@ def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Place
     if coordinate is None:
         raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another tensor: for autograd, writing to one is no change of the other."""
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -118,7 +118,7 @@ def fully_shard(
     Raises:
         RuntimeError: outside of a `fully_shard_context`; meta parameters that nothing initialises.
         ValueError: a module that is sharded already, here or in another context; a parameter that two sharded modules
-            have; no parameters; placements that do not fit the mesh; a divisor that is not positive.
+            have; placements that do not fit the mesh; a divisor that is not positive.
         TypeError: a parameter that is not a float, or a DTensor of somebody else.
     """
     construction = _current.get()
@@ -135,7 +135,7 @@ def fully_shard(
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     groups = [
         FsdpParameterGroup(
-            parameters, mesh, placements, policy, grad_divisor, context.device, context.num_groups + number
+            parameters, mesh, placements, policy, grad_divisor, context.device, context.next_number + number
         )
         for number, parameters in enumerate(_grouped(owned))
     ]
@@ -191,23 +191,27 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     uncast: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in _parameters(optimizer):
-            gradient = parameter.grad
-            if gradient is None or group_of(parameter) is None:
-                continue
-            if is_partial(gradient):
-                raise RuntimeError(
-                    "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
-                    "microbatch(context, is_last=True)."
-                )
-            if gradient.dtype != parameter.dtype:
-                if any(callable(value) for value in (*args[:1], *kwargs.values())):
-                    raise NotImplementedError(
-                        f"Expected step without a closure, whose {gradient.dtype} gradients nothing would cast to "
-                        f"{parameter.dtype}, got one."
-                    )
-                uncast.append((parameter, gradient))
-                parameter.grad = gradient.to(parameter.dtype)
+        uncast.clear()  # of a step that has raised
+        with_gradient = [
+            (parameter, parameter.grad)
+            for parameter in _parameters(optimizer)
+            if parameter.grad is not None and group_of(parameter) is not None
+        ]
+        if any(is_partial(gradient) for _, gradient in with_gradient):
+            raise RuntimeError(
+                "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
+                "microbatch(context, is_last=True)."
+            )
+        to_cast = [(parameter, gradient) for parameter, gradient in with_gradient if gradient.dtype != parameter.dtype]
+        # A hook's arguments begin with the optimizer itself.
+        if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise NotImplementedError(
+                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing would cast to "
+                f"{to_cast[0][0].dtype}, got one."
+            )
+        for parameter, gradient in to_cast:
+            uncast.append((parameter, gradient))
+            parameter.grad = gradient.to(parameter.dtype)
 
     def after_step(*_: Any) -> None:
         while uncast:

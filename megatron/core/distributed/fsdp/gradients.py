@@ -51,6 +51,7 @@ class _Step:
     """Reduce `source` over the axes where `target` is not partial, into `target`."""
 
     source: DBuffer
+    source_rows: Sequence[torch.Tensor]
     target: DBuffer
     target_rows: Sequence[torch.Tensor]
     kept: Collection[int]  # parameters whose sum so far, in `target`, is added to; the others' is junk
@@ -84,16 +85,13 @@ class GroupGradients:
         # Ranks that exchange notes notice a gradient that only some of them have. The others must not miss it either.
         self._missing_value = 0.0 if device.type == "cpu" else float("nan")
         partial_sums = [_as_partial(placement) for placement in placements.gradient]
-        self.main = DBuffer(mesh, placements.reduced_gradient, layout, dtypes.main, device)
+        self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
         self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
         self.partial: DBuffer | None = None
         numbers = range(len(layout.tensor_shapes))
         self._slots = [self.unsharded.get_local_tensor(index) for index in numbers]
         self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
-        optimizer_part = self.main
-        if placements.optimizer != self.main.placements:
-            optimizer_part = self.main.view(placements.optimizer)
-        self._main_grads = [optimizer_part.get_dtensor(index) for index in numbers]
+        self._main_grads = [self.main.get_dtensor(index) for index in numbers]
         if placements.defers_reduction:
             self.partial = DBuffer(mesh, placements.gradient, layout, dtypes.main, device)
             self._partial_rows = [self.partial.get_local_tensor(index) for index in numbers]
@@ -142,24 +140,34 @@ class GroupGradients:
         self._take_over(parameters, in_main, self._main_grads)
         steps: list[_Step] = []
         folded: list[int] = []
+        told: list[int] = []
         if self.partial is None or (is_last and not in_partial and not self._axes_to_reduce(is_last=False)):
             steps.append(self._step(self.unsharded, self.main, in_main, received))
             shown, grads = received, self._main_grads
         else:
             self.partial.reallocate_storage()
+            self.partial.zero_padding()
             self._take_over(parameters, in_partial, self._partial_grads)
             if not is_last:
                 folded, in_main = in_main, []
             kept = [*in_partial, *folded]
             if received:
                 steps.append(self._step(self.unsharded, self.partial, kept, received))
+            else:
+                told = self._axes_to_reduce(is_last=False)
             shown, grads = received.union(kept), self._partial_grads
             if is_last:
                 steps.append(self._step(self.partial, self.main, in_main, shown))
                 grads = self._main_grads
         for index in shown:
             parameters[index].grad = grads[index]
-        return lambda: self._carry_out(folded, steps)
+        note = self._note(())
+
+        def work() -> None:
+            self._tell(told, note)
+            self._carry_out(folded, steps)
+
+        return work
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Frees what the last `reduce` has read, after its work is done."""
@@ -179,9 +187,10 @@ class GroupGradients:
         return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
 
     def _step(self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]) -> _Step:
-        rows = self._main_rows if target is self.main else self._partial_rows
+        source_rows = self._slots if source is self.unsharded else self._partial_rows
+        target_rows = self._main_rows if target is self.main else self._partial_rows
         divisor = self._divisor if source is self.unsharded else 1.0
-        return _Step(source, target, rows, kept, received, divisor)
+        return _Step(source, source_rows, target, target_rows, kept, received, divisor)
 
     def _take_over(self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]) -> None:
         """Copies gradients that somebody has put in the place of ours into our buffers."""
@@ -189,6 +198,11 @@ class GroupGradients:
             gradient = parameters[index].grad
             if gradient is not own[index]:
                 ours, theirs = local_tensor(own[index]), local_tensor(gradient)
+                if ours.shape != theirs.shape:
+                    raise ValueError(
+                        f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} here, got one of "
+                        f"{tuple(theirs.shape)}."
+                    )
                 if ours.data_ptr() != theirs.data_ptr():
                     ours.copy_(theirs)
 
@@ -204,9 +218,9 @@ class GroupGradients:
         for step in steps:
             missing = [index for index in range(len(self._slots)) if index not in step.received]
             junk = [index for index in range(len(self._slots)) if index not in step.kept]
-            if step.source is self.unsharded:
-                for index in missing:
-                    self._slots[index].fill_(0.0 if index in step.kept else self._missing_value)
+            # A reduced sum of nothing is nothing, but must not look like the mean of something and nothing.
+            for index in missing:
+                step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
             if step.kept:
                 for index in junk:
                     step.target_rows[index].zero_()
@@ -227,10 +241,9 @@ class GroupGradients:
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
 
     def _reduce(self, step: _Step) -> None:
-        """source (+)-> target over all axes where the target is not partial: cut axes first, since they shrink it."""
+        """source (+)-> target over all axes where the target is not partial, the cut ones first: they are the last."""
         source, target, accumulates = step.source, step.target, bool(step.kept)
         axes = [axis for axis in reversed(range(self._mesh.ndim)) if source.placements[axis] != target.placements[axis]]
-        axes.sort(key=lambda axis: not isinstance(target.placements[axis], Shard))
         if not axes:
             _add_locally(source, target, accumulates, step.divisor)
             return

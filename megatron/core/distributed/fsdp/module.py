@@ -17,19 +17,28 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
+T = TypeVar("T")
+
 # What an output may hold besides tensors without anybody wondering whether a tensor hides in it.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class _Call:
+    """One call of a module's forward. The hooks on its graph hold it."""
+
+    def __init__(self, number_of_pass: int) -> None:
+        self.number_of_pass = number_of_pass
+        self.has_backward = False  # which has begun
 
 
 class FsdpModule(nn.Module):
@@ -58,7 +67,8 @@ class FsdpModule(nn.Module):
     phase: FsdpModule.Phase
     reshard_after_forward: bool
 
-    _fsdp_num_outstanding: int  # calls whose backward has not come yet
+    _fsdp_calls: weakref.WeakSet[_Call]  # whose backward has not come yet; those whose graph is gone vanish
+    _fsdp_call: _Call | None  # under way, where there will be a graph
     _fsdp_will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
     _fsdp_has_reduced: bool  # in the present backward
 
@@ -73,20 +83,24 @@ class FsdpModule(nn.Module):
     @property
     def expects_backward(self) -> bool:
         """Whether a backward of this module is to be expected, since its last forward was one of training."""
-        return self._fsdp_num_outstanding > 0 or self._fsdp_will_be_recomputed
+        return len(self._fsdp_calls) > 0 or self._fsdp_will_be_recomputed
 
     def finish_backward(self) -> None:
         """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
+        if self.phase is FsdpModule.Phase.FORWARD:
+            return  # a backward inside this module's forward
         self._fsdp_rest()
         self._fsdp_reduce()
-        self._fsdp_forget_calls()
+        self._fsdp_calls = weakref.WeakSet(call for call in self._fsdp_calls if not call.has_backward)
+        self._fsdp_forget_backward()
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
         self._fsdp_rest()
         for group in self.parameter_groups:
             group.forget_gradients()
-        self._fsdp_forget_calls()
+        self._fsdp_calls = weakref.WeakSet()
+        self._fsdp_forget_backward()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FsdpModule:
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
@@ -104,12 +118,15 @@ class FsdpModule(nn.Module):
                     module._buffers[name] = fn(buffer)
         return self
 
+    def __deepcopy__(self, memo: Any) -> FsdpModule:
+        raise NotImplementedError(f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}.")
+
     def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.phase is FsdpModule.Phase.BACKWARD:
             return None  # recomputed inside its own backward, which has brought the weights
         is_recomputation = is_backward_running()
         if not is_recomputation:
-            self.context.enter_forward()
+            self.context.enter_forward(self)
         self._fsdp_enter(FsdpModule.Phase.FORWARD)
         try:
             if is_recomputation:
@@ -121,7 +138,9 @@ class FsdpModule(nn.Module):
             self._fsdp_rest()
             raise
         if torch.is_grad_enabled():
-            return self._fsdp_watch_inputs(args, kwargs)
+            self._fsdp_call = _Call(self.context.num_passes)
+            return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
+        self._fsdp_call = None
         if not is_recomputation:
             self._fsdp_will_be_recomputed = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
         return None
@@ -130,66 +149,96 @@ class FsdpModule(nn.Module):
         """Also called after a forward that has raised, with None for its output."""
         if self.phase is not FsdpModule.Phase.FORWARD:
             return
+        call, self._fsdp_call = self._fsdp_call, None
         self._fsdp_enter(FsdpModule.Phase.RESTING)
         for group in self.parameter_groups:
             group.show_sharded()
-        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if call is None:
+            reshard(self)
+            return
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
         if outputs:
-            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._fsdp_before_backward), mode="any")
+            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any")
         if is_backward_running():
             self.context.keep_recomputed(self)
             return
-        self._fsdp_num_outstanding += bool(outputs)
-        if self.reshard_after_forward or not outputs:
-            # Where a tensor may hide, nothing would tell of its backward, which must find the weights.
-            hides_tensors = torch.is_grad_enabled() and not outputs and _is_opaque(output)
-            if not hides_tensors:
-                reshard(self)
+        if outputs:
+            self._fsdp_calls.add(call)
+        # Where a tensor may hide, nothing would tell of its backward, which must find the weights.
+        if not _is_opaque(output) and (self.reshard_after_forward or not outputs):
+            reshard(self)
+        self._fsdp_check_outputs(output)
 
-    def _fsdp_watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _fsdp_check_outputs(self, output: Any) -> None:
+        """RuntimeError if an output is one of the module's whole weights, or a view, whose memory goes and comes."""
+        storages = {
+            group.unsharded_weight.local_buffer.untyped_storage()._cdata
+            for group in self.parameter_groups
+            if group.is_gathered
+        }
+        if any(tensor.untyped_storage()._cdata in storages for tensor in _tensors(output) if storages):
+            raise RuntimeError(
+                f"Expected outputs of {type(self).__name__} that have memory of their own, got one of its weights or a "
+                "view of one, which is whole only while the module runs. Return a clone."
+            )
+
+    def _fsdp_watch_inputs(self, args: Any, kwargs: Any, call: _Call) -> tuple[Any, Any] | None:
         """Inputs that tell when their gradients are there: then this module's part of the backward is done.
 
         A view belongs to this call alone, while the tensor itself may have other uses whose gradients come later.
+        Tensors in containers that somebody may go on filling stay themselves; they are watched where there is no other.
         """
-        views: list[torch.Tensor] = []
+        views: dict[int, torch.Tensor] = {}
 
-        def view(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            views.append(tensor.view_as(tensor))
-            return views[-1]
+        def view(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return views.setdefault(id(value), value.view_as(value))
+            if isinstance(value, tuple) and not isinstance(value, torch.Size):
+                items = [view(item) for item in value]
+                if any(item is not before for item, before in zip(items, value, strict=True)):
+                    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return value
 
-        watched: tuple[Any, Any] = tree_map_only(torch.Tensor, view, (args, kwargs))
-        if not views:
-            return None
-        register_multi_grad_hook(views, _weakly(self, FsdpModule._fsdp_after_backward), mode="all")
-        return watched
+        watched = view(args), {name: view(value) for name, value in kwargs.items()}
+        inputs = list(views.values())
+        if not inputs:
+            inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
+        if inputs:
+            register_multi_grad_hook(inputs, _weakly(self, FsdpModule._fsdp_after_backward, call), mode="all")
+        return watched if views else None
 
-    def _fsdp_before_backward(self, _: Any) -> None:
-        self.context.enter_backward()
+    def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
+        self.context.enter_backward(self)
+        call.has_backward = True
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
         self.context.unshard_for_backward(self)
         self._fsdp_show_full()
 
-    def _fsdp_after_backward(self, _: Any) -> None:
-        self.context.enter_backward()
+    def _fsdp_after_backward(self, _: Any, call: _Call) -> None:
+        self.context.enter_backward(self)
         self._fsdp_rest()
-        self._fsdp_num_outstanding = max(0, self._fsdp_num_outstanding - 1)
-        if self._fsdp_num_outstanding == 0:
+        self._fsdp_calls.discard(call)
+        # Of other calls of the same pass gradients are still to come; those of another have a backward of their own.
+        if not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls):
             self._fsdp_reduce()
 
-    def _fsdp_collect(self, _: Any, *, group_index: int, parameter_index: int) -> None:
-        """A full parameter has got its gradient."""
-        self.context.enter_backward()
+    @torch.no_grad()
+    def _fsdp_collect(self, _: Any, place: tuple[int, int]) -> None:
+        """A full parameter, the one at `place` in which group, has got its gradient."""
+        self.context.enter_backward(self)
+        group_index, index = place
         group = self.parameter_groups[group_index]
-        full = group.fsdp_parameters[parameter_index].full
+        full = group.fsdp_parameters[index].full
         gradient, full.grad = full.grad, None
-        if gradient is not None and group.gradients is not None:
-            if not group.gradients.received:
-                self.context.make_room(group)
-            group.gradients.collect(parameter_index, gradient)
+        if gradient is None or group.gradients is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise NotImplementedError(f"Expected a dense gradient for {group.names[index]}, got {gradient.layout}.")
+        if not group.gradients.received:
+            self.context.make_room(group)
+        group.gradients.collect(index, gradient.detach())
 
     def _fsdp_reduce(self) -> None:
         """Begins to reduce what was collected. Once in a backward, ranks also tell each other that it is nothing."""
@@ -217,8 +266,7 @@ class FsdpModule(nn.Module):
             )
         self.phase = phase
 
-    def _fsdp_forget_calls(self) -> None:
-        self._fsdp_num_outstanding = 0
+    def _fsdp_forget_backward(self) -> None:
         self._fsdp_will_be_recomputed = False
         self._fsdp_has_reduced = False
 
@@ -227,20 +275,23 @@ def attach(
     module: nn.Module, context: FsdpContext, groups: list[FsdpParameterGroup], reshard_after_forward: bool
 ) -> FsdpModule:
     """Makes `module` an `FsdpModule`, in place and at rest."""
-    module.__class__ = type(f"Fsdp{type(module).__name__}", (FsdpModule, type(module)), {})
+    module.__class__ = _sharded_class(type(module))
     assert isinstance(module, FsdpModule), "it has just become one"
     module.context = context
     module.parameter_groups = groups
     module.reshard_after_forward = reshard_after_forward
     module.phase = FsdpModule.Phase.RESTING
-    module._fsdp_forget_calls()
+    module._fsdp_call = None
+    module._fsdp_calls = weakref.WeakSet()
+    module._fsdp_forget_backward()
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             if group.requires_grad:
-                collect = partial(FsdpModule._fsdp_collect, group_index=group_index, parameter_index=parameter_index)
-                parameter.full.register_post_accumulate_grad_hook(_weakly(module, collect))
-    module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+                collect = _weakly(module, FsdpModule._fsdp_collect, (group_index, parameter_index))
+                parameter.full.register_post_accumulate_grad_hook(collect)
+    # Before any other, which are to find whole weights.
+    module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(_after_forward, always_call=True)
     return module
 
@@ -262,16 +313,26 @@ def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
     module._fsdp_after_forward(output)
 
 
-def _weakly(module: FsdpModule, method: Callable[[FsdpModule, Any], None]) -> Callable[[Any], None]:
-    """`method` of a module that autograd must not keep alive."""
+def _weakly(module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T) -> Callable[[Any], None]:
+    """`method`, with an argument, of a module that autograd must not keep alive."""
     reference = weakref.ref(module)
 
     def call(gradient: Any) -> None:
         alive = reference()
         if alive is not None:
-            method(alive, gradient)
+            method(alive, gradient, argument)
 
     return call
+
+
+# One for each class, so that sharded modules of one class are still of one class.
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _sharded_classes:
+        _sharded_classes[original] = type(f"Fsdp{original.__name__}", (FsdpModule, original), {})
+    return _sharded_classes[original]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

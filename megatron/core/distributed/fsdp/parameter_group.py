@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
-from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
@@ -125,7 +125,7 @@ class FsdpParameterGroup:
             self.unsharded_weight.release_storage()
         self._is_unsharded = False
         self._weights_ready: Event | None = None
-        self._is_stale = True
+        self._is_updated = True
         self._seen_versions = 0
 
     @property
@@ -147,7 +147,7 @@ class FsdpParameterGroup:
 
     def mark_updated(self) -> None:
         """Says that the main weights have changed; the compute weights follow before they are used again."""
-        self._is_stale = True
+        self._is_updated = True
 
     def is_replicated(self, axis: int) -> bool:
         """Whether the ranks of a mesh axis hold the same main weights."""
@@ -159,16 +159,19 @@ class FsdpParameterGroup:
 
     def unshard(self, lane: Lane) -> None:
         """Begins to bring the full parameters up to date, if they are not."""
-        is_stale = self._takes_stale()
-        if self._is_unsharded and not is_stale:
+        versions = self._versions()
+        has_changed = self._is_updated or versions != self._seen_versions
+        if self._is_unsharded and not has_changed:
             return
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        if is_stale:
-            # For autograd, what it has saved of these weights is no longer what they are.
-            torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
+        is_stale = has_changed and self.main_weight is not self.model_weight
         if self.is_gathered or is_stale:
             self._weights_ready = lane.enqueue(lambda: self._gather(is_stale), after=[self._device.event()])
+        if has_changed:
+            # For autograd, what it has saved of these weights is no longer what they are.
+            torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
+        self._is_updated, self._seen_versions = False, versions
         self._is_unsharded = True
 
     def wait_unsharded(self) -> None:
@@ -226,12 +229,11 @@ class FsdpParameterGroup:
 
     def describe(self, note: Sequence[int]) -> str:
         """What a rank with a note about this group is about to do."""
+        module = self.name or "the model"
         if note[0] == _GATHER:
-            return f"gather {self.name}"
+            return f"gather {module}"
         without = [name for index, name in enumerate(self.names) if not _is_in_mask(note[2:], index)]
-        return f"reduce the gradients of {self.name}" + (
-            f", which has none for {', '.join(without)}" if without else ""
-        )
+        return f"reduce the gradients of {module}" + (f", which has none for {', '.join(without)}" if without else "")
 
     @property
     def names(self) -> list[str]:
@@ -250,6 +252,11 @@ class FsdpParameterGroup:
         self.main_weight = self.post_optimizer_model_weight
         if main_dtype != self.dtype:
             self.main_weight = self._buffer(self.placements.optimizer, main_dtype)
+        elif self.main_weight is not self.model_weight:
+            # Gathering the rest of the model weights is no change of the main weights.
+            part = apart(self.main_weight.local_buffer)
+            self.main_weight = DBuffer.from_local(part, self.mesh, self.placements.optimizer, self.layout)
+            self.post_optimizer_model_weight = self.main_weight
         self.unsharded_weight = self.model_weight
         if self.model_weight.range.numel < self.layout.size:
             self.unsharded_weight = self._buffer([Replicate()] * self.mesh.ndim, self.dtype)
@@ -270,11 +277,8 @@ class FsdpParameterGroup:
         return DBuffer(self.mesh, placements, self.layout, _known(dtype), self._device.torch_device)
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
-        whole = self.unsharded_weight.get_local_tensor(index)
-        # Not a view: what gathers write must not count as a change of what autograd has saved.
-        apart = torch.empty(0, dtype=whole.dtype, device=whole.device)
-        apart.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
-        full = nn.Parameter(apart, requires_grad=self.requires_grad)
+        # What gathers write must not count as a change of what autograd has saved.
+        full = nn.Parameter(apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad)
         sharded = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
@@ -315,17 +319,12 @@ class FsdpParameterGroup:
         if self.is_gathered:
             self.model_weight.redistribute(self.unsharded_weight.placements, out=self.unsharded_weight, note=note)
 
-    def _takes_stale(self) -> bool:
-        """Whether compute weights lag behind main weights; asked by who is about to mend it."""
-        if self.main_weight is self.model_weight:
-            return False
-        # Optimizers tell; what else writes through the parameters, or a kernel through the buffer, counts up.
+    def _versions(self) -> int:
+        """Counts writes to the main weights that autograd sees: through the parameters, or through the buffer."""
         versions = self.main_weight.local_buffer._version
         for parameter in self.fsdp_parameters:
             versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
-        is_stale = self._is_stale or versions != self._seen_versions
-        self._is_stale, self._seen_versions = False, versions
-        return is_stale
+        return versions
 
 
 def _known(dtype: torch.dtype | None) -> torch.dtype:

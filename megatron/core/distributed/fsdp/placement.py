@@ -106,7 +106,14 @@ class Placements:
                     f"Expected {fine} placements that are cut wherever {coarse} placements are, "
                     f"got {getattr(self, fine)} and {getattr(self, coarse)}."
                 )
-        check_placements(self.reduced_gradient)
+        if any(
+            isinstance(own, Replicate) and isinstance(fine, Shard)
+            for own, fine in zip(self.gradient, self.optimizer, strict=True)
+        ):
+            raise ValueError(
+                f"Expected Flat or Partial gradients wherever optimizer placements are cut, got {self.gradient} and "
+                f"{self.optimizer}."
+            )
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
@@ -119,13 +126,6 @@ class Placements:
             parameter=(Flat() if number >= 3 else Replicate(),),
             gradient=(Flat() if number >= 2 else Partial("avg"),),
             optimizer=(Flat() if number >= 1 else Replicate(),),
-        )
-
-    @property
-    def reduced_gradient(self) -> tuple[Placement, ...]:
-        """The placements of gradients that are reduced on all axes: the optimizer's where they were partial."""
-        return tuple(
-            fine if isinstance(own, Partial) else own for own, fine in zip(self.gradient, self.optimizer, strict=True)
         )
 
     @property
