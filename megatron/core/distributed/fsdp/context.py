@@ -117,8 +117,7 @@ class FsdpContext:
         self._prefetched: weakref.ref[Any] | None = None
         self._recomputed: weakref.ref[Any] | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._roots: dict[int, int] = {}  # by id: the id of the root that a module lies in
-        self._roots_in_backward: set[int] = set()
+        self._roots: set[int] = set()  # by id
         self._backward: weakref.ref[_Backward] | None = None
         self.num_passes = 0
 
@@ -166,7 +165,7 @@ class FsdpContext:
         self._backward_order = [weakref.ref(module) for module in backward]
         backward_places = {id(module): place for place, module in enumerate(backward)}
         self._places = {id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)}
-        self._roots = {id(module): id(root) for root in roots for module in root.modules() if id(module) in managed}
+        self._roots = {id(root) for root in roots}
         for root in roots:
             prefix = "" if len(roots) == 1 else type(root).__mro__[2].__name__  # of the class that was sharded
             for name, module in root.named_modules(prefix=prefix):
@@ -180,7 +179,7 @@ class FsdpContext:
 
     def is_root(self, module: nn.Module) -> bool:
         """Whether the module lies in no other of the context's; known once that is complete."""
-        return self._roots.get(id(module)) == id(module)
+        return id(module) in self._roots
 
     # Weights
 
@@ -241,11 +240,10 @@ class FsdpContext:
 
     # Gradients
 
-    def enter_backward(self, module: Any) -> None:
-        """A backward has reached a module. At its end, the context cleans up all that lies in the module's root."""
+    def enter_backward(self) -> None:
+        """A backward has reached a module. At its end, the context cleans up."""
         if self._backward is not None and self._backward() is None:
             self._abandon_backward()
-        self._roots_in_backward.add(self._roots[id(module)])
         if self._backward is None:
             backward = _Backward(self)
             self._backward = weakref.ref(backward)
@@ -268,7 +266,7 @@ class FsdpContext:
 
     def finish_backward(self) -> None:
         """At the end of a backward: nothing of it is left but gradients."""
-        for module in self._modules_in_backward():
+        for module in self.backward_order:
             module.finish_backward()
         while self._in_flight:
             self._finish_oldest()
@@ -278,16 +276,12 @@ class FsdpContext:
         """After a backward that has raised: its gradients are incomplete, so they are dropped."""
         while self._in_flight:
             self._finish_oldest()
-        for module in self._modules_in_backward():
+        for module in self.backward_order:
             module.abandon_backward()
         self._forget_backward()
 
-    def _modules_in_backward(self) -> list[Any]:
-        return [module for module in self.backward_order if self._roots[id(module)] in self._roots_in_backward]
-
     def _forget_backward(self) -> None:
         self._recomputed = self._prefetched = None
-        self._roots_in_backward = set()
         self._backward = None
 
     def describe(self, note: tuple[int, ...]) -> str:

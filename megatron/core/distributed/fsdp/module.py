@@ -70,7 +70,7 @@ class FsdpModule(nn.Module):
     _fsdp_calls: weakref.WeakSet[_Call]  # whose backward has not come yet; those whose graph is gone vanish
     _fsdp_call: _Call | None  # under way, where there will be a graph
     _fsdp_will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
-    _fsdp_has_reduced: bool  # in the present backward
+    _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
 
     def is_root(self) -> bool:
         """Whether no sharded module of the same context contains this one."""
@@ -89,10 +89,11 @@ class FsdpModule(nn.Module):
         """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
         if self.phase is FsdpModule.Phase.FORWARD:
             return  # a backward inside this module's forward
+        if self._fsdp_will_be_recomputed and self.is_resting:
+            return  # a backward inside another, which has not come to this module yet
         self._fsdp_rest()
         self._fsdp_reduce()
         self._fsdp_calls = weakref.WeakSet(call for call in self._fsdp_calls if not call.has_backward)
-        self._fsdp_forget_backward()
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
@@ -100,7 +101,7 @@ class FsdpModule(nn.Module):
         for group in self.parameter_groups:
             group.forget_gradients()
         self._fsdp_calls = weakref.WeakSet()
-        self._fsdp_forget_backward()
+        self._fsdp_will_be_recomputed = False
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FsdpModule:
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
@@ -122,11 +123,11 @@ class FsdpModule(nn.Module):
         raise NotImplementedError(f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}.")
 
     def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self.phase is FsdpModule.Phase.BACKWARD:
-            return None  # recomputed inside its own backward, which has brought the weights
         is_recomputation = is_backward_running()
         if not is_recomputation:
             self.context.enter_forward(self)
+        elif self.phase is FsdpModule.Phase.BACKWARD:
+            return None  # recomputed inside its own backward, which has brought the weights
         self._fsdp_enter(FsdpModule.Phase.FORWARD)
         try:
             if is_recomputation:
@@ -137,12 +138,13 @@ class FsdpModule(nn.Module):
         except BaseException:
             self._fsdp_rest()
             raise
+        if not is_recomputation:
+            has_graph = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+            self._fsdp_will_be_recomputed = has_graph and not torch.is_grad_enabled()
         if torch.is_grad_enabled():
             self._fsdp_call = _Call(self.context.num_passes)
             return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
         self._fsdp_call = None
-        if not is_recomputation:
-            self._fsdp_will_be_recomputed = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
         return None
 
     def _fsdp_after_forward(self, output: Any) -> None:
@@ -208,8 +210,9 @@ class FsdpModule(nn.Module):
         return watched if views else None
 
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
-        self.context.enter_backward(self)
+        self.context.enter_backward()
         call.has_backward = True
+        self._fsdp_will_be_recomputed = False
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
@@ -217,7 +220,7 @@ class FsdpModule(nn.Module):
         self._fsdp_show_full()
 
     def _fsdp_after_backward(self, _: Any, call: _Call) -> None:
-        self.context.enter_backward(self)
+        self.context.enter_backward()
         self._fsdp_rest()
         self._fsdp_calls.discard(call)
         # Of other calls of the same pass gradients are still to come; those of another have a backward of their own.
@@ -227,7 +230,7 @@ class FsdpModule(nn.Module):
     @torch.no_grad()
     def _fsdp_collect(self, _: Any, place: tuple[int, int]) -> None:
         """A full parameter, the one at `place` in which group, has got its gradient."""
-        self.context.enter_backward(self)
+        self.context.enter_backward()
         group_index, index = place
         group = self.parameter_groups[group_index]
         full = group.fsdp_parameters[index].full
@@ -241,11 +244,13 @@ class FsdpModule(nn.Module):
         group.gradients.collect(index, gradient.detach())
 
     def _fsdp_reduce(self) -> None:
-        """Begins to reduce what was collected. Once in a backward, ranks also tell each other that it is nothing."""
+        """Begins to reduce what was collected. Once after each pass, ranks also tell each other that it is nothing."""
         for group in self.parameter_groups:
-            if group.gradients is not None and (group.gradients.received or not self._fsdp_has_reduced):
+            if group.gradients is not None and (
+                group.gradients.received or self._fsdp_reduced_pass != self.context.num_passes
+            ):
                 self.context.reduce(group)
-        self._fsdp_has_reduced = True
+        self._fsdp_reduced_pass = self.context.num_passes
 
     def _fsdp_rest(self) -> None:
         """At rest, from whatever phase: sharded parameters, no full weights."""
@@ -266,10 +271,6 @@ class FsdpModule(nn.Module):
             )
         self.phase = phase
 
-    def _fsdp_forget_backward(self) -> None:
-        self._fsdp_will_be_recomputed = False
-        self._fsdp_has_reduced = False
-
 
 def attach(
     module: nn.Module, context: FsdpContext, groups: list[FsdpParameterGroup], reshard_after_forward: bool
@@ -283,7 +284,8 @@ def attach(
     module.phase = FsdpModule.Phase.RESTING
     module._fsdp_call = None
     module._fsdp_calls = weakref.WeakSet()
-    module._fsdp_forget_backward()
+    module._fsdp_will_be_recomputed = False
+    module._fsdp_reduced_pass = 0
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
