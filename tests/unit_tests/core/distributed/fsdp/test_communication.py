@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.device import Event
+from megatron.core.distributed.fsdp import (
+    Flat,
+    FsdpContext,
+    MixedPrecisionPolicy,
+    Placements,
+    collectives,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+    microbatch,
+)
+from tests.ranks import run_ranks
+
+DIM = 8
+NUM_LAYERS = 3
+NUM_MICROBATCHES = 2
+NOTE_BYTES = 128
+
+PLACEMENTS = {
+    **{name: Placements.for_strategy(name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
+    "hsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat())),
+    "hfsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Flat(), Flat())),
+}
+# compute weights, gradients as they are sent, main gradients, and how to get them
+DTYPES = {
+    "fp32": (torch.float32, torch.float32, torch.float32, MixedPrecisionPolicy()),
+    "bf16": (torch.bfloat16, torch.bfloat16, torch.bfloat16, MixedPrecisionPolicy()),
+    "bf16 to fp32": (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+    ),
+    "fp32 as bf16": (
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
+    ),
+}
+
+
+class Collective(NamedTuple):
+    """One call, as a rank sees it."""
+
+    what: str
+    axis: int  # of the mesh
+    input_bytes: int
+    output_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank has to send to the one other rank of its group, with the note ahead of it."""
+        if self.what == "all_gather":
+            return NOTE_BYTES + self.input_bytes
+        if self.what == "reduce_scatter":
+            return NOTE_BYTES + self.input_bytes // 2
+        return NOTE_BYTES + self.input_bytes // 2 + self.output_bytes // 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The collectives of one group: after a step, in every forward, backward and microbatch, in a step's last."""
+
+    refresh: Sequence[Collective] = ()
+    forward: Sequence[Collective] = ()
+    backward: Sequence[Collective] = ()
+    microbatch: Sequence[Collective] = ()
+    last: Sequence[Collective] = ()
+
+    def of_step(self, num_microbatches: int, num_last: int = 1) -> Counter[Collective]:
+        """Those of all layers in a step, without refreshing."""
+        each = [*self.forward, *self.backward, *self.microbatch]
+        return _times(NUM_LAYERS, [*each * num_microbatches, *self.last * num_last])
+
+
+def _times(count: int, calls: Sequence[Collective]) -> Counter[Collective]:
+    return Counter([*calls] * count)
+
+
+def planned(name: str, numel: int, dtypes: str, *, reshards: bool = True) -> Plan:
+    """What a strategy cannot do without, where every axis of the mesh has two ranks."""
+    compute, sent, main = (dtype.itemsize for dtype in DTYPES[dtypes][:3])
+    half, quarter = numel // 2, numel // 4
+    gather = [Collective("all_gather", 0, half * compute, numel * compute)]
+    scatter = [Collective("reduce_scatter", 0, numel * sent, half * main)]
+    if name == "no_shard":
+        return Plan(last=[Collective("all_reduce", 0, numel * sent, numel * main)])
+    if name == "optim":
+        return Plan(refresh=gather, last=scatter)
+    if name == "optim_grads":
+        return Plan(refresh=gather, microbatch=scatter)
+    if name == "optim_grads_params":
+        return Plan(forward=gather, backward=gather if reshards else [], microbatch=scatter)
+    gather = [Collective("all_gather", 1, half * compute, numel * compute)]
+    scatter = [Collective("reduce_scatter", 1, numel * sent, half * main)]
+    refresh, last = [], [Collective("all_reduce", 0, half * sent, half * main)]
+    if name == "hfsdp":
+        refresh = [Collective("all_gather", 0, quarter * compute, half * compute)]
+        last = [Collective("reduce_scatter", 0, half * sent, quarter * main)]
+    return Plan(refresh, gather, gather if reshards else [], scatter, last)
+
+
+class Wire(TorchDispatchMode):
+    """Sees every operation of torch.distributed in the threads where it is entered, and how much they send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+        self.sent_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.operations.add(func.name())
+            if func.name() == "c10d::send":
+                self.sent_bytes += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Traffic:
+    """What goes out while it is watched: by calls of `collectives`, and whatever a thread really sends."""
+
+    calls: Counter[Collective] = field(default_factory=Counter)
+    lane: Wire = field(default_factory=Wire)
+    thread: Wire = field(default_factory=Wire)
+
+    def assert_is(self, expected: Counter[Collective]) -> None:
+        assert self.calls == expected
+        assert self.lane.sent_bytes == sum(call.sent_bytes * count for call, count in expected.items())
+        assert self.lane.operations == ({"c10d::send", "c10d::recv_"} if expected else set())
+        assert not self.thread.operations
+
+
+@contextmanager
+def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
+    """Everything that goes out inside; of collectives that are made of others, only the outer ones count as calls."""
+    traffic, lane = Traffic(), context.gather_lane
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    originals = {name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    enqueue = lane.enqueue
+    depth = 0
+
+    def counting(name: str) -> Callable[..., None]:
+        def call(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
+            nonlocal depth
+            if depth == 0:
+                traffic.calls[Collective(name, groups.index(group), own.nbytes, out.nbytes)] += 1
+            depth += 1
+            originals[name](out, own, group, *args, **options)
+            depth -= 1
+
+        return call
+
+    def enqueue_watched(work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        def watched_work() -> None:
+            with traffic.lane:
+                work()
+
+        return enqueue(watched_work, after)
+
+    for name in originals:
+        setattr(collectives, name, counting(name))
+    lane.enqueue = enqueue_watched
+    try:
+        with traffic.thread:
+            yield traffic
+        enqueue(lambda: None).wait()
+    finally:
+        del lane.enqueue
+        for name, original in originals.items():
+            setattr(collectives, name, original)
+
+
+class Trained:
+    """A model, its optimizer and what is known about them."""
+
+    def __init__(self, name: str, dtypes: str, *, reshards: bool = True) -> None:
+        placements = PLACEMENTS[name]
+        compute, _, _, policy = DTYPES[dtypes]
+        torch.manual_seed(0)
+        layers = [nn.Linear(DIM, DIM, dtype=compute) for _ in range(NUM_LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.mesh = init_device_mesh("cpu", (2,) * len(placements.dp_axes))
+        assert self.mesh.size() == dist.get_world_size()
+        with fully_shard_context("cpu") as self.context:
+            for layer in layers:
+                fully_shard(layer, self.mesh, placements, policy, reshard_after_forward=reshards)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        fully_shard_optimizer(self.optimizer)
+        self.compute = compute
+        self.plan = planned(name, layers[0].parameter_groups[0].layout.size, dtypes, reshards=reshards)
+
+    def step(self, *, is_scoped: bool = True) -> None:
+        for number in range(NUM_MICROBATCHES):
+            with microbatch(self.context, is_last=not is_scoped or number == NUM_MICROBATCHES - 1):
+                self.model(torch.ones(2, DIM, dtype=self.compute)).float().square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.model(torch.ones(2, DIM, dtype=self.compute))
+
+
+def _sends(name: str, dtypes: str, reshards: bool) -> list[Counter[Collective]]:
+    trained = Trained(name, dtypes, reshards=reshards)
+    plan = trained.plan
+    trained.step()
+    seen = []
+    refresh, forward = _times(NUM_LAYERS, plan.refresh), _times(NUM_LAYERS, plan.forward)
+    for act, expected in (
+        (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
+        # After a step it is the first forward that refreshes, whether it is one of training or not.
+        (trained.evaluate, forward + refresh),
+        (trained.evaluate, forward),
+        (trained.step, plan.of_step(NUM_MICROBATCHES)),
+        (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
+    ):
+        with watched(trained.context, trained.mesh) as traffic:
+            act()
+        traffic.assert_is(expected)
+        seen.append(traffic.calls)
+    return seen
+
+
+def _num_ranks(name: str) -> int:
+    return 2 ** len(PLACEMENTS[name].dp_axes)
+
+
+def assert_alike(per_rank: list[Any]) -> None:
+    assert all(own == per_rank[0] for own in per_rank)
+    assert any(per_rank[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        *itertools.product(["no_shard", "optim", "optim_grads", "optim_grads_params"], DTYPES),
+        *itertools.product(["hsdp", "hfsdp"], ["fp32", "bf16 to fp32"]),
+    ],
+)
+def test_a_step_sends_what_its_strategy_cannot_do_without_and_nothing_else(name, dtypes):
+    assert_alike(run_ranks(_num_ranks(name), _sends, name, dtypes, True))
+
+
+@pytest.mark.parametrize("name", ["optim_grads_params", "hsdp"])
+def test_weights_that_stay_after_forward_are_gathered_once(name):
+    assert_alike(run_ranks(_num_ranks(name), _sends, name, "bf16", False))
+
+
+def _sends_unscoped(name: str) -> list[Counter[Collective]]:
+    trained = Trained(name, "bf16 to fp32")
+    trained.evaluate()
+    with watched(trained.context, trained.mesh) as traffic:
+        trained.step(is_scoped=False)
+    traffic.assert_is(trained.plan.of_step(NUM_MICROBATCHES, num_last=NUM_MICROBATCHES))
+    return [traffic.calls]
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim", "optim_grads", "hfsdp"])
+def test_where_every_microbatch_counts_as_a_last_one_every_one_is_reduced_over_all_axes(name):
+    assert_alike(run_ranks(_num_ranks(name), _sends_unscoped, name))
+
+
+def _sends_notes() -> None:
+    """A whole layer that is not used, or frozen: its ranks tell each other that there is nothing to reduce."""
+    trained = Trained("optim_grads", "fp32")
+    plan = trained.plan
+    trained.evaluate()
+    first, *rest = trained.model
+    with watched(trained.context, trained.mesh) as traffic:
+        rest[0](torch.ones(2, DIM)).sum().backward()
+    assert traffic.calls == _times(1, plan.microbatch)
+    assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes + NOTE_BYTES * (NUM_LAYERS - 1)
+    first.requires_grad_(False)
+    with watched(trained.context, trained.mesh) as traffic:
+        trained.model(torch.ones(2, DIM)).sum().backward()
+    assert traffic.calls == _times(NUM_LAYERS - 1, plan.microbatch)
+    assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes * (NUM_LAYERS - 1) + NOTE_BYTES
+
+
+def test_where_there_is_nothing_to_reduce_only_a_note_goes_out():
+    run_ranks(2, _sends_notes)
+
+
+def _sees() -> None:
+    """That nothing was seen means something: what these tests look with sees what goes out beside the engine."""
+    trained = Trained("optim", "fp32")
+    with watched(trained.context, trained.mesh) as traffic:
+        dist.all_reduce(torch.ones(4))
+        trained.model[0].weight.sum().full_tensor()
+        trained.context.gather_lane.enqueue(lambda: dist.barrier()).wait()
+    assert traffic.thread.operations > {"c10d::allreduce_", "_c10d_functional::all_reduce"}
+    assert traffic.lane.operations == {"c10d::barrier"}
+    assert not traffic.calls
+
+
+def test_whatever_goes_out_is_seen():
+    run_ranks(2, _sees)
