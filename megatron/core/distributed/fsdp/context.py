@@ -166,8 +166,9 @@ class FsdpContext:
         backward_places = {id(module): place for place, module in enumerate(backward)}
         self._places = {id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)}
         self._roots = {id(root) for root in roots}
-        for root in roots:
-            prefix = "" if len(roots) == 1 else type(root).__mro__[2].__name__  # of the class that was sharded
+        for number, root in enumerate(roots):
+            # The class that was sharded stands behind the one made of it and FsdpModule.
+            prefix = "" if len(roots) == 1 else f"{type(root).__mro__[2].__name__}[{number}]"
             for name, module in root.named_modules(prefix=prefix):
                 if id(module) in managed:
                     for group in module.parameter_groups:

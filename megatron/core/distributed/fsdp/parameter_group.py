@@ -65,6 +65,12 @@ class FsdpParameter:
             if module is not None:
                 module._parameters[name] = parameter
 
+    def is_shown(self) -> bool:
+        """Whether the owning modules have one of the two, and nothing that somebody has put in their place."""
+        modules = [(owner(), name) for owner, name in self.owners]
+        own = (id(self.full), id(self.sharded))
+        return all(module is None or id(module._parameters.get(name)) in own for module, name in modules)
+
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
@@ -198,7 +204,7 @@ class FsdpParameterGroup:
         RuntimeError if a sharded parameter is no longer what it was: nothing would keep the two in step.
         """
         for index, parameter in enumerate(self.fsdp_parameters):
-            self._check_is_view(index, parameter.sharded)
+            self._check_is_view(index, parameter)
             if parameter.full.requires_grad != parameter.sharded.requires_grad:
                 self._follow_requires_grad(parameter)
             parameter.show(parameter.full)
@@ -288,10 +294,12 @@ class FsdpParameterGroup:
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
 
-    def _check_is_view(self, index: int, sharded: nn.Parameter) -> None:
+    def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
+        sharded = parameter.sharded
         local, buffer = local_tensor(sharded), self.main_weight.local_buffer
         place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
-        if group_of(sharded) is not self or (local.numel() and local.data_ptr() != place):
+        is_other = group_of(sharded) is not self or (local.numel() > 0 and local.data_ptr() != place)
+        if is_other or not parameter.is_shown():
             raise RuntimeError(
                 f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, got another tensor; "
                 "convert and replace parameters before."

@@ -38,13 +38,6 @@ def test_the_zero_strategies_are_values():
         Placements.for_strategy("zero3")
 
 
-def test_partial_gradients_are_reduced_to_where_the_optimizer_is():
-    hsdp = Placements((0, 1), [Replicate(), Flat()], [Partial("avg"), Flat()], [Replicate(), Flat()])
-    hfsdp = Placements((0, 1), [Replicate(), Flat()], [Partial("avg"), Flat()], [Flat(), Flat()])
-    assert hsdp.reduced_gradient == (Replicate(), Flat())
-    assert hfsdp.reduced_gradient == (Flat(), Flat())
-
-
 def test_placements_are_values_and_name_every_axis_once():
     lists, tuples = (Placements(kind(["dp"]), *[kind([Flat()])] * 3) for kind in (list, tuple))
     assert lists == tuples
@@ -59,6 +52,7 @@ def test_placements_are_values_and_name_every_axis_once():
         ([Flat()], [Replicate()], [Flat()], "gradient placements that are cut wherever parameter placements are"),
         ([Replicate()], [Flat()], [Replicate()], "optimizer placements that are cut wherever gradient placements are"),
         ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements for .*, got 2"),
+        ([Replicate()], [Replicate()], [Flat()], "Flat or Partial gradients wherever optimizer placements are cut"),
         ([Partial()], [Partial()], [Flat()], "parameter buffers that are replicated or sharded"),
         ([Replicate()], [Partial()], [Partial()], "optimizer buffers that are replicated or sharded"),
     ],
