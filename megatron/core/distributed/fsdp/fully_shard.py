@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -188,10 +188,11 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from before.")
     if not any(group_of(parameter) for parameter in parameters):
         raise ValueError("Expected an optimizer over sharded parameters, got none among its parameters.")
-    uncast: list[tuple[nn.Parameter, torch.Tensor]] = []
+    uncast: list[_Cast] = []
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        uncast.clear()  # of a step that has raised
+        # A step may run inside another, a subclass's. What a step that has raised left behind may be gone.
+        uncast[:] = [cast for cast in uncast if cast.parameter.grad is cast.gradient]
         with_gradient = [
             (parameter, parameter.grad)
             for parameter in _parameters(optimizer)
@@ -210,16 +211,24 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 f"{to_cast[0][0].dtype}, got one."
             )
         for parameter, gradient in to_cast:
-            uncast.append((parameter, gradient))
             parameter.grad = gradient.to(parameter.dtype)
+            uncast.append(_Cast(parameter, gradient, parameter.grad))
 
     def after_step(*_: Any) -> None:
         while uncast:
-            parameter, gradient = uncast.pop()
-            parameter.grad = gradient
+            cast = uncast.pop()
+            cast.parameter.grad = cast.original
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
+
+
+class _Cast(NamedTuple):
+    """A parameter whose gradient has been cast for the time of a step."""
+
+    parameter: nn.Parameter
+    original: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

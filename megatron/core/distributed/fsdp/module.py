@@ -160,7 +160,10 @@ class FsdpModule(nn.Module):
             return
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
         if outputs:
-            register_multi_grad_hook(outputs, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any")
+            # Who changes a view in place takes its hooks away, but not those of what it is a view of.
+            bases = [tensor._base for tensor in outputs if tensor._base is not None]
+            watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
+            register_multi_grad_hook(watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any")
         if is_backward_running():
             self.context.keep_recomputed(self)
             return

@@ -1284,6 +1284,10 @@ def _mistakes_in_use() -> None:
     torch.utils.swap_tensors(module.bias, other.bias)
     message = "Expected bias to be the view of its buffer that fully_shard made, got another tensor"
     _raises(RuntimeError, message, lambda: module(own_batch()))
+    replaced = linear()
+    shard(replaced)
+    replaced.weight = nn.Parameter(torch.zeros(DIM, DIM))
+    _raises(RuntimeError, "Expected weight to be the view of its buffer", lambda: replaced(own_batch()))
     hooked = linear()
     hooked.weight.register_hook(lambda gradient: gradient)
     _raises(
