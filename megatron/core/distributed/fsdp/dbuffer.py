@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp import collectives
+import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import check_placements, sharded_axes
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp import collectives
+import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements

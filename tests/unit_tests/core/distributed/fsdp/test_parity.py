@@ -923,11 +923,12 @@ def test_a_skip_connection_whose_tensor_has_later_uses(setting):
 
 
 # Of three-dimensional inputs a linear layer's output is a view, whose history an in-place change rewrites.
-ROWS_2D = pytest.param((NUM_ROWS, WIDTH), id="2d")
-ROWS_3D = pytest.param((1, NUM_ROWS, WIDTH), id="3d")
+two_and_three_dimensional = pytest.mark.parametrize(
+    "shape", [(NUM_ROWS, WIDTH), (1, NUM_ROWS, WIDTH)], ids=["2d", "3d"]
+)
 
 
-@pytest.mark.parametrize("shape", [ROWS_2D, ROWS_3D])
+@two_and_three_dimensional
 def test_an_in_place_relu_after_a_sharded_module(setting, shape):
     def build() -> Subject:
         linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
@@ -937,7 +938,7 @@ def test_an_in_place_relu_after_a_sharded_module(setting, shape):
     assert_trains_as_on_one_rank(setting, build)
 
 
-@pytest.mark.parametrize("shape", [ROWS_2D])
+@two_and_three_dimensional
 def test_an_in_place_relu_of_what_a_sharded_module_gets(setting, shape):
     def build() -> Subject:
         blocks = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
