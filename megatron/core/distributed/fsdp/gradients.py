@@ -247,8 +247,8 @@ class GroupGradients:
         if not axes:
             _add_locally(source, target, accumulates, step.divisor)
             return
-        if self._dtypes.sent.itemsize < source.dtype.itemsize:
-            source = source.cast(self._dtypes.sent)
+        if self._dtypes.comm.itemsize < source.dtype.itemsize:
+            source = source.cast(self._dtypes.comm)
         divisor, note = step.divisor, self._note(step.received)
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1

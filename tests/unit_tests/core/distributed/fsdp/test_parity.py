@@ -750,7 +750,8 @@ def test_a_recomputed_module_that_is_called_again_at_once(setting, use_reentrant
 def test_a_module_that_recomputes_its_own_body_and_is_called_twice(setting, use_reentrant):
     def build() -> Subject:
         stem, twice = Layer(), SelfRecomputing(use_reentrant)
-        return Subject([stem, twice], lambda x: square_mean(twice(twice(stem(x)))), calls=5)
+        stack = Stack(stem, twice, twice)
+        return Subject([stem, twice, stack], lambda x: square_mean(stack(x)), calls=5, keeps_weights=None)
 
     assert_trains_as_on_one_rank(setting, build)
 
@@ -1525,3 +1526,29 @@ def test_gradients_that_the_user_has_changed_in_place_are_continued_from(world_s
         model.check(0.5, 0.5, 1, 1)
 
     accumulate(world_size, shardings, scenario)
+
+
+def _error_of_sums(strategy: str) -> float:
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = nn.Linear(16, 16, bias=False).bfloat16()
+    model = copy.deepcopy(alone)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
+    with fully_shard_context("cpu") as context:
+        fully_shard(model, init_device_mesh("cpu", (size,)), Placements.for_strategy(strategy), policy)
+    inputs = torch.randn(8, size, 4, 16).bfloat16()
+    exact = torch.zeros(16, 16, dtype=torch.float64)
+    for number, batch in enumerate(inputs):
+        for own in batch:
+            alone(own).float().square().mean().backward()
+            exact += alone.weight.grad.double() / size
+            alone.weight.grad = None
+        with microbatch(context, is_last=number == len(inputs) - 1):
+            model(batch[rank]).float().square().mean().backward()
+    summed = model.parameter_groups[0].main_grad.redistribute([Replicate()]).get_local_tensor(0)
+    return ((summed - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_fp32_sums_of_bf16_microbatches_are_not_rounded_before_they_are_reduced(strategy):
+    assert max(run_ranks(2, _error_of_sums, strategy)) < 1e-6
