@@ -135,8 +135,8 @@ class GroupGradients:
             if parameter.grad is not None and not is_partial(parameter.grad)
         ]
         if not received and not (is_last and in_partial):
-            axes, note = self._axes_to_reduce(is_last), self._note(())
-            return lambda: self._tell(axes, note)
+            axes = self._axes_to_reduce(is_last)
+            return lambda: self._tell(axes)
         self._take_over(parameters, in_main, self._main_grads)
         steps: list[_Step] = []
         folded: list[int] = []
@@ -161,10 +161,9 @@ class GroupGradients:
                 grads = self._main_grads
         for index in shown:
             parameters[index].grad = grads[index]
-        note = self._note(())
 
         def work() -> None:
-            self._tell(told, note)
+            self._tell(told)
             self._carry_out(folded, steps)
 
         return work
@@ -206,11 +205,11 @@ class GroupGradients:
                 if ours.data_ptr() != theirs.data_ptr():
                     ours.copy_(theirs)
 
-    def _tell(self, axes: Iterable[int], note: Sequence[int]) -> None:
+    def _tell(self, axes: Iterable[int]) -> None:
         """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce here."""
         if self.main.device.type == "cpu":
             for axis in axes:
-                collectives.compare_notes(note, self._mesh.get_group(axis))
+                collectives.compare_notes(self._note(()), self._mesh.get_group(axis))
 
     def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
         for index in folded:
