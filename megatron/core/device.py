@@ -7,6 +7,8 @@ state of its random generator, a lane. The CPU answers all of it too, so the res
 
     event = lane.enqueue(work, after=[event, ...])
 
+Work whose end is work on another lane goes through `relay`: a host lane's kernel, then the copy of what it wrote.
+
 The work begins when everything before it on the lane and all events it waits for are done; the event it answers is
 done when the work is. On a GPU a lane is a stream: enqueueing issues the work at once, and the device keeps the order.
 On the CPU a lane is a worker thread, so that overlap and order are real there too, and tests exercise them: under
@@ -54,6 +56,10 @@ class DeviceConfig:
         return self.device
 
 
+class PinError(RuntimeError):
+    """Host memory could not be pinned."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One rank's device: its kind and, on a GPU, its index among the machine's."""
@@ -94,6 +100,11 @@ class Device:
         return self.kind == "cuda"
 
     @property
+    def pins_host_memory(self) -> bool:
+        """Whether `pin` makes a difference: copies reach pinned memory directly, beside the computation."""
+        return self.kind == "cuda"
+
+    @property
     def description(self) -> str:
         """The device's name as a log or a result file shows it."""
         if self.kind == "cuda":
@@ -105,6 +116,30 @@ class Device:
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.index)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Keeps host memory that is mapped already where it is, so that the device can copy from and to it directly.
+
+        On the CPU there is nothing to do. The pages become resident with it, on a GPU.
+
+        Args:
+            address: where the memory begins, a multiple of the page size.
+            nbytes: its size, more than 0.
+
+        Raises:
+            PinError: if the driver refuses.
+        """
+        if self.kind == "cuda":
+            with torch.cuda.device(self.index):
+                status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+            if int(status) != 0:
+                raise _pin_error(nbytes, torch.cuda.cudart().cudaGetErrorString(status))
+
+    def unpin(self, address: int) -> None:
+        """Takes back `pin` of the memory that begins at `address`; copies from and to it must be done."""
+        if self.kind == "cuda":
+            with torch.cuda.device(self.index):
+                torch.cuda.cudart().cudaHostUnregister(address)
 
     def rng_state(self) -> torch.Tensor | None:
         """The state of the device's own random generator, uint8 on the CPU; None where it is the CPU's."""
@@ -126,9 +161,22 @@ class Device:
         """
         return _StreamLane(self.torch_device, name) if self.kind == "cuda" else _ThreadLane.make(name, is_shared)
 
+    def host_lane(self, name: str) -> Lane:
+        """A new lane of work that the host does itself: a worker thread on any device."""
+        return _ThreadLane.make(name, is_shared=False)
+
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
         return _StreamEvent(torch.cuda.current_stream(self.index)) if self.kind == "cuda" else _ThreadEvent.done()
+
+
+def _pin_error(nbytes: int, reason: str) -> PinError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return PinError(
+        f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some systems apply to "
+        f"it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on unpinned."
+    )
 
 
 class Event(Protocol):
@@ -143,6 +191,10 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """This thread waits for the event, on any device. Raises what the work raised, if it failed."""
 
+    @property
+    def is_issued(self) -> bool:
+        """Whether all the work before it has been given to the device, if it is the device's: `wait` will not block."""
+
 
 class Lane(Protocol):
     """An ordered queue of work beside the computation. See [Note: lanes]."""
@@ -155,11 +207,67 @@ class Lane(Protocol):
         peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
         """
 
+    def would_block(self, after: Sequence[Event]) -> bool:
+        """Whether `enqueue` would hold up the caller until others have issued what these events stand for."""
+
     def close(self) -> None:
         """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their events.
 
         A lane that is let go of without it does what is queued and ends.
         """
+
+
+def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> Event:
+    """Queues work on a worker thread's lane that ends with an event of another lane, and answers one of both.
+
+    So a host lane may compute something and then begin to copy it to the device, and neither waits for the caller.
+    """
+    ends: list[Event] = []
+    return _RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
+
+
+class InlineLane:
+    """A lane that does its work at once, in the thread that queues it: the order of the program, and no overlap."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    @torch.no_grad()
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        """As `Lane.enqueue`, but done when it returns; errors are raised here."""
+        for earlier in after:
+            earlier.synchronize()
+        work()
+        event = self._device.event()
+        event.synchronize()
+        return event
+
+    def would_block(self, after: Sequence[Event]) -> bool:
+        """As `Lane.would_block`."""
+        return not all(event.is_issued for event in after)
+
+    def close(self) -> None:
+        """Nothing is queued."""
+
+
+class _RelayedEvent:
+    """Done when work on one lane is, and then the work on another with which it ended."""
+
+    def __init__(self, first: Event, ends: list[Event]) -> None:
+        self._first = first
+        self._ends = ends
+
+    @property
+    def is_issued(self) -> bool:
+        return self._first.is_issued
+
+    def wait(self) -> None:
+        self._first.synchronize()
+        self._ends[0].wait()
+
+    def synchronize(self) -> None:
+        self._first.synchronize()
+        self._ends[0].synchronize()
 
 
 class _ThreadEvent:
@@ -175,6 +283,10 @@ class _ThreadEvent:
         event = cls()
         event.finish(None)
         return event
+
+    @property
+    def is_issued(self) -> bool:
+        return self._is_done.is_set()
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
@@ -255,6 +367,9 @@ class _ThreadLane:
             raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
         return self._put(work, tuple(after))
 
+    def would_block(self, after: Sequence[Event]) -> bool:  # noqa: ARG002
+        return False
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -286,6 +401,10 @@ class _StreamEvent:
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
+    @property
+    def is_issued(self) -> bool:
+        return True
+
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
@@ -314,6 +433,9 @@ class _StreamLane:
                 earlier.wait()
             work()
         return _StreamEvent(self._stream)
+
+    def would_block(self, after: Sequence[Event]) -> bool:
+        return not all(event.is_issued for event in after)
 
     def close(self) -> None:
         self._is_closed = True

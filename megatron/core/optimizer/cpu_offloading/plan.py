@@ -1,0 +1,130 @@
+"""Which groups of parameters keep their optimizer state in host memory.
+
+The host takes the *last* groups of the network. Their gradients come first in backward and their weights are needed
+last in the next forward, so that the transfers and the update on the host have the widest window to hide in.
+
+The plan is a function of the groups' global element counts and the fraction alone, in exact arithmetic: all ranks
+compute the same one, at any world size. With 10 elements a group and a fraction of 0.5:
+
+    group    embedding   layers.0   layers.1   layers.2   head
+    side     device      device     host       host       host      30 of 50 elements, the least that is half or more
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class PlannedGroup(NamedTuple):
+    """A group of parameters and the side it is on."""
+
+    name: str
+    numel: int  # of the whole group, over all ranks, without padding
+    is_on_host: bool
+
+    @property
+    def side(self) -> str:
+        return "host" if self.is_on_host else "device"
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """The side of every group, in forward order: first those of the device, then those of the host."""
+
+    groups: tuple[PlannedGroup, ...]
+
+    @classmethod
+    def build(cls, groups: Sequence[tuple[str, int]], fraction: float) -> OffloadPlan:
+        """Puts the fewest groups at the end of the network on the host that hold `fraction` of all elements or more.
+
+        Args:
+            groups: name and global element count of each, in forward order; of 0 elements too.
+            fraction: from 0 (none) to 1 (all). A float is taken for the decimal number that it prints as: 0.1 is a
+                tenth. Its binary value is a little more, which would cost a group where a tenth is met exactly.
+
+        Raises:
+            ValueError: for a fraction that is not a number from 0 to 1, or a negative count.
+        """
+        for name, numel in groups:
+            if numel < 0:
+                raise ValueError(f"Expected at least 0 elements in group {name!r}, got {numel}.")
+        first = _first_on_host([numel for _, numel in groups], _exact(fraction))
+        return cls(tuple(PlannedGroup(name, numel, index >= first) for index, (name, numel) in enumerate(groups)))
+
+    def is_on_host(self, index: int) -> bool:
+        """Whether the group with this number, in forward order, is on the host."""
+        return self.groups[index].is_on_host
+
+    @property
+    def total_numel(self) -> int:
+        """Elements of all groups."""
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def host_numel(self) -> int:
+        """Elements of the groups on the host."""
+        return sum(group.numel for group in self.groups if group.is_on_host)
+
+    @property
+    def device_numel(self) -> int:
+        """Elements of the groups on the device."""
+        return self.total_numel - self.host_numel
+
+    @property
+    def host_fraction(self) -> float:
+        """The share of all elements that is on the host, as planned; 0 where there are no elements."""
+        return self.host_numel / self.total_numel if self.total_numel else 0.0
+
+    def table(self) -> str:
+        """The plan for a log: a line a group, more than four in a row of one side as one line, and the totals."""
+        rows = [row for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host) for row in _rows([*run])]
+        rows.append(_Row("on the device", self.device_numel, "device"))
+        rows.append(_Row("on the host", self.host_numel, f"host, {self.host_fraction:.2%}"))
+        name_width = max(len(row.name) for row in rows)
+        numel_width = max(len(f"{row.numel:,}") for row in rows)
+        return "\n".join(f"{row.name:<{name_width}}  {row.numel:>{numel_width},}  {row.side}" for row in rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+class _Row(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    numel: int
+    side: str
+
+
+_LONGEST_RUN_IN_FULL = 4
+
+
+def _rows(run: list[PlannedGroup]) -> list[_Row]:
+    """The lines of groups in a row that are on one side."""
+    if len(run) <= _LONGEST_RUN_IN_FULL:
+        return [_Row(group.name, group.numel, group.side) for group in run]
+    name = f"{run[0].name} .. {run[-1].name} ({len(run)} groups)"
+    return [_Row(name, sum(group.numel for group in run), run[0].side)]
+
+
+def _exact(fraction: float) -> Fraction:
+    is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+    if not is_number or not math.isfinite(fraction) or not 0 <= fraction <= 1:
+        raise ValueError(f"Expected an offload fraction from 0 to 1, got {fraction!r}.")
+    return Fraction(str(fraction))
+
+
+def _first_on_host(numels: Sequence[int], fraction: Fraction) -> int:
+    """The beginning of the smallest suffix that holds `fraction` of all elements; 1 takes in empty groups too."""
+    if fraction == 1:
+        return 0
+    wanted, first, held = fraction * sum(numels), len(numels), 0
+    while held < wanted:
+        first -= 1
+        held += numels[first]
+    return first

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.device import Device, PinError
+from megatron.core.host_memory import (
+    ARRAY_ALIGNMENT,
+    HostLimits,
+    HostMemoryError,
+    HostNeed,
+    HostSlab,
+    SlabBuilder,
+    check_host_memory,
+    format_bytes,
+)
+
+CPU = Device("cpu")
+MIB, GIB = 1 << 20, 1 << 30
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+
+
+class PinningDevice(Device):
+    """Notes what it is told to pin, and whether the memory is still there when it is unpinned."""
+
+    events: list[tuple[str, int, int]]
+
+    @property
+    def pins_host_memory(self) -> bool:
+        return True
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.events.append(("pin", address, nbytes))
+
+    def unpin(self, address: int) -> None:
+        self.events.append(("unpin", address, len(mappings_of(address))))
+
+
+@pytest.fixture
+def pinning() -> PinningDevice:
+    device = PinningDevice("cpu")
+    object.__setattr__(device, "events", [])
+    return device
+
+
+def slab(nbytes: int, device: Device = CPU, *, is_pinned: bool = False) -> HostSlab:
+    return HostSlab(nbytes, device, is_pinned=is_pinned, purpose="moments")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def mappings_of(address: int) -> list[str]:
+    """The line of this process's mappings that holds an address; none if nothing is mapped there."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return [line for line, (start, stop) in zip(lines, ranges, strict=True) if start <= address < stop]
+
+
+def flags_of(address: int) -> set[str]:
+    """The kernel's flags of the mapping that holds an address."""
+    [mapping] = mappings_of(address)
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert mapping in lines
+    return set(next(line for line in lines if line.startswith("VmFlags:")).split()[1:])
+
+
+def test_a_slab_is_zero_and_its_arrays_share_its_memory():
+    memory = slab(1000)
+    numbers = memory.tensor(0, 250, torch.float32)
+    assert numbers.shape == (250,)
+    assert not numbers.any()
+    memory.tensor(4, 1, torch.int32).fill_(0x3F800000)
+    assert numbers[:3].tolist() == [0.0, 1.0, 0.0]
+    assert numbers.untyped_storage().nbytes() == 1000
+
+
+def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
+    memory = slab(1001)
+    assert memory.nbytes == 1001
+    assert memory.tensor(1000, 1, torch.uint8).numel() == 1
+    for offset, numel, dtype in [
+        (1001, 1, torch.uint8),
+        (0, 251, torch.float32),
+        (2, 1, torch.float32),
+        (-4, 1, torch.float32),
+        (0, -1, torch.float32),
+    ]:
+        with pytest.raises(ValueError, match="Expected an aligned array within the 1001 bytes for moments, got"):
+            memory.tensor(offset, numel, dtype)
+
+
+def test_a_slab_of_nothing_has_arrays_of_nothing(pinning):
+    memory = slab(0, pinning, is_pinned=True)
+    assert memory.tensor(0, 0, torch.bfloat16).dtype == torch.bfloat16
+    assert pinning.events == []
+    with pytest.raises(ValueError, match="within the 0 bytes"):
+        memory.tensor(0, 1, torch.uint8)
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match="at least 0 bytes for moments, got -1"):
+        slab(-1)
+    with pytest.raises(ValueError, match="at least 0 elements, got -1"):
+        SlabBuilder().add(-1, torch.float32)
+
+
+def test_what_the_system_does_not_map_is_refused_by_name():
+    with pytest.raises(HostMemoryError, match=r"Expected 1048576\.00 TiB of host memory for moments, got: "):
+        slab(1 << 60)
+    with pytest.raises(HostMemoryError, match="for moments"):
+        slab(1 << 80)
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays=st.lists(st.tuples(st.integers(0, 200), st.sampled_from(DTYPES)), max_size=8))
+def test_the_builder_adds_up_aligned_arrays_that_do_not_overlap_and_end_with_the_slab(arrays):
+    builder = SlabBuilder()
+    offsets = [builder.add(numel, dtype) for numel, dtype in arrays]
+    memory = builder.build(CPU, is_pinned=False, purpose="test")
+    assert memory.nbytes == builder.nbytes
+    tensors = [memory.tensor(offset, numel, dtype) for offset, (numel, dtype) in zip(offsets, arrays, strict=True)]
+    end = 0
+    for index, tensor in enumerate(tensors):
+        assert not tensor.any(), "an array before it reached into it"
+        tensor.fill_(index + 1)
+        if tensor.numel():
+            assert tensor.data_ptr() % ARRAY_ALIGNMENT == 0
+            assert 0 <= offsets[index] - end < ARRAY_ALIGNMENT
+            end = offsets[index] + tensor.nbytes
+    assert end == memory.nbytes
+    assert all((tensor == index + 1).all() for index, tensor in enumerate(tensors))
+
+
+@needs_proc
+def test_memory_is_given_back_with_the_last_array():
+    before = resident_bytes()
+    memory = slab(64 * MIB)
+    assert resident_bytes() - before < 8 * MIB, "not resident until it is touched"
+    left, right = memory.tensor(0, 32 * MIB, torch.uint8), memory.tensor(32 * MIB, 32 * MIB, torch.uint8)
+    left.fill_(1)
+    right.fill_(2)
+    del memory, left
+    gc.collect()
+    assert resident_bytes() - before > 60 * MIB, "an array keeps the slab"
+    assert (right == 2).all()
+    address = right.data_ptr()
+    del right
+    gc.collect()
+    assert mappings_of(address) == []
+    assert resident_bytes() - before < 8 * MIB
+
+
+@needs_proc
+def test_no_more_than_the_pages_of_a_slab_become_resident():
+    memory = slab(5 * MIB + 1)
+    whole = memory.tensor(0, 5 * MIB + 1, torch.uint8)
+    before = resident_bytes()
+    whole.fill_(1)
+    # The kernel counts pages in batches of a few dozen per processor.
+    assert 4 * MIB < resident_bytes() - before < 6 * MIB
+
+
+@needs_proc
+def test_a_slab_may_have_huge_pages_and_is_not_forked():
+    memory = slab(3 * MIB)
+    address = memory.tensor(0, 1, torch.uint8).data_ptr()
+    assert address % (2 * MIB) == 0
+    flags = flags_of(address)
+    assert "dc" in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
+    assert "dc" not in flags_of(torch.empty(8 * MIB, dtype=torch.uint8).fill_(1).data_ptr())
+
+
+def test_nothing_is_pinned_on_the_cpu():
+    assert not slab(100, CPU, is_pinned=True).is_pinned
+    CPU.pin(0, 100)
+    CPU.unpin(0)
+
+
+@needs_proc
+def test_a_slab_is_pinned_once_and_unpinned_while_it_is_still_mapped(pinning):
+    memory = slab(10_000, pinning, is_pinned=True)
+    assert memory.is_pinned
+    array = memory.tensor(0, 10, torch.float32)
+    address = array.data_ptr()
+    assert pinning.events == [("pin", address, 10_000)]
+    del memory
+    gc.collect()
+    assert len(pinning.events) == 1, "an array keeps the pin"
+    del array
+    gc.collect()
+    assert pinning.events[1:] == [("unpin", address, 1)]
+    assert mappings_of(address) == []
+
+
+def test_a_slab_is_not_pinned_unless_asked(pinning):
+    memory = slab(100, pinning)
+    assert not memory.is_pinned
+    del memory
+    gc.collect()
+    assert pinning.events == []
+
+
+def test_a_forked_process_unpins_nothing(pinning, monkeypatch):
+    memory = slab(100, pinning, is_pinned=True)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del memory
+    gc.collect()
+    assert [event[0] for event in pinning.events] == ["pin"]
+
+
+def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
+    calls = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *args: calls.append(args) or 2,
+        cudaGetErrorString=lambda status: f"error {status}",
+        cudaHostUnregister=lambda address: calls.append(address),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+    with pytest.raises(
+        PinError, match=r"pin 4096 bytes .*got: error 2 .*is 65536 bytes.*--no-pin-cpu-params and --no-pin-cpu-grads"
+    ):
+        Device("cuda").pin(8192, 4096)
+    assert calls == [(8192, 4096, 0)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
+    with pytest.raises(PinError, match="is unlimited"):
+        slab(100, Device("cuda"), is_pinned=True)
+    driver.cudaHostRegister = lambda *_: 0
+    memory = slab(100, Device("cuda"), is_pinned=True)
+    address = memory.tensor(0, 1, torch.uint8).data_ptr()
+    del memory
+    gc.collect()
+    assert calls[-1] == address
+    assert len(calls) == 3, "what was not pinned is not unpinned"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_takes_a_slab_for_pinned_memory_until_it_is_gone():
+    device = Device.for_rank("cuda", 0, 1)
+    memory = slab(4 * MIB, device, is_pinned=True)
+    array = memory.tensor(0, MIB, torch.float32)
+    assert array.is_pinned()
+    there = torch.arange(MIB, dtype=torch.float32, device=device.torch_device)
+    array.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(array, there.cpu())
+    assert not slab(4 * MIB, device).tensor(0, 1, torch.float32).is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (12 * GIB, "12.00 GiB"), (1 << 41, "2.00 TiB")],
+)
+def test_sizes_are_shown_in_the_unit_that_fits(nbytes, shown):
+    assert format_bytes(nbytes) == shown
+
+
+NEEDS = [HostNeed("main weights", 12 * GIB, False), HostNeed("gradients", 4 * GIB, True)]
+
+
+def test_the_sum_is_shown_when_it_does_not_fit():
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(NEEDS, num_local_ranks=8, limits=HostLimits(100 * GIB, 64 * GIB))
+    assert str(caught.value) == (
+        "Expected host memory for main weights 12.00 GiB + gradients 4.00 GiB (pinned) = 16.00 GiB, times 8 ranks on "
+        "this machine = 128.00 GiB, got available: MemAvailable 100.00 GiB, cgroup 64.00 GiB."
+    )
+
+
+@pytest.mark.parametrize(
+    "limits", [HostLimits(32 * GIB, None), HostLimits(None, 32 * GIB), HostLimits(32 * GIB, 1 << 50)]
+)
+def test_the_tightest_limit_counts_to_the_byte(limits):
+    check_host_memory(NEEDS, num_local_ranks=2, limits=limits)
+    with pytest.raises(HostMemoryError):
+        check_host_memory([*NEEDS, HostNeed("one more", 1, False)], num_local_ranks=2, limits=limits)
+    with pytest.raises(HostMemoryError):
+        check_host_memory(NEEDS, num_local_ranks=3, limits=limits)
+
+
+def test_without_known_limits_everything_passes(tmp_path):
+    limits = HostLimits.read(tmp_path / "proc", tmp_path / "cgroup")
+    assert limits == HostLimits(None, None)
+    check_host_memory(NEEDS, num_local_ranks=1000, limits=limits)
+
+
+@needs_proc
+def test_the_limits_of_this_machine_are_read_where_none_are_given():
+    check_host_memory([HostNeed("a page", 4096, False)], num_local_ranks=1)
+    with pytest.raises(HostMemoryError, match="MemAvailable"):
+        check_host_memory([HostNeed("everything", 1 << 60, False)], num_local_ranks=1)
+
+
+def write(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+def read_limits(tmp_path: Path, membership: str, files: dict[str, object]) -> HostLimits:
+    proc = write(tmp_path / "proc", {"self/cgroup": membership, "meminfo": "MemTotal: 9 kB\nMemAvailable:  5 kB"})
+    return HostLimits.read(proc, write(tmp_path / "cgroup", files))
+
+
+def test_the_machine_and_the_cgroup_are_read_page_cache_counted_as_available(tmp_path):
+    limits = read_limits(
+        tmp_path,
+        "0::/job",
+        {"job/memory.max": 1000, "job/memory.current": 700, "job/memory.stat": "anon 500\ninactive_file 200"},
+    )
+    assert limits == HostLimits(5 * 1024, 500)
+
+
+def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
+    files = {
+        "slice/memory.max": 1000,
+        "slice/memory.current": 900,
+        "slice/job/memory.max": 500,
+        "slice/job/memory.current": 100,
+        "slice/job/step/memory.max": "max",
+        "slice/job/step/memory.current": 100,
+    }
+    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 100
+    files["slice/memory.max"] = 2000
+    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 400
+
+
+def test_a_container_that_does_not_see_its_path_has_its_limit_at_the_top(tmp_path):
+    files = {"memory.max": 300, "memory.current": 100}
+    assert read_limits(tmp_path, "0::/../../host.slice/container", files).cgroup_available == 200
+    assert read_limits(tmp_path, "0::/", files).cgroup_available == 200
+
+
+def test_the_first_version_of_cgroups_is_read_too(tmp_path):
+    membership = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
+    files = {
+        "memory/job/memory.limit_in_bytes": 800,
+        "memory/job/memory.usage_in_bytes": 600,
+        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
+        "memory/memory.limit_in_bytes": 0x7FFFFFFFFFFFF000,
+        "memory/memory.usage_in_bytes": 900,
+    }
+    assert read_limits(tmp_path, membership, files).cgroup_available == 250
+    files["memory/job/memory.limit_in_bytes"] = 0x7FFFFFFFFFFFF000
+    assert read_limits(tmp_path, membership, files).cgroup_available is None
+
+
+def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path):
+    files = {"memory.max": 100, "memory.current": 150}
+    assert read_limits(tmp_path, "0::/", files).cgroup_available == 0
