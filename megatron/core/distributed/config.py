@@ -31,8 +31,11 @@ class DataParallelConfig:
         "what is sharded over those groups besides: nothing (HSDP), or optimizer states (HFSDP)",
         choices=("no_shard", "optim"),
     )
-    megatron_fsdp_main_grads_dtype: str = option(
-        "fp32", "dtype of the gradients that the optimizer reads; auto: the compute dtype", choices=_DTYPES
+    megatron_fsdp_main_grads_dtype: str | None = option(
+        None,
+        "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, or auto with "
+        "--optimizer-cpu-offload",
+        choices=_DTYPES,
     )
     megatron_fsdp_grad_comm_dtype: str = option(
         "auto", "dtype in which gradients are reduced; auto: that of the main gradients", choices=_DTYPES
@@ -62,7 +65,7 @@ class DataParallelConfig:
         for name, default, flag in (
             ("data_parallel_sharding_strategy", "optim_grads_params", "--data-parallel-sharding-strategy"),
             ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
-            ("megatron_fsdp_main_grads_dtype", "fp32", "--megatron-fsdp-main-grads-dtype"),
+            ("megatron_fsdp_main_grads_dtype", None, "--megatron-fsdp-main-grads-dtype"),
             ("megatron_fsdp_grad_comm_dtype", "auto", "--megatron-fsdp-grad-comm-dtype"),
             ("megatron_fsdp_reshard_after_forward", True, "--megatron-fsdp-no-reshard-after-forward"),
         ):

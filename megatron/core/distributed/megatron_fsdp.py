@@ -5,7 +5,7 @@ Main weights are fp32. With bf16 compute, weights in use are bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.units import sharding_units
 from megatron.core.mesh import INNER_AXIS, OUTER_AXIS, build_hybrid_mesh
 
@@ -33,6 +33,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype,
     reset_parameters: Callable[[nn.Module], None],
+    offloaded: Collection[nn.Module] = (),
 ) -> None:
     """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
 
@@ -41,13 +42,14 @@ def shard_model(
         mesh: one axis, over all ranks.
         compute_dtype: dtype of the weights and activations in forward and backward.
         reset_parameters: gives a module with parameters on meta its initial weights; see `fully_shard_context`.
+        offloaded: the units, `model` for what remains, whose main weights are in host memory from the start.
     """
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, mesh.size(), config.num_distributed_optimizer_instances)
     placements = build_placements(config, mesh)
     policy = MixedPrecisionPolicy(
         main_params_dtype=torch.float32,
-        main_grads_dtype=_DTYPES[config.megatron_fsdp_main_grads_dtype],
+        main_grads_dtype=_DTYPES[config.megatron_fsdp_main_grads_dtype or "fp32"],
         grad_comm_dtype=_DTYPES[config.megatron_fsdp_grad_comm_dtype],
     )
     model.to(compute_dtype)
@@ -59,9 +61,17 @@ def shard_model(
                 placements,
                 policy,
                 reshard_after_forward=config.megatron_fsdp_reshard_after_forward,
+                offload_policy=OffloadPolicy(main_weights_on_host=unit in offloaded),
             )
-        # The root's backward begins where its forward ends: freed in between, its weights would only be gathered again.
-        fully_shard(model, mesh, placements, policy, reshard_after_forward=False)
+        fully_shard(
+            model,
+            mesh,
+            placements,
+            policy,
+            # Its backward begins where its forward ends: freed in between, its weights would only be gathered again.
+            reshard_after_forward=False,
+            offload_policy=OffloadPolicy(main_weights_on_host=model in offloaded),
+        )
 
 
 def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:

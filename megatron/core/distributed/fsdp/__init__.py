@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.fully_shard import (
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "DBuffer",
@@ -22,6 +22,7 @@ __all__ = [
     "FsdpModule",
     "GlobalLayout",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Partial",
     "Placements",
     "Replicate",

@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
-from megatron.core.distributed.fsdp.gradients import is_partial
+from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
 from megatron.core.distributed.fsdp.placement import Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.transformer.init import draw_parameters
 
 ResetParameters = Callable[[nn.Module], None]
@@ -97,6 +97,7 @@ def fully_shard(
     grad_divisor: float = 1,
     *,
     reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> FsdpModule:
     """Shards in place the parameters of `module` that no module in it has sharded already: inner modules come first.
 
@@ -111,6 +112,7 @@ def fully_shard(
         mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
         grad_divisor: what averaged gradients are divided by besides.
         reshard_after_forward: free the full weights between forward and backward and gather them again.
+        offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
@@ -135,7 +137,14 @@ def fully_shard(
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     groups = [
         FsdpParameterGroup(
-            parameters, mesh, placements, policy, grad_divisor, context.device, context.next_number + number
+            parameters,
+            mesh,
+            placements,
+            policy,
+            grad_divisor,
+            context.device,
+            context.next_number + number,
+            offload_policy,
         )
         for number, parameters in enumerate(_grouped(owned))
     ]
@@ -146,6 +155,8 @@ def fully_shard(
         _move_buffers(submodule, context.device.torch_device)
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
     sharded = attach(module, context, groups, reshard_after_forward)
+    sharded.register_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
+    sharded.register_load_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
     context.add_module(sharded)
     return sharded
 
@@ -198,11 +209,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
             for parameter in _parameters(optimizer)
             if parameter.grad is not None and group_of(parameter) is not None
         ]
-        if any(is_partial(gradient) for _, gradient in with_gradient):
-            raise RuntimeError(
-                "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
-                "microbatch(context, is_last=True)."
-            )
+        check_whole(gradient for _, gradient in with_gradient)
         to_cast = [(parameter, gradient) for parameter, gradient in with_gradient if gradient.dtype != parameter.dtype]
         # A hook's arguments begin with the optimizer itself.
         if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
@@ -372,6 +379,13 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
+
+
+def _wait_main_weights(module: nn.Module, *_: Any) -> None:
+    """Before main weights are read or written from outside: what updates them in the background has ended."""
+    assert isinstance(module, FsdpModule), "the hook of one"
+    for group in module.parameter_groups:
+        group.wait_main_weight()
 
 
 def _refuse_assignment(*arguments: Any) -> None:

@@ -107,6 +107,17 @@ class GroupGradients:
         """The parameters whose gradients have been collected and not reduced yet."""
         return self._received
 
+    def is_main(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a parameter's gradient is the one in `main`, and nothing that somebody has put in its place."""
+        return gradient is self._main_grads[index]
+
+    def main_versions(self) -> int:
+        """Counts the writes to `main` that autograd sees: through the gradients, or through the buffer."""
+        versions = self.main.local_buffer._version
+        for gradient in self._main_grads:
+            versions += gradient._version + gradient._local_tensor._version
+        return versions
+
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a gradient of the whole parameter `index`; a second one before the reduction is added."""
         if not self._received:
@@ -288,6 +299,15 @@ def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
 def is_partial(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is a sum that has still to be reduced."""
     return isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements)
+
+
+def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
+    """RuntimeError if one of the gradients that an optimizer is about to read is a partial sum."""
+    if any(is_partial(gradient) for gradient in gradients):
+        raise RuntimeError(
+            "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
+            "microbatch(context, is_last=True)."
+        )
 
 
 def _as_partial(placement: Placement) -> Placement:

@@ -2,7 +2,8 @@
 
 All of them have one layout; what differs is the dtype and the placements:
 
-    main_weight                   optimizer   what the optimizer updates; the sharded parameters are views of it
+    main_weight                   optimizer   what the optimizer updates, on the device or in host memory; the sharded
+                                              parameters are views of it
     model_weight                  parameter   compute weights between uses
     post_optimizer_model_weight   optimizer   the part of model_weight that the own main weights become; a view of it
     unsharded_weight              Replicate   compute weights in use; the full parameters are views of it
@@ -16,14 +17,14 @@ A parameter is two: `full` takes part in forward and backward, `sharded` rests i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device, Event, Lane
@@ -32,7 +33,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
@@ -111,6 +112,7 @@ class FsdpParameterGroup:
         grad_divisor: float,
         device: Device,
         number: int,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         first = owned[0].original
         self.number = number
@@ -124,6 +126,9 @@ class FsdpParameterGroup:
         self._device = device
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
+        self._is_delivered = False
+        if self.requires_grad and offload is not None and offload.main_weights_on_host:
+            self._take_main_weight(DBuffer(mesh, placements.optimizer, self.layout, self.main_weight.dtype, "cpu"))
         self.fsdp_parameters = [self._make_parameter(index, parameter) for index, parameter in enumerate(owned)]
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         if self.is_gathered:
@@ -133,6 +138,10 @@ class FsdpParameterGroup:
         self._weights_ready: Event | None = None
         self._is_updated = True
         self._seen_versions = 0
+        self._delivery: Event | None = None
+        self._main_weight_ready: Event | None = None
+        self._send_down: Callable[[Event], Event] | None = None
+        self._main_grad_read: Event | None = None
 
     @property
     def main_grad(self) -> DBuffer | None:
@@ -155,25 +164,82 @@ class FsdpParameterGroup:
         """Says that the main weights have changed; the compute weights follow before they are used again."""
         self._is_updated = True
 
+    # Main weights on the other side
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether who updates the main weights brings the compute weights too, and says so by `deliver`."""
+        return self._is_delivered
+
+    def put_main_weight(self, buffer: DBuffer) -> None:
+        """Moves the main weights into another buffer of the same kind, in host memory say, and keeps no other.
+
+        The sharded parameters stay the objects that they are, over the new memory; their `device` stays the compute
+        weights', as their gradients'. From here on, compute weights are delivered.
+        """
+        expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
+        got = (buffer.placements, buffer.layout, buffer.dtype)
+        if expected != got:
+            raise ValueError(f"Expected a buffer of {expected}, got {got}.")
+        for index, parameter in enumerate(self.fsdp_parameters):
+            self._check_is_view(index, parameter)
+        buffer.local_buffer.copy_(self.main_weight.local_buffer)
+        self._take_main_weight(buffer)
+        for index, parameter in enumerate(self.fsdp_parameters):
+            parameter.sharded._local_tensor = buffer.get_local_tensor(index)  # type: ignore[attr-defined]
+        self._is_updated = True
+
+    def _take_main_weight(self, buffer: DBuffer) -> None:
+        self.main_weight = buffer
+        self._is_delivered = True
+
+    def deliver(self, updated: Event) -> None:
+        """Says that after this event the main weights and this rank's post_optimizer_model_weight are up to date."""
+        self._delivery = self._main_weight_ready = updated
+
+    def would_block(self, lane: Lane) -> bool:
+        """Whether `unshard` would hold up the caller, since compute weights have still to be delivered."""
+        return self._delivery is not None and lane.would_block([self._delivery])
+
+    def wait_main_weight(self) -> None:
+        """What this thread does from here on comes after the updates of the main weights that are under way."""
+        if self._main_weight_ready is not None:
+            event, self._main_weight_ready = self._main_weight_ready, None
+            event.synchronize()
+
+    def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
+        """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are there.
+
+        Args:
+            send_down: is given the event after which main_grad may be read, and answers the one after which it has
+                been; called in the middle of the backward.
+        """
+        self._send_down = send_down
+
     def is_replicated(self, axis: int) -> bool:
         """Whether the ranks of a mesh axis hold the same main weights."""
         return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
 
     def checksum(self) -> torch.Tensor:
         """A number that tells this rank's main weights from others, most likely. Scalar, int64."""
+        self.wait_main_weight()
         return self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize]).sum(dtype=torch.int64)
 
     def unshard(self, lane: Lane) -> None:
         """Begins to bring the full parameters up to date, if they are not."""
         versions = self._versions()
-        has_changed = self._is_updated or versions != self._seen_versions
+        is_overwritten = self._is_updated or versions != self._seen_versions
+        delivery, self._delivery = self._delivery, None
+        has_changed = is_overwritten or delivery is not None
         if self._is_unsharded and not has_changed:
             return
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        is_stale = has_changed and self.main_weight is not self.model_weight
-        if self.is_gathered or is_stale:
-            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale), after=[self._device.event()])
+        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
+        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
+        if self.is_gathered or is_stale or is_scattered or delivery is not None:
+            after = [self._device.event()] if delivery is None else [self._device.event(), delivery]
+            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale, is_scattered), after)
         if has_changed:
             # For autograd, what it has saved of these weights is no longer what they are.
             torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
@@ -217,8 +283,14 @@ class FsdpParameterGroup:
     def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
+        if self._main_grad_read is not None:
+            event, self._main_grad_read = self._main_grad_read, None
+            event.wait()
         work = self.gradients.reduce([parameter.sharded for parameter in self.fsdp_parameters], is_last)
-        return lane.enqueue(work, after=[self._device.event()])
+        reduced = lane.enqueue(work, after=[self._device.event()])
+        if is_last and self._send_down is not None:
+            self._main_grad_read = self._send_down(reduced)
+        return reduced
 
     def release_gradients(self) -> None:
         """Frees what `reduce` has read. Call it after the event that it answered."""
@@ -285,7 +357,7 @@ class FsdpParameterGroup:
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # What gathers write must not count as a change of what autograd has saved.
         full = nn.Parameter(apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad)
-        sharded = nn.Parameter(self.main_weight.get_dtensor(index), requires_grad=self.requires_grad)
+        sharded = self._make_sharded(index)
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
         setattr(sharded, _GROUP, weakref.ref(self))
@@ -293,6 +365,17 @@ class FsdpParameterGroup:
             sharded.grad_dtype = None  # any: it is fully_shard_optimizer that casts
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
+
+    def _make_sharded(self, index: int) -> nn.Parameter:
+        dtensor = self.main_weight.get_dtensor(index)
+        if not self._is_delivered:
+            return nn.Parameter(dtensor, requires_grad=self.requires_grad)
+        # It must say that it is where its gradient is, or could not be given one.
+        local = dtensor._local_tensor
+        on_device = torch.empty(0, dtype=local.dtype, device=self._device.torch_device)
+        sharded = nn.Parameter(DTensor(on_device, dtensor._spec, requires_grad=False), requires_grad=self.requires_grad)
+        sharded._local_tensor = local  # type: ignore[attr-defined]
+        return sharded
 
     def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
         sharded = parameter.sharded
@@ -315,15 +398,12 @@ class FsdpParameterGroup:
 
     # On lanes
 
-    def _gather(self, is_stale: bool) -> None:
+    def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         note = [_GATHER, self.number]
         if is_stale:
-            if self.main_weight is not self.post_optimizer_model_weight:
-                self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
-            if self.post_optimizer_model_weight is not self.model_weight:
-                self.post_optimizer_model_weight.redistribute(
-                    self.placements.parameter, out=self.model_weight, note=note
-                )
+            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
+        if is_scattered:
+            self.post_optimizer_model_weight.redistribute(self.placements.parameter, out=self.model_weight, note=note)
         if self.is_gathered:
             self.model_weight.redistribute(self.unsharded_weight.placements, out=self.unsharded_weight, note=note)
 

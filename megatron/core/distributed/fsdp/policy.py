@@ -1,4 +1,4 @@
-"""In which dtypes a module's weights and gradients are kept, computed with and sent."""
+"""In which dtypes a module's weights and gradients are kept, computed with and sent; on which side main weights lie."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ class MixedPrecisionPolicy:
             main_grads_dtype=main_grads,
             grad_comm_dtype=self.grad_comm_dtype or main_grads,
         )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Which side keeps what the optimizer alone needs.
+
+    Attributes:
+        main_weights_on_host: main weights are in host memory from the start, also where they have the compute weights'
+            dtype. Whoever updates them there hands the compute weights to the device: `HybridDeviceOptimizer`.
+    """
+
+    main_weights_on_host: bool = False

@@ -678,10 +678,10 @@ def _refreshes(strategy: str) -> None:
     refreshed: list[int] = []
     original = FsdpParameterGroup._gather
 
-    def counting(group: FsdpParameterGroup, is_stale: bool) -> None:
-        if is_stale:
+    def counting(group: FsdpParameterGroup, *is_stale: bool) -> None:
+        if any(is_stale):
             refreshed.append(groups.index(group))
-        original(group, is_stale)
+        original(group, *is_stale)
 
     FsdpParameterGroup._gather = counting
     try:
