@@ -4,6 +4,7 @@ PYTHON ?= python3
 RANKS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+KERNEL := $(wildcard megatron/core/optimizer/kernels/*.cpp megatron/core/optimizer/kernels/*.h)
 TORCH := $(shell grep '^torch==' requirements/constraints.txt)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # One thread a rank: ranks that share cores slow each other down otherwise.
@@ -20,7 +21,7 @@ help:
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
 # torch first and by exact version: what depends on it then takes this build and pulls in no other.
-$(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py requirements/constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint requirements/constraints.txt --editable '.[dev]'

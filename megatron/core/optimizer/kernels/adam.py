@@ -1,0 +1,184 @@
+"""What one step of Adam over flat arrays is given, whoever carries it out.
+
+[Note: arithmetic] Per element, in fp32, every operation rounded to nearest, `fma` rounded once; the scalars are
+computed in fp64 and rounded once to fp32:
+
+    g = grad * grad_scale
+    g = fma(weight_decay, p, g)             L2 only
+    p = p * (1 - lr * weight_decay)         decoupled only (AdamW)
+    m = fma(1 - beta1, g - m, m)            beta1 above 0.5
+    m = fma(-beta1, g - m, g)               beta1 at most 0.5, where this form rounds less
+    v = fma((1 - beta2) * g, g, v * beta2)
+    p = p + (-lr / correction1 * m) / (sqrt(v) / sqrt(correction2) + eps)
+
+with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 without bias correction. That is torch's
+fused AdamW, bit for bit. An element's result depends on its own values alone, never on where in an array it stands.
+Which NaN a NaN becomes is left open.
+
+[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit `remainder`: the sum of the
+two, the weight's bits shifted left by 16 and the remainder taken as integers, is the fp32 weight's bits, exactly. Nothing
+is lost, but of two equally near bf16 values `weight` is always the one of larger magnitude (one in 65536 random weights
+is such a tie, and half of these would go the other way in rounding to nearest even).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The constants of one step. `step` counts from 1, this step included.
+
+    Raises:
+        ValueError: for a step below 1, for a beta outside [0, 1).
+    """
+
+    step: int
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adam_w_mode: bool = True  # decoupled weight decay
+    bias_correction: bool = True
+    grad_scale: float = 1.0  # gradients are multiplied with it as they are read
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"Expected a step of at least 1, got {self.step}.")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
+
+    @property
+    def correction1(self) -> float:
+        """What divides `exp_avg`."""
+        return 1.0 - self.beta1**self.step if self.bias_correction else 1.0
+
+    @property
+    def correction2(self) -> float:
+        """What divides `exp_avg_sq`."""
+        return 1.0 - self.beta2**self.step if self.bias_correction else 1.0
+
+
+class AdamPiece(NamedTuple):
+    """Flat, contiguous arrays of one length and device, and the step that they take."""
+
+    step: AdamStep
+    grad: torch.Tensor  # fp32, bf16, fp16; only read
+    weight: torch.Tensor  # fp32, bf16, fp16; with a remainder: bf16
+    exp_avg: torch.Tensor  # fp32, bf16
+    exp_avg_sq: torch.Tensor  # as exp_avg
+    remainder: torch.Tensor | None = None  # int16, see [Note: remainder]
+    # fp32, bf16, fp16: takes the new weight, rounded to nearest even from fp32 (in bf16 beside a remainder: what `weight`
+    # takes). May be `grad` itself, which is then written over as it is read.
+    out: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of each array."""
+        return self.weight.numel()
+
+    def check(self) -> None:
+        """Refuses what no kernel could carry out.
+
+        Raises:
+            ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is not listed above,
+                and for an `out` that shares only a part of `grad`'s memory.
+        """
+        _check_dtype("grad", self.grad, FLOAT_DTYPES)
+        _check_dtype("weight", self.weight, FLOAT_DTYPES if self.remainder is None else (torch.bfloat16,))
+        _check_dtype("exp_avg", self.exp_avg, MOMENT_DTYPES)
+        _check_dtype("exp_avg_sq", self.exp_avg_sq, (self.exp_avg.dtype,))
+        if self.remainder is not None:
+            _check_dtype("remainder", self.remainder, (torch.int16,))
+        if self.out is not None:
+            _check_dtype("out", self.out, FLOAT_DTYPES)
+            self._check_overlap(self.out)
+        for name, tensor in self.arrays().items():
+            if tensor.numel() != self.numel:
+                raise ValueError(f"Expected {name} of {self.numel} elements as weight has, got {tensor.numel()}.")
+            if tensor.device != self.weight.device:
+                raise ValueError(f"Expected {name} on {self.weight.device} as weight is, got {tensor.device}.")
+            if not tensor.is_contiguous():
+                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}.")
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        tensors = {name: getattr(self, name) for name in _ARRAYS}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def part(self, start: int, numel: int) -> AdamPiece:
+        """The arrays' elements from `start` on, as views."""
+        views = {name: tensor.detach().view(-1)[start : start + numel] for name, tensor in self.arrays().items()}
+        return self._replace(**views)
+
+    def _check_overlap(self, out: torch.Tensor) -> None:
+        begin, end = self.grad.data_ptr(), self.grad.data_ptr() + self.grad.nbytes
+        apart = out.data_ptr() >= end or out.data_ptr() + out.nbytes <= begin
+        same = out.data_ptr() == begin and out.element_size() == self.grad.element_size()
+        if not apart and not same:
+            raise ValueError(
+                f"Expected out apart from grad or over it element by element, got {out.dtype} at byte "
+                f"{out.data_ptr() - begin} of a {self.grad.dtype} grad."
+            )
+
+
+_ARRAYS = ("grad", "weight", "exp_avg", "exp_avg_sq", "remainder", "out")
+
+
+def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
+    """The same work in fewer, longer pieces: those whose arrays all continue one another in memory are joined.
+
+    Pieces are put in the order of their weights' addresses; empty ones are left out. Only the pieces of equal steps,
+    dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
+    """
+    ordered = sorted((piece for piece in pieces if piece.numel), key=_address)
+    runs: list[list[AdamPiece]] = []
+    for piece in ordered:
+        if runs and _continues(runs[-1][-1], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [_joined(run) for run in runs]
+
+
+def _address(piece: AdamPiece) -> tuple[str, int]:
+    return str(piece.weight.device), piece.weight.data_ptr()
+
+
+def _continues(piece: AdamPiece, following: AdamPiece) -> bool:
+    """Whether every array of `following` begins where that of `piece` ends."""
+    if piece.step != following.step:
+        return False
+    ends, begins = piece.arrays(), following.arrays()
+    return ends.keys() == begins.keys() and all(_adjacent(ends[name], begins[name]) for name in ends)
+
+
+def _adjacent(tensor: torch.Tensor, following: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() + tensor.nbytes == following.data_ptr()
+        and tensor.dtype == following.dtype
+        and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+    )
+
+
+def _joined(run: list[AdamPiece]) -> AdamPiece:
+    if len(run) == 1:
+        return run[0]
+    numel = sum(piece.numel for piece in run)
+    arrays = {name: tensor.detach().as_strided((numel,), (1,)) for name, tensor in run[0].arrays().items()}
+    return run[0]._replace(**arrays)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(f"Expected {name} of {' or '.join(map(str, allowed))}, got {tensor.dtype}.")

@@ -1,0 +1,449 @@
+// Adam over flat arrays in host memory, and their squared norm, on a pool of threads. No torch, no Python.
+//
+// adam.py says what is computed ([Note: arithmetic], [Note: remainder]), torch_adam.py in which order squares are added
+// ([Note: squares in fp64]), host_adam.py mirrors the structs below. Compile with -O3 -ffp-contract=off
+// -fno-math-errno: every rounding is then where the source shows it, and square roots are instructions.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kTile = 64;                   // elements that are computed together
+constexpr int64_t kPrefetch = 512;          // elements ahead of which memory is asked for
+constexpr int kRow = 1024;                  // elements whose squares are added first
+constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time, at least
+constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
+
+enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
+
+// Each is rounded to fp32 once, from fp64.
+struct Scalars {
+  float grad_scale;
+  float l2;               // 0: none
+  float decay;            // 1 - lr * weight_decay, 1: none
+  float lerp;             // 1 - beta1, or -beta1 from the gradient's side
+  float square;           // 1 - beta2
+  float beta2;
+  float minus_step_size;  // -lr / correction1
+  float sqrt_correction2;
+  float eps;
+  int32_t lerp_from_grad;
+};
+
+struct Arrays {
+  const void* grad;
+  void* weight;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* remainder;  // beside a weight of kSplit only
+  void* out;
+  Type grad_type, weight_type, moment_type, out_type;
+  int32_t stream;  // set here: whether `out` is written past the caches
+
+  inline __attribute__((always_inline)) void advance(int64_t numel);
+};
+
+}  // namespace
+
+struct HostAdamPiece {
+  Arrays arrays;
+  Scalars scalars;
+  int64_t numel;
+};
+
+namespace {
+
+constexpr int64_t size_of(Type type) { return type == kFp32 ? 4 : type == kNone ? 0 : 2; }
+
+template <Type T> struct Raw { using type = uint16_t; };
+template <> struct Raw<kFp32> { using type = uint32_t; };
+
+inline __attribute__((always_inline)) uint32_t as_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline __attribute__((always_inline)) float as_float(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline __attribute__((always_inline)) bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+void Arrays::advance(int64_t numel) {
+  grad = static_cast<const char*>(grad) + numel * size_of(grad_type);
+  weight = static_cast<char*>(weight) + numel * size_of(weight_type);
+  exp_avg = static_cast<char*>(exp_avg) + numel * size_of(moment_type);
+  exp_avg_sq = static_cast<char*>(exp_avg_sq) + numel * size_of(moment_type);
+  remainder = static_cast<char*>(remainder) + (weight_type == kSplit ? numel * 2 : 0);
+  out = static_cast<char*>(out) + numel * size_of(out_type);
+}
+
+// Elements, of `numel`, up to where a cache line begins in `out`, or in the weights where there is none.
+inline __attribute__((always_inline)) int64_t elements_before_line(const Arrays& a, int64_t numel) {
+  const bool has_out = a.out_type != kNone;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(has_out ? a.out : a.weight);
+  return std::min(numel, static_cast<int64_t>(-address % 64) / size_of(has_out ? a.out_type : a.weight_type));
+}
+
+// Whether to write `out` past the caches: not where it lies over the gradient, whose lines are in the caches already.
+inline __attribute__((always_inline)) bool streams(const Arrays& a) {
+  return a.out != a.grad && size_of(a.out_type) == 2 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
+}
+
+// The product of two floats is exact in fp64. Its sum with the third, rounded to the nearest double and then to float,
+// would be rounded twice; rounded to odd in between, the second rounding is the right one (Boldo and Melquiond,
+// "Emulation of a FMA and correctly rounded sums", 2008). An error that is no number is that of an infinite or NaN sum.
+inline __attribute__((always_inline)) float fma_in_fp64(float a, float b, float c) {
+  const double product = static_cast<double>(a) * static_cast<double>(b);
+  const double addend = c;
+  const double sum = product + addend;
+  const double part = sum - product;
+  const double error = (product - (sum - part)) + (addend - part);
+  int64_t bits;
+  __builtin_memcpy(&bits, &sum, 8);
+  const int64_t inexact = (error > 0.0) | (error < 0.0);
+  const int64_t away_from_zero = (error > 0.0) == (sum > 0.0);
+  bits += (inexact & ~bits & 1) * (2 * away_from_zero - 1);
+  double odd;
+  __builtin_memcpy(&odd, &bits, 8);
+  return static_cast<float>(odd);
+}
+
+}  // namespace
+
+#if defined(__x86_64__)
+
+#define BODY avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
+#define STREAM(to, from) \
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(reinterpret_cast<const __m512i*>(from)))
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#include "host_adam_body.h"
+
+#define BODY avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define STREAM(to, from)                                                                                            \
+  for (int part = 0; part < 2; ++part)                                                                              \
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + part,                                                        \
+                      _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + part))
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#include "host_adam_body.h"
+
+#define STREAM(to, from)                                                                                            \
+  for (int part = 0; part < 4; ++part)                                                                              \
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to) + part, _mm_load_si128(reinterpret_cast<const __m128i*>(from) + part))
+
+#else
+
+#define STREAM(to, from) __builtin_memcpy(to, from, 64)
+
+#endif
+
+#define BODY baseline
+#define TARGET
+#if defined(__FP_FAST_FMAF)
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define FMA(a, b, c) fma_in_fp64(a, b, c)
+#endif
+#include "host_adam_body.h"
+
+namespace {
+
+enum Body : int32_t { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+
+bool has_body(int32_t body) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (body == kAvx2) return avx2;
+  if (body == kAvx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return body == kBaseline;
+}
+
+void adam(int32_t body, const Scalars& scalars, const Arrays& arrays, int64_t numel) {
+#if defined(__x86_64__)
+  if (body == kAvx512) return avx512::adam(scalars, arrays, numel);
+  if (body == kAvx2) return avx2::adam(scalars, arrays, numel);
+#endif
+  (void)body;
+  baseline::adam(scalars, arrays, numel);
+}
+
+void touch(int32_t body, const Arrays& arrays, int64_t numel) {
+#if defined(__x86_64__)
+  if (body == kAvx512) return avx512::touch(arrays, numel);
+  if (body == kAvx2) return avx2::touch(arrays, numel);
+#endif
+  (void)body;
+  baseline::touch(arrays, numel);
+}
+
+void squares(int32_t body, const void* array, Type type, int64_t numel, double* row_sums) {
+#if defined(__x86_64__)
+  if (body == kAvx512) return avx512::squares(array, type, numel, row_sums);
+  if (body == kAvx2) return avx2::squares(array, type, numel, row_sums);
+#endif
+  (void)body;
+  baseline::squares(array, type, numel, row_sums);
+}
+
+// Halves the sums, as if zeros filled them up to a power of two, until one is left.
+double sum_halving(std::vector<double>& sums) {
+  size_t half = 1;
+  while (2 * half < sums.size()) half *= 2;
+  for (size_t count = sums.size(); count > 1; half /= 2) {
+    for (size_t k = half; k < count; ++k) sums[k - half] += sums[k];
+    count = std::min(count, half);
+  }
+  return sums.empty() ? 0.0 : sums[0];
+}
+
+// Subnormals are kept whatever the thread that made this one had set.
+void keep_subnormals() {
+#if defined(__x86_64__)
+  _mm_setcsr(0x1f80);
+#endif
+}
+
+// Makes what was streamed visible to whoever waits.
+void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+struct Chunk {
+  int64_t piece, start, numel;
+};
+
+// Work that was submitted, in chunks that any thread may take.
+class Job {
+ public:
+  virtual ~Job() = default;
+  virtual void run(const Chunk& chunk) = 0;
+
+  void finish_chunk() {
+    if (unfinished_.fetch_sub(1) != 1) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    done_ = true;
+    is_done_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_done_.wait(lock, [this] { return done_; });
+  }
+
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  size_t next = 0;  // the chunk to be taken next; the pool's lock guards it
+
+ protected:
+  // Cuts arrays of these lengths into chunks, several a thread where there are enough elements.
+  template <class Lengths>
+  void cut(const Lengths& lengths, int num_threads) {
+    int64_t total = 0;
+    for (int64_t numel : lengths) total += numel;
+    const int64_t wanted = total / (4 * num_threads) / kRow * kRow;
+    const int64_t most = std::min(kMaxChunk, std::max(kMinChunk, wanted));
+    int64_t piece = 0;
+    for (int64_t numel : lengths) {
+      for (int64_t start = 0; start < numel; start += most) {
+        chunks_.push_back({piece, start, std::min(most, numel - start)});
+      }
+      ++piece;
+    }
+    unfinished_ = static_cast<int64_t>(chunks_.size());
+    done_ = chunks_.empty();
+  }
+
+ private:
+  std::vector<Chunk> chunks_;
+  std::atomic<int64_t> unfinished_{0};
+  std::mutex mutex_;
+  std::condition_variable is_done_;
+  bool done_ = false;
+};
+
+class AdamJob : public Job {
+ public:
+  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, int num_threads)
+      : body_(body), touch_(touch), pieces_(pieces, pieces + count) {
+    std::vector<int64_t> lengths;
+    for (const HostAdamPiece& piece : pieces_) lengths.push_back(piece.numel);
+    cut(lengths, num_threads);
+  }
+
+  void run(const Chunk& chunk) override {
+    const HostAdamPiece& piece = pieces_[chunk.piece];
+    Arrays arrays = piece.arrays;
+    arrays.advance(chunk.start);
+    if (touch_) touch(body_, arrays, chunk.numel);
+    else adam(body_, piece.scalars, arrays, chunk.numel);
+    finish_streams();
+  }
+
+ private:
+  const int32_t body_;
+  const bool touch_;
+  const std::vector<HostAdamPiece> pieces_;
+};
+
+class NormJob : public Job {
+ public:
+  NormJob(int32_t body, const void* array, Type type, int64_t numel, int num_threads)
+      : body_(body), array_(static_cast<const char*>(array)), type_(type), row_sums_((numel + kRow - 1) / kRow) {
+    cut(std::vector<int64_t>{numel}, num_threads);
+  }
+
+  void run(const Chunk& chunk) override {
+    squares(body_, array_ + chunk.start * size_of(type_), type_, chunk.numel, &row_sums_[chunk.start / kRow]);
+  }
+
+  double sum() { return sum_halving(row_sums_); }
+
+ private:
+  const int32_t body_;
+  const char* const array_;
+  const Type type_;
+  std::vector<double> row_sums_;
+};
+
+}  // namespace
+
+// Threads that take chunks of the oldest job that has any left.
+class HostAdamPool {
+ public:
+  explicit HostAdamPool(int num_threads) {
+    try {
+      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    } catch (...) {
+      close();
+      throw;
+    }
+  }
+
+  ~HostAdamPool() { close(); }
+
+  int num_threads() const { return static_cast<int>(threads_.size()); }
+
+  void submit(std::shared_ptr<Job> job) {
+    if (job->chunks().empty()) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    has_work_.notify_all();
+  }
+
+ private:
+  // What was submitted is still finished.
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      closing_ = true;
+    }
+    has_work_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void work() {
+    keep_subnormals();
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      has_work_.wait(lock, [this] { return closing_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;
+      std::shared_ptr<Job> job = jobs_.front();
+      const Chunk& chunk = job->chunks()[job->next++];
+      if (job->next == job->chunks().size()) jobs_.pop_front();
+      lock.unlock();
+      job->run(chunk);
+      job->finish_chunk();
+      job.reset();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable has_work_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+  bool closing_ = false;
+  std::vector<std::thread> threads_;
+};
+
+struct HostAdamTicket {
+  std::shared_ptr<Job> job;
+};
+
+// Nothing below throws; a null pointer or a false says that memory or threads ran out.
+extern "C" {
+
+// What host_adam.py expects; raised whenever a struct or a signature changes.
+int32_t host_adam_version() { return 1; }
+
+int32_t host_adam_has_body(int32_t body) { return has_body(body); }
+
+HostAdamPool* host_adam_pool_create(int32_t num_threads) {
+  try {
+    return new HostAdamPool(num_threads);
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+// Waits for what was submitted. Not in a forked child: the threads are the parent's.
+void host_adam_pool_destroy(HostAdamPool* pool) { delete pool; }
+
+// Returns at once; the arrays must stay until host_adam_wait returns. With `touch` the arrays are read and written in
+// the same pattern without the arithmetic: the ceiling that benchmarks compare with.
+HostAdamTicket* host_adam_submit(HostAdamPool* pool, int32_t body, const HostAdamPiece* pieces, int64_t count,
+                                 int32_t touch) {
+  try {
+    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, pool->num_threads());
+    auto ticket = std::make_unique<HostAdamTicket>(HostAdamTicket{job});
+    pool->submit(job);
+    return ticket.release();
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+// Once a ticket: it is gone afterwards.
+void host_adam_wait(HostAdamTicket* ticket) {
+  ticket->job->wait();
+  delete ticket;
+}
+
+int32_t host_adam_squared_norm(HostAdamPool* pool, int32_t body, const void* array, int32_t type, int64_t numel,
+                               double* result) {
+  try {
+    auto job = std::make_shared<NormJob>(body, array, static_cast<Type>(type), numel, pool->num_threads());
+    pool->submit(job);
+    job->wait();
+    *result = job->sum();
+    return 1;
+  } catch (...) {
+    return 0;
+  }
+}
+
+}  // extern "C"

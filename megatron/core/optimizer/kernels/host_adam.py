@@ -1,0 +1,305 @@
+"""The host kernel's face: steps of Adam on CPU tensors, carried out by a pool of C++ threads.
+
+    kernel = HostAdam()
+    kernel.run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
+
+One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient cost no pass of their
+own. Where the library was not built, torch computes the same bits, slower (torch_adam.py).
+
+[Note: versions] The kernel writes through raw pointers, so the version counters by which autograd notices that a saved
+tensor was changed do not move. A caller whose tensors may be saved for a backward pass says so itself, by
+`torch.autograd.graph.increment_version`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.core.optimizer.kernels import torch_adam
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
+
+LIBRARY = Path(__file__).with_name("libhost_adam.so")
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of the library's structs and signatures
+_BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
+_TYPES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_SPLIT = 4  # the type of a bf16 weight with a remainder
+
+
+class _Arrays(ctypes.Structure):
+    """`Arrays` of host_adam.cpp."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("grad_type", ctypes.c_int32),
+        ("weight_type", ctypes.c_int32),
+        ("moment_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+        ("stream", ctypes.c_int32),
+    )
+
+
+class _Scalars(ctypes.Structure):
+    """`Scalars` of host_adam.cpp."""
+
+    _fields_ = (
+        ("grad_scale", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("lerp", ctypes.c_float),
+        ("square", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("minus_step_size", ctypes.c_float),
+        ("sqrt_correction2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("lerp_from_grad", ctypes.c_int32),
+    )
+
+
+class _Piece(ctypes.Structure):
+    """`HostAdamPiece` of host_adam.cpp."""
+
+    _fields_ = (("arrays", _Arrays), ("scalars", _Scalars), ("numel", ctypes.c_int64))
+
+
+class HostAdam:
+    """A pool of threads that carries out steps of Adam. Any number of Python threads may use one.
+
+    It belongs to the process that made it: a forked child makes its own.
+    """
+
+    def __init__(self, num_threads: int | None = None, *, body: str = "auto") -> None:
+        """Starts the threads.
+
+        Args:
+            num_threads: by default the cores that this process may use, divided among the ranks of the machine
+                (LOCAL_WORLD_SIZE). The torch body takes torch's threads instead.
+            body: the instructions used, one of `available_bodies()`, all of the same bits; "auto" is the first of them.
+
+        Raises:
+            ValueError: for less than one thread, for a body that is unknown or that cannot run here.
+            RuntimeError: if the threads cannot be started.
+        """
+        self._num_threads = _default_num_threads() if num_threads is None else num_threads
+        if self._num_threads < 1:
+            raise ValueError(f"Expected at least one thread, got {num_threads}.")
+        available = available_bodies()
+        if body != "auto" and body not in available:
+            raise ValueError(f"Expected a body among auto, {', '.join(available)}, got {body}.")
+        self._body = available[0] if body == "auto" else body
+        if body == "auto" and self._body == "torch":
+            _warn_once(LIBRARY)
+        self._process = os.getpid()
+        self._pool: int | None = None
+        library = _library(LIBRARY)
+        if self._body != "torch" and library is not None:
+            self._pool = library.host_adam_pool_create(self._num_threads)
+            if not self._pool:
+                raise RuntimeError(f"Expected to start {self._num_threads} threads, got none from the system.")
+            weakref.finalize(self, _close, library, self._pool, self._process)
+
+    @property
+    def body(self) -> str:
+        """One of `available_bodies()`."""
+        return self._body
+
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads
+
+    def run(self, pieces: Sequence[AdamPiece]) -> None:
+        """Carries the steps out and returns when all is written. See [Note: versions].
+
+        No element may be written by two pieces. Pass all pieces at once, joined by `merged` where they are many: the
+        threads then never wait for the caller.
+
+        Raises:
+            ValueError: for a piece that is not on the CPU, and whatever `AdamPiece.check` raises.
+            RuntimeError: in a forked child of the process that made this.
+        """
+        self.submit(pieces).wait()
+
+    def submit(self, pieces: Sequence[AdamPiece], *, touch: bool = False) -> Ticket:
+        """Begins what `run` does and returns; the torch body does it all before it returns.
+
+        Args:
+            pieces: as for `run`. Nothing may touch the arrays until the ticket was waited for.
+            touch: read and write the arrays in the same pattern but do no arithmetic. For benchmarks, with 16-bit `out`;
+                it leaves garbage. Not of the torch body.
+
+        Raises:
+            As `run` does.
+        """
+        for piece in pieces:
+            piece.check()
+            if piece.weight.device.type != "cpu":
+                raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+        library = self._usable_library()
+        if library is None:
+            torch_adam.run(pieces)
+            return Ticket(None, ())
+        structs = (_Piece * len(pieces))(*map(_described, pieces))
+        handle = library.host_adam_submit(self._pool, _BODIES[self._body], structs, len(pieces), touch)
+        if not handle:
+            raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
+        return Ticket(functools.partial(library.host_adam_wait, handle), (self, *pieces))
+
+    def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
+
+        The bits do not depend on body or number of threads; see [Note: squares in fp64] in torch_adam.py.
+
+        Raises:
+            ValueError: for another device or dtype.
+            RuntimeError: in a forked child of the process that made this.
+        """
+        if tensor.device.type != "cpu" or tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"Expected a CPU tensor of {' or '.join(map(str, FLOAT_DTYPES))}, got {tensor.dtype} on {tensor.device}."
+            )
+        library = self._usable_library()
+        if library is None:
+            return torch_adam.squared_norm(tensor)
+        flat = tensor.detach().contiguous()
+        result = ctypes.c_double()
+        body, kind = _BODIES[self._body], _TYPES[flat.dtype]
+        if not library.host_adam_squared_norm(self._pool, body, flat.data_ptr(), kind, flat.numel(), result):
+            raise MemoryError(f"Expected memory for the partial sums of {flat.numel()} elements, got none.")
+        return torch.tensor(result.value, dtype=torch.float64)
+
+    def _usable_library(self) -> ctypes.CDLL | None:
+        """The library, or None for the torch body."""
+        if os.getpid() != self._process:
+            raise RuntimeError(f"Expected process {self._process}, which made this pool, got its child {os.getpid()}.")
+        return None if self._pool is None else _library(LIBRARY)
+
+
+class Ticket:
+    """Work under way. Letting go of it waits for it: its threads write the arrays until then."""
+
+    def __init__(self, wait: Callable[[], None] | None, keeps: tuple[object, ...]) -> None:
+        self._finish = None if wait is None else weakref.finalize(self, _wait, wait, keeps)
+
+    def wait(self) -> None:
+        """Returns when all is written. Once is enough, more is harmless; one thread at a time."""
+        if self._finish is not None:
+            self._finish()
+
+
+@functools.cache
+def shared_host_adam(process: int) -> HostAdam:
+    """One pool of default settings for whoever needs none of their own; `process` is os.getpid()."""
+    del process
+    return HostAdam()
+
+
+def available_bodies() -> list[str]:
+    """What can run here, the fastest first: some of "avx512", "avx2", "baseline", and always "torch" at the end."""
+    library = _library(LIBRARY)
+    if library is None:
+        return ["torch"]
+    return [*(name for name, number in _BODIES.items() if library.host_adam_has_body(number)), "torch"]
+
+
+@functools.cache
+def _library(path: Path) -> ctypes.CDLL | None:
+    """The library with its signatures, or None where it was not built or is another version's."""
+    try:
+        library = ctypes.CDLL(str(path))
+        if library.host_adam_version() != _VERSION:
+            return None
+    except (OSError, AttributeError):
+        return None
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    for name, result, arguments in (
+        ("host_adam_has_body", int32, [int32]),
+        ("host_adam_pool_create", pointer, [int32]),
+        ("host_adam_pool_destroy", None, [pointer]),
+        ("host_adam_submit", pointer, [pointer, int32, ctypes.POINTER(_Piece), int64, int32]),
+        ("host_adam_wait", None, [pointer]),
+        (
+            "host_adam_squared_norm",
+            int32,
+            [pointer, int32, pointer, int32, int64, ctypes.POINTER(ctypes.c_double)],
+        ),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@functools.cache
+def _warn_once(path: Path) -> None:
+    logger.warning(
+        "The host kernel %s is not there or out of date: torch computes the optimizer's step instead, to the same bits but "
+        "slower. Install a C++17 compiler and run `pip install --editable .` again.",
+        path.name,
+    )
+
+
+def _default_num_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _described(piece: AdamPiece) -> _Piece:
+    remainder, out = piece.remainder, piece.out
+    arrays = _Arrays(
+        piece.grad.data_ptr(),
+        piece.weight.data_ptr(),
+        piece.exp_avg.data_ptr(),
+        piece.exp_avg_sq.data_ptr(),
+        None if remainder is None else remainder.data_ptr(),
+        None if out is None else out.data_ptr(),
+        _TYPES[piece.grad.dtype],
+        _TYPES[piece.weight.dtype] if remainder is None else _SPLIT,
+        _TYPES[piece.exp_avg.dtype],
+        _TYPES[None if out is None else out.dtype],
+    )
+    return _Piece(arrays, _scalars(piece.step), piece.numel)
+
+
+@functools.lru_cache(maxsize=16)
+def _scalars(step: AdamStep) -> _Scalars:
+    """Computed in fp64; the struct's fields round them to fp32 once. See [Note: arithmetic]."""
+    lerp = ctypes.c_float(1.0 - step.beta1).value
+    lerp_from_grad = lerp >= 0.5
+    return _Scalars(
+        grad_scale=step.grad_scale,
+        l2=0.0 if step.adam_w_mode else step.weight_decay,
+        decay=1.0 - step.lr * step.weight_decay if step.adam_w_mode else 1.0,
+        lerp=lerp - 1.0 if lerp_from_grad else lerp,
+        square=1.0 - step.beta2,
+        beta2=step.beta2,
+        minus_step_size=-(step.lr / step.correction1),
+        sqrt_correction2=math.sqrt(step.correction2),
+        eps=step.eps,
+        lerp_from_grad=lerp_from_grad,
+    )
+
+
+def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
+    """Ends the threads. They are not there in a forked child."""
+    if os.getpid() == process:
+        library.host_adam_pool_destroy(pool)
+
+
+def _wait(wait: Callable[[], None], keeps: tuple[object, ...]) -> None:
+    """`keeps` holds the arrays, and the pool, until here."""
+    del keeps
+    wait()
