@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,8 +17,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.chunks import describe_shards
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.optimizer.torch_optimizer import init_torch_states
 
 _MAX_NAMES_SHOWN = 8
+
+
+@runtime_checkable
+class _Allocating(Protocol):
+    """An optimizer that allocates its states without stepping."""
+
+    def init_state(self) -> None:
+        """Allocates what there is not yet."""
 
 
 class DCPState(Stateful):
@@ -41,8 +50,7 @@ class DCPState(Stateful):
             model_state = get_model_state_dict(self.model)
             describe_shards(self.model, model_state, {})
             return {"model": model_state}
-        if not self.optimizer.state:
-            _allocate_states(self.model, self.optimizer)
+        _allocate_states(self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         describe_shards(self.model, model_state, optimizer_state["state"])
         return {"model": model_state, "optim": optimizer_state}
@@ -62,16 +70,12 @@ class DCPState(Stateful):
         )
 
 
-def _allocate_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer that has not stepped its states, and leaves it one that has not stepped.
-
-    PyTorch's helper allocates by stepping with zero gradients and a zero rate, which counts as a step. Left so, a run
-    saved before its first step would go on with another bias correction.
-    """
-    get_state_dict(model, optimizer)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
+def _allocate_states(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped just that."""
+    if isinstance(optimizer, _Allocating):
+        optimizer.init_state()
+    else:
+        init_torch_states(optimizer)
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:

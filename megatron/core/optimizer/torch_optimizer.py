@@ -35,3 +35,32 @@ def build_torch_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) 
     return torch.optim.AdamW(
         groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
     )
+
+
+def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
+    """Allocates the states of any optimizer that has none by a step which then does not count.
+
+    PyTorch's way, a step with zero gradients and a zero rate, with two corrections: without weight decay, which some
+    optimizers add to the gradients, and so to the states; and the step counters are set back, or a run saved before its
+    first step would go on with another bias correction.
+    """
+    if optimizer.state:
+        return
+    options = [dict(group) for group in optimizer.param_groups]
+    grads = [(parameter, parameter.grad) for group in options for parameter in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    for parameter, _ in grads:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()

@@ -73,7 +73,7 @@ def test_a_constant_rate_is_the_same_schedule_in_a_longer_run():
 def test_the_rate_is_set_on_every_group():
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]]}], lr=9.0)
-    assert build(10).apply(optimizer, 4) == 0.5
+    assert build(10).apply(optimizer.param_groups, 4) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 

@@ -1,0 +1,510 @@
+"""`FusedAdam`: Adam and AdamW in one pass over memory, on the CPU and on GPUs, states distributed as parameters are.
+
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer.step(grad_scale=clip_coefficient)
+
+The constructor and its meaning are TransformerEngine's; the arithmetic is that of torch's fused AdamW, bit for bit (see
+[Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or DTensors: those of `fully_shard`, here or in
+PyTorch. The arithmetic runs on local tensors and communicates nothing.
+
+States of a parameter `p`, in `optimizer.state[p]`:
+
+    step           scalar, fp32, on the CPU: the steps that p has taken, those with a gradient
+    exp_avg        like p, in exp_avg_dtype
+    exp_avg_sq     like p, in exp_avg_sq_dtype
+    master_param   with master_weights, of a 16-bit p: its fp32 value, like p, in master_weight_dtype; with
+                   store_param_remainders, of a bf16 p: int16, what p lacks of its fp32 value (see [Note: remainder])
+
+If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in fp16 and fp8 have a
+scale for each (local) tensor, which the optimizer keeps (see [Note: scales]); state dicts hold their values in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
+from megatron.core.optimizer import scaled_states
+from megatron.core.optimizer.kernels import device_adam
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES, AdamPiece, AdamStep, merged
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_tensors import StateMemory, difference, like
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_MASTER_DTYPES = (torch.float32, torch.float16)
+_STEP = "step"
+
+
+class _Update(NamedTuple):
+    """What one parameter is about to do."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor  # local
+    step: AdamStep
+
+
+class _Array(NamedTuple):
+    """A local tensor that a kernel is to work on."""
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """See the module's docstring.
+
+    `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
+
+    Args:
+        params: fp32, bf16 or fp16 parameters, or groups of them.
+        lr, betas, eps, weight_decay, bias_correction: as in torch's AdamW; may differ between groups.
+        amsgrad, capturable: must be False.
+        adam_w_mode: decoupled weight decay; otherwise it is added to the gradient (L2).
+        master_weights: keep fp32 values of 16-bit parameters. Parameters of `fully_shard` are fp32 values already.
+        master_weight_dtype: in which they are kept: fp32 or fp16.
+        exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another than p's.
+        store_param_remainders: keep of the fp32 value of a bf16 parameter only what the parameter lacks.
+        set_grad_none: what `zero_grad` does if it is not told.
+
+    Raises:
+        NotImplementedError: for amsgrad and for capturable.
+        ValueError: for a dtype or constant that is none of these; for remainders without fp32 master weights.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
+            if value:
+                raise NotImplementedError(f"Expected {name}=False, got {value}.")
+        if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
+            raise ValueError(
+                "Expected store_param_remainders with master_weights=True in torch.float32, got "
+                f"master_weights={master_weights} in {master_weight_dtype}."
+            )
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders
+        self.set_grad_none = set_grad_none
+        self.exp_avg_dtype = _checked_dtype("exp_avg_dtype", exp_avg_dtype, _STATE_DTYPES)
+        self.exp_avg_sq_dtype = _checked_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, _STATE_DTYPES)
+        self.master_weight_dtype = _checked_dtype("master_weight_dtype", master_weight_dtype, _MASTER_DTYPES)
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._memory = StateMemory()
+        self._host: HostAdam | None = None
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        # First among the hooks, so that those of users see values.
+        self.register_state_dict_post_hook(_unscale)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim. ValueError for parameters or constants that are not as the constructor wants them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    # Stepping
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Allocates the states that there are not yet, without stepping: moments of zero, masters as the parameters."""
+        for parameter in self._parameters():
+            if not self.state.get(parameter) and (parameter.requires_grad or self._gradient(parameter) is not None):
+                self._allocate(parameter)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # torch's has no grad_scale
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Steps every parameter that has a gradient. The others' states stay as they are, `step` included.
+
+        Args:
+            closure: computes the loss anew, and gradients.
+            grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: for gradients that are partial sums, and for GPU tensors without Triton.
+            ValueError: for a gradient or state that is not distributed, shaped and placed as its parameter.
+            In either case, no parameter has been stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.init_state()
+        updates = self._updates(grad_scale)
+        self._carry_out([update for update in updates if update.gradient.numel()])
+        for update in updates:
+            self.state[update.parameter][_STEP].fill_(float(update.step.step))
+        # Kernels write by address, which autograd does not notice.
+        torch.autograd.graph.increment_version([update.parameter for update in updates])
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears the gradients that `step` reads: to None, or in place to zero. Default: as `set_grad_none` says."""
+        name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        for parameter in self._parameters():
+            gradient = self._gradient(parameter)
+            if gradient is None:
+                continue
+            if self.set_grad_none if set_to_none is None else set_to_none:
+                setattr(parameter, name, None)
+            else:
+                local_tensor(gradient).detach().zero_()
+
+    # States
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are given as they are."""
+        state: torch.Tensor = self.state[param][state_name]
+        if state.dtype in (torch.float32, torch.int16):
+            return state
+        scale = self._scales[param].get(state_name)
+        local = local_tensor(state)
+        return like(param, local.float() if scale is None else scaled_states.read(local, scale))
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Stores values in a state, rounded and scaled as it is kept. `unscaled_state` is not changed.
+
+        Args:
+            param: one of the optimizer's parameters.
+            state_name: exp_avg, exp_avg_sq or master_param.
+            unscaled_state: fp32, of remainders int16; distributed and shaped as the parameter.
+
+        Raises:
+            ValueError: for a state that `param` does not have, and for other tensors.
+        """
+        dtypes = self._state_dtypes(param)
+        if state_name not in dtypes:
+            raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
+        expected = torch.int16 if dtypes[state_name] == torch.int16 else torch.float32
+        _check_state(state_name, unscaled_state, param, expected)
+        if not self.state.get(param):
+            self._allocate(param)
+        self._store(param, state_name, unscaled_state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the values of a state dict over into the states' own memory, and its groups' constants.
+
+        Everything is checked before anything is changed. A state may come from another device. Parameters without a
+        state in the dict begin anew. TransformerEngine's dicts, which have one step for each group, are understood.
+
+        Raises:
+            ValueError: for other groups, for states that are missing or unexpected, for those that are not distributed
+                or shaped as their parameter or not of the dtype in which `state_dict` gives them.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = copy.deepcopy(state_dict["param_groups"])
+        states = self._checked_states(state_dict["state"], groups)
+        for parameter in self._parameters():
+            if parameter in states:
+                self._install(parameter, states[parameter])
+            elif self.state.get(parameter):
+                self._reset(parameter)
+        for own, loaded in zip(self.param_groups, groups, strict=True):
+            own.update({name: value for name, value in loaded.items() if name not in ("params", _STEP)})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _state_dtypes(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """How the states of a parameter are kept, but for `step`."""
+        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        if self.master_weights and parameter.dtype.itemsize == 2:
+            is_remainder = self.store_param_remainders and parameter.dtype == torch.bfloat16
+            dtypes["master_param"] = torch.int16 if is_remainder else self.master_weight_dtype
+        return dtypes
+
+    def _allocate(self, parameter: torch.Tensor) -> None:
+        dtypes = self._state_dtypes(parameter)
+        tensors = {name: self._memory.zeros(parameter, name, dtype) for name, dtype in dtypes.items()}
+        self._scales[parameter] = {
+            name: scaled_states.new_scale(local_tensor(tensor).device)
+            for name, tensor in tensors.items()
+            if scaled_states.is_scaled(tensor.dtype)
+        }
+        self.state[parameter] = {_STEP: torch.zeros((), dtype=torch.float32), **tensors}
+        self._reset(parameter)
+
+    def _reset(self, parameter: torch.Tensor) -> None:
+        """Makes the states those of a parameter that has taken no step."""
+        for name, tensor in self.state[parameter].items():
+            local_tensor(tensor).zero_()
+            if name == "master_param" and tensor.dtype != torch.int16:
+                self._store(parameter, name, local_tensor(parameter).detach().float())
+
+    def _store(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        own, values = local_tensor(self.state[parameter][name]), local_tensor(values)
+        scale = self._scales[parameter].get(name)
+        if scale is not None:
+            scaled_states.write(own, scale, values.to(own.device))
+        elif own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+
+    def _install(self, parameter: torch.Tensor, loaded: dict[str, Any]) -> None:
+        if not self.state.get(parameter):
+            self._allocate(parameter)
+        for name, value in loaded.items():
+            if name == _STEP:
+                self.state[parameter][_STEP].fill_(float(value))
+            else:
+                self._store(parameter, name, value)
+
+    def _checked_states(
+        self, states: dict[Any, dict[str, Any]], groups: Sequence[dict[str, Any]]
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """The loaded states by parameter, once they and the loaded groups are known to fit."""
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        sizes = [len(group["params"]) for group in groups]
+        if own_sizes != sizes:
+            raise ValueError(f"Expected groups of {own_sizes} parameters, got {sizes}.")
+        numbers = [number for group in groups for number in group["params"]]
+        steps = [group.get(_STEP) for group in groups for _ in group["params"]]
+        if unknown := set(states).difference(numbers):
+            raise ValueError(f"Expected states of parameters that are in a group, got some of {sorted(unknown)}.")
+        checked = {}
+        for parameter, number, group_step in zip(self._parameters(), numbers, steps, strict=True):
+            if number in states:
+                loaded = dict(states[number])
+                if group_step is not None:
+                    loaded.setdefault(_STEP, group_step)
+                self._check_loaded(loaded, parameter, number)
+                checked[parameter] = loaded
+        return checked
+
+    def _check_loaded(self, loaded: dict[str, Any], parameter: torch.Tensor, number: Any) -> None:
+        dtypes = self._state_dtypes(parameter)
+        if loaded.keys() != {_STEP, *dtypes}:
+            raise ValueError(f"Expected states {sorted([_STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}.")
+        step = float(loaded[_STEP])
+        if not (step >= 0 and step.is_integer()):
+            raise ValueError(f"Expected a number of steps of parameter {number}, got {step}.")
+        for name, dtype in dtypes.items():
+            expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
+            _check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
+
+    # One step
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self.use_decoupled_grad:
+            return getattr(parameter, "decoupled_grad", None)
+        return parameter.grad
+
+    def _updates(self, grad_scale: float) -> list[_Update]:
+        """What there is to do, once it is known to be possible."""
+        updates = []
+        for group_number, group in enumerate(self.param_groups):
+            steps: dict[int, AdamStep] = {}
+            for index, parameter in enumerate(group["params"]):
+                gradient = self._gradient(parameter)
+                if gradient is None:
+                    continue
+                place = f"parameter {index} of group {group_number}"
+                self._check(parameter, gradient, place)
+                number = int(self.state[parameter][_STEP]) + 1
+                if number not in steps:
+                    steps[number] = self._adam_step(group, number, grad_scale)
+                updates.append(_Update(parameter, local_tensor(gradient).detach(), steps[number]))
+        return updates
+
+    def _adam_step(self, group: dict[str, Any], number: int, grad_scale: float) -> AdamStep:
+        beta1, beta2 = group["betas"]
+        return AdamStep(
+            step=number,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adam_w_mode=self.adam_w_mode,
+            bias_correction=group["bias_correction"],
+            grad_scale=grad_scale,
+        )
+
+    def _check(self, parameter: torch.Tensor, gradient: torch.Tensor, place: str) -> None:
+        """Parity between a parameter, its gradient and its states."""
+        check_whole([gradient])
+        if gradient.layout != torch.strided or not gradient.is_floating_point():
+            raise ValueError(
+                f"Expected a dense floating-point gradient of {place}, got {gradient.layout} {gradient.dtype}."
+            )
+        device = local_tensor(parameter).device
+        dtypes = self._state_dtypes(parameter)
+        tensors = {"gradient": gradient, **{name: self.state[parameter][name] for name in dtypes}}
+        for name, tensor in tensors.items():
+            found = difference(tensor, parameter)
+            if found is not None:
+                raise ValueError(f"Expected {name} of {place} with {found.expected} as it has, got {found.got}.")
+            if local_tensor(tensor).device != device:
+                raise ValueError(f"Expected {name} of {place} on {device}, got {local_tensor(tensor).device}.")
+            if name in dtypes and tensor.dtype != dtypes[name]:
+                raise ValueError(f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}.")
+        if device.type != "cpu":
+            device_adam.check_available()
+
+    def _carry_out(self, updates: Sequence[_Update]) -> None:
+        arrays = [self._arrays(update) for update in updates]
+        self._run(
+            [
+                _piece(update, {name: array.tensor for name, array in own.items()})
+                for update, own in zip(updates, arrays, strict=True)
+                if _is_direct(own)
+            ]
+        )
+        # One after the other, so that copies of one parameter are all the memory that this takes.
+        for update, own in zip(updates, arrays, strict=True):
+            if not _is_direct(own):
+                copies = {name: _working_copy(name, array) for name, array in own.items()}
+                self._run([_piece(update, copies)])
+                for name, array in own.items():
+                    if copies[name] is not array.tensor and name != "grad":
+                        _write_back(array, copies[name])
+
+    def _run(self, pieces: Sequence[AdamPiece]) -> None:
+        on_host = [piece for piece in pieces if piece.weight.device.type == "cpu"]
+        on_device = [piece for piece in pieces if piece.weight.device.type != "cpu"]
+        if on_host:
+            if self._host is None:
+                self._host = HostAdam()
+            self._host.run(merged(on_host))
+        if on_device:
+            device_adam.run(merged(on_device))
+
+    def _arrays(self, update: _Update) -> dict[str, _Array]:
+        """The local tensors of an update, by their names in AdamPiece."""
+        parameter = update.parameter
+        scales = self._scales[parameter]
+        states = {
+            name: _Array(local_tensor(tensor), scales.get(name))
+            for name, tensor in self.state[parameter].items()
+            if name != _STEP
+        }
+        master, own = states.pop("master_param", None), _Array(local_tensor(parameter).detach())
+        arrays = {"grad": _Array(update.gradient), **states}
+        if master is None:
+            return {**arrays, "weight": own}
+        if master.tensor.dtype == torch.int16:
+            return {**arrays, "weight": own, "remainder": master}
+        return {**arrays, "weight": master, "out": own}
+
+
+def _piece(update: _Update, tensors: dict[str, torch.Tensor]) -> AdamPiece:
+    return AdamPiece(step=update.step, **{name: tensor.view(-1) for name, tensor in tensors.items()})
+
+
+def _is_direct(arrays: dict[str, _Array]) -> bool:
+    """Whether kernels can work on the tensors themselves."""
+    moments = arrays["exp_avg"].tensor.dtype
+    return (
+        moments in MOMENT_DTYPES
+        and moments == arrays["exp_avg_sq"].tensor.dtype
+        and arrays["grad"].tensor.dtype in FLOAT_DTYPES
+        and all(array.scale is None and array.tensor.is_contiguous() for array in arrays.values())
+    )
+
+
+def _working_copy(name: str, array: _Array) -> torch.Tensor:
+    """What kernels can work on: contiguous, states and unusual gradients in fp32; the tensor itself if it is that."""
+    tensor = array.tensor
+    if array.scale is not None:
+        tensor = scaled_states.read(tensor, array.scale)
+    elif name in ("exp_avg", "exp_avg_sq") or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def _write_back(array: _Array, values: torch.Tensor) -> None:
+    if array.scale is None:
+        array.tensor.copy_(values)
+    else:
+        scaled_states.write(array.tensor, array.scale, values)
+
+
+def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with values in the place of scaled states, and dicts of its own."""
+    assert isinstance(optimizer, FusedAdam), "its hook"
+    parameters = list(optimizer._parameters())
+    states = {
+        number: {
+            name: optimizer.get_unscaled_state(parameters[number], name)
+            if scaled_states.is_scaled(value.dtype)
+            else value
+            for name, value in state.items()
+        }
+        for number, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def _checked_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    if dtype not in allowed:
+        raise ValueError(f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}.")
+    return dtype
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for index, parameter in enumerate(group["params"]):
+        if parameter.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"Expected parameters of {', '.join(map(str, FLOAT_DTYPES))}, got {parameter.dtype} at {index}."
+            )
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"Expected {name} of at least 0, got {group[name]}.")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"Expected betas in [0, 1), got {group['betas']}.")
+
+
+def _check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"Expected {name} to be a tensor, got {type(tensor).__name__}.")
+    if tensor.dtype != dtype:
+        raise ValueError(f"Expected {name} in {dtype}, got {tensor.dtype}.")
+    found = difference(tensor, parameter)
+    if found is not None:
+        raise ValueError(f"Expected {name} with {found.expected} as its parameter has, got {found.got}.")

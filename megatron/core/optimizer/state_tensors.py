@@ -1,0 +1,78 @@
+"""Optimizer states as tensors beside their parameter: distributed, shaped and strided as it is.
+
+The states of parameters that `fully_shard` has made lie in flat buffers with the layout of their group, one for each
+state, so that a step over a group is a few long passes. Those of other DTensors are wrapped in the parameter's own
+description; their local shards may be uneven, or empty. No operation of DTensor is called on any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+
+
+class StateMemory:
+    """Allocates states. Those of a group's parameters come from one buffer for each name."""
+
+    def __init__(self) -> None:
+        self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = WeakKeyDictionary()
+
+    def zeros(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A state of zeros on the device of the parameter's local tensor.
+
+        Every parameter of a group must ask for a name with the same dtype, and once.
+        """
+        group = group_of(parameter)
+        if group is None:
+            return like(parameter, torch.zeros_like(local_tensor(parameter), dtype=dtype, requires_grad=False))
+        buffers = self._buffers.setdefault(group, {})
+        if name not in buffers:
+            device = local_tensor(parameter).device
+            buffers[name] = DBuffer(group.mesh, group.placements.optimizer, group.layout, dtype, device)
+            buffers[name].local_buffer.zero_()
+        return buffers[name].get_dtensor(group.index_of(parameter))
+
+
+def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` itself, or, if the parameter is a DTensor, one over `local` with the parameter's mesh and so on."""
+    if not isinstance(parameter, DTensor):
+        return local
+    meta = parameter._spec.tensor_meta
+    assert meta is not None, "every DTensor that holds data has one"
+    return DTensor(local, replace(parameter._spec, tensor_meta=meta._replace(dtype=local.dtype)), requires_grad=False)
+
+
+class Difference(NamedTuple):
+    """Of a tensor from its parameter."""
+
+    expected: str
+    got: str
+
+
+def difference(tensor: torch.Tensor, parameter: torch.Tensor) -> Difference | None:
+    """The first respect in which a gradient or state is not distributed or shaped as its parameter; None if it is."""
+    if isinstance(parameter, DTensor) != isinstance(tensor, DTensor):
+        return Difference(_kind(parameter), _kind(tensor))
+    if tensor.shape != parameter.shape:
+        return Difference(f"shape {tuple(parameter.shape)}", f"{tuple(tensor.shape)}")
+    if isinstance(parameter, DTensor) and isinstance(tensor, DTensor):
+        if tensor.device_mesh != parameter.device_mesh:
+            return Difference(f"mesh {parameter.device_mesh}", f"{tensor.device_mesh}")
+        if tensor.placements != parameter.placements:
+            return Difference(f"placements {parameter.placements}", f"{tensor.placements}")
+        own, local = local_tensor(parameter), local_tensor(tensor)
+        if own.shape != local.shape:
+            return Difference(f"a local shape of {tuple(own.shape)}", f"{tuple(local.shape)}")
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "a DTensor" if isinstance(tensor, DTensor) else "a plain tensor"
