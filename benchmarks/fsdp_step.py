@@ -11,16 +11,11 @@ sharding. Prints medians and the ratio of tokens a second, and writes them to be
 from __future__ import annotations
 
 import argparse
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import report
 import torch
 import torch.distributed as dist
-from torch import nn
+from steps import SEED, Side, Stopwatch, add_model_arguments, batch_of, measure, model_on_meta
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
@@ -29,53 +24,18 @@ from megatron.core.distributed.fsdp import FsdpModule, collectives, fully_shard_
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.launch import Launch
-
-SEED = 0
-
-
-class Side:
-    """One of the things compared: a model, its optimizer if it has one, and what a step is."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Forward, backward and, with an optimizer, its step. Returns the loss, still on the device."""
-        loss = self.model(tokens, labels).mean()
-        loss.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        else:
-            self.model.zero_grad()
-        return loss.detach()
 
 
 def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side]:
     """Every side with the same initial weights."""
-    config = TransformerConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=arguments.hidden // 64,
-        normalization="RMSNorm",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
     mesh = build_mesh(device.kind, dist.get_world_size())
     target = device.torch_device
 
-    def on_meta() -> GPTModel:
-        with torch.device("meta"):
-            return GPTModel(config, arguments.vocabulary)
-
-    ours, theirs, bare = on_meta(), on_meta(), on_meta()
+    ours, theirs, bare = (model_on_meta(arguments) for _ in range(3))
     megatron_fsdp.shard_model(
         ours,
         mesh,
@@ -94,58 +54,6 @@ def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side
         "FSDP2": Side(theirs, optimizers[1]),
         "compute": Side(bare.to(torch.bfloat16), None),
     }
-
-
-def synchronize() -> None:
-    """Waits for the device, where there is one to wait for."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def measure(
-    sides: dict[str, Side], batch: tuple[torch.Tensor, torch.Tensor], num_rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(milliseconds of each side's steps, its losses). The first two rounds warm up and are not timed."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    losses: dict[str, list[float]] = {name: [] for name in sides}
-    for number, name in enumerate(report.schedule(list(sides), num_rounds + 2, seed=SEED)):
-        dist.barrier()
-        start = time.perf_counter()
-        loss = sides[name].step(*batch)
-        synchronize()
-        elapsed = (time.perf_counter() - start) * 1e3
-        losses[name].append(float(loss))
-        if number >= 2 * len(sides):
-            times[name].append(elapsed)
-    return times, losses
-
-
-class Stopwatch:
-    """Adds up how long functions take, by name; in whichever thread, with the device waited for."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        synchronize()
-        start = time.perf_counter()
-        yield
-        synchronize()
-        with self._lock:
-            self.totals[name] = self.totals.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-
-    def wrap(self, owner: Any, function: str, name: str) -> Callable[[], None]:
-        """Times every call of `owner.function`; returns what undoes that."""
-        original = getattr(owner, function)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timing(name):
-                return original(*args, **kwargs)
-
-        setattr(owner, function, timed)
-        return lambda: setattr(owner, function, original)
 
 
 def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) -> dict[str, float]:
@@ -175,21 +83,13 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: 
 def main() -> None:
     """Measures; rank 0 reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=20)
+    add_model_arguments(parser)
     arguments = parser.parse_args()
     launch = Launch.from_environment()
     device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
     dist.init_process_group(device.collective_backend)
     sides = build_sides(arguments, device)
-    generator = torch.Generator().manual_seed(launch.rank)
-    shape = (arguments.micro_batch, arguments.sequence + 1)
-    text = torch.randint(arguments.vocabulary, shape, generator=generator).to(device.torch_device)
-    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    batch = batch_of(arguments, launch.rank, device)
     times, losses = measure(sides, batch, arguments.rounds)
     parts = break_down(sides["ours"], batch, num_steps=5)
     if launch.rank == 0:

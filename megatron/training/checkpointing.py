@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.manager import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.state import DCPState
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.config import RunConfig
@@ -56,7 +57,7 @@ class RunState:
     """What a checkpoint covers."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: DistributedOptimizer
     schedule: LRSchedule
     progress: Progress
 
@@ -66,7 +67,7 @@ def save_run(config: RunConfig, state: RunState, device: Device) -> None:
     if config.checkpoint.save is None:
         raise RuntimeError("Expected --save to be set where a checkpoint is saved, got none.")
     start = time.perf_counter()
-    optimizer = state.optimizer if config.checkpoint.save_optim else None
+    optimizer = state.optimizer.optimizer if config.checkpoint.save_optim else None
     tensors = {**DCPState(state.model, optimizer).state_dict(), **_rng_entry(rng_state(device))}
     train_state = {
         "format_version": _FORMAT_VERSION,
@@ -106,7 +107,7 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
         state.schedule if checkpoint.finetune else _schedule(config.schedule, state.schedule, train_state, str(folder))
     )
     loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
-    app = DCPState(state.model, state.optimizer if loads_optimizer else None)
+    app = DCPState(state.model, state.optimizer.optimizer if loads_optimizer else None)
     tensors = app.state_dict()
     metadata = read_metadata(folder)
     own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)

@@ -64,7 +64,8 @@ class RunConfig:
             ConfigError: for settings that are fine each by itself, but not together or not on so many ranks.
         """
         batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
-        config = dataclasses.replace(self, training=dataclasses.replace(self.training, global_batch_size=batch))
+        training = dataclasses.replace(self.training, global_batch_size=batch)
+        config = dataclasses.replace(self, training=training, parallel=self._resolve_main_grads())
         config._check_batch(world_size)
         config._check_model()
         config._check_engine(world_size)
@@ -96,6 +97,13 @@ class RunConfig:
         """The owners' configs with the names they have here."""
         for field in dataclasses.fields(self):
             yield field.name, getattr(self, field.name)
+
+    def _resolve_main_grads(self) -> DataParallelConfig:
+        """Offloaded, gradients travel as they are; 4 bytes of each on the device would be half of what that saves."""
+        if not self.parallel.use_megatron_fsdp or self.parallel.megatron_fsdp_main_grads_dtype is not None:
+            return self.parallel
+        dtype = "auto" if self.optimizer.optimizer_cpu_offload else "fp32"
+        return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
     def _check_batch(self, world_size: int) -> None:
         unit = self.training.micro_batch_size * world_size
@@ -137,6 +145,12 @@ class RunConfig:
             "--num-distributed-optimizer-instances",
             f"a divisor of {world_size} rank(s)",
             num_instances,
+        )
+        expect(
+            bool(self.parallel.use_megatron_fsdp) or not self.optimizer.overlap_optimizer_with_forward,
+            "--overlap-optimizer-with-forward",
+            "--use-megatron-fsdp, whose layers wait for their own weights",
+            self.parallel.engine,
         )
         if self.parallel.is_sharded:
             return

@@ -83,6 +83,7 @@ def train(
         if reason is not None and progress.iteration < training.train_iters:
             logger.info("exiting at iteration %d of %d: %s", progress.iteration, training.train_iters, reason)
             return reason
+    state.optimizer.synchronize()
     logger.info("training ended at iteration %d", progress.iteration)
     return None
 
@@ -120,14 +121,13 @@ def _is_due(progress: Progress, interval: int | None) -> bool:
 def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:
     """One iteration: step, counters, report."""
     config, progress = surroundings.config, state.progress
-    learning_rate = state.schedule.apply(state.optimizer, progress.iteration)
+    learning_rate = state.schedule.apply(state.optimizer.param_groups, progress.iteration)
     result = train_step(
         state.model,
         state.optimizer,
         batches,
         forward_step=surroundings.forward_step,
         num_microbatches=surroundings.num_microbatches,
-        clip_grad=config.optimizer.clip_grad,
         device=surroundings.device.torch_device,
         mesh=surroundings.mesh,
         stop_votes=surroundings.stop.votes,

@@ -20,10 +20,9 @@ from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
 from megatron.core.optimizer.lr_schedule import LRSchedule
-from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
 from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
@@ -74,7 +73,7 @@ def pretrain(
     ):
         logger.info("%s", describe(config))
         mesh = build_mesh(device.kind, launch.world_size)
-        state = build_run_state(config, model_provider, device, mesh)
+        state = build_run_state(config, model_provider, device, mesh, launch.local_world_size)
         seed_all(config.training.seed, launch.rank)
         load_run(config, state, device)
         if not config.training.skip_train:
@@ -86,16 +85,18 @@ def pretrain(
 
 
 def build_run_state(
-    config: RunConfig, model_provider: Callable[[RunConfig], nn.Module], device: Device, mesh: DeviceMesh
+    config: RunConfig,
+    model_provider: Callable[[RunConfig], nn.Module],
+    device: Device,
+    mesh: DeviceMesh,
+    num_local_ranks: int = 1,
 ) -> RunState:
     """Model, optimizer and schedule, sharded, with the initial weights of `--seed`."""
     with torch.device("meta"):
         model = model_provider(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _shard(model, config, device, mesh)
-    optimizer = build_torch_optimizer(model, config.optimizer, config.schedule.lr)
-    if config.parallel.use_megatron_fsdp:
-        fully_shard_optimizer(optimizer)
+    optimizer = build_optimizer(model, config.optimizer, config.schedule.lr, num_local_ranks)
     schedule = LRSchedule.build(config.schedule, config.training.train_iters)
     logger.info(
         "%d parameters, %s on %d rank(s), %s, %s",
@@ -105,6 +106,10 @@ def build_run_state(
         "bf16 compute over fp32 main weights" if config.training.bf16 else "fp32",
         device.description,
     )
+    if optimizer.plan is not None:
+        logger.info(
+            "optimizer states of %.0f%% in host memory:\n%s", 100 * optimizer.plan.host_fraction, optimizer.plan
+        )
     return RunState(model, optimizer, schedule, Progress())
 
 
@@ -120,6 +125,7 @@ def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh
             parallel,
             compute_dtype=compute_dtype,
             reset_parameters=seeded_reset(model, device.torch_device, seed),
+            offloaded=offloaded_units(model, config.optimizer),
         )
         return
     if parallel.use_torch_fsdp2:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import microbatch_of
-from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
@@ -44,12 +44,11 @@ class NonFiniteLossError(RuntimeError):
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: DistributedOptimizer,
     microbatches: Iterator[Batch],
     *,
     forward_step: ForwardStep,
     num_microbatches: int,
-    clip_grad: float,
     device: torch.device,
     mesh: DeviceMesh,
     stop_votes: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
@@ -69,16 +68,11 @@ def train_step(
             mean_loss = forward_step(model, batch) / num_microbatches
             mean_loss.backward()
         loss += mean_loss.detach()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    norm = global_grad_norm(parameters).to(device)
+    norm = optimizer.grad_norm().to(device)
     loss_sum, num_bad, *votes, norm_value = _agree(loss, norm, stop_votes(), mesh)
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
-    is_skipped = not (math.isfinite(loss_sum) and math.isfinite(norm_value))
-    if not is_skipped:
-        if clip_grad > 0:
-            scale_grads(parameters, clip_coefficient(norm, clip_grad))
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    is_skipped = not math.isfinite(loss_sum) or not optimizer.step(norm_value)
+    optimizer.zero_grad()
     return StepResult(loss_sum / mesh.size(), norm_value, is_skipped, bad_ranks, (votes[0], votes[1]))
 
 

@@ -3,9 +3,9 @@
 A recipe is a folder with `config.yaml` (below) and `golden.json`: for each world size (dropout draws other masks on
 other ranks) the losses by iteration and the evaluations at the end.
 
-    kind: resume            # regular | resume | reshard
+    kind: resume            # regular | resume | reshard | offload-parity
     world_sizes: [1, 2]     # the recipe runs on each
-    interrupt_at: 4         # resume: iteration at which the run is stopped and started again
+    interrupt_at: 4         # resume, offload-parity: iteration at which the run is stopped and started again
     agreement: 1.0e-5       # relative difference of losses allowed between world sizes
     settings: {...}         # flags of pretrain_gpt.py, without dashes
 
@@ -134,21 +134,34 @@ def run_regular(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
 
 def run_resume(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
     """An uninterrupted run, and one stopped and resumed: from there on the same bits, down to the final weights."""
-    if recipe.interrupt_at is None:
-        raise ValueError(f"{recipe.name}: expected interrupt_at in a recipe of kind resume, got none.")
     runs = {}
     for size in recipe.world_sizes:
         whole = runs[size] = execute(recipe, folder, data_prefix, size)
-        execute(recipe, folder, data_prefix, size, "resumed", **{"exit-interval": recipe.interrupt_at})
-        load_from = str(folder / f"resumed_{size}" / "checkpoints")
-        (folder / f"resumed_{size}" / "metrics.jsonl").unlink()
-        resumed = execute(recipe, folder, data_prefix, size, "resumed", load=load_from)
-        expected = {k: loss for k, loss in whole.losses.items() if k > recipe.interrupt_at}
-        assert expected, "the interruption comes before the end"
-        assert resumed.losses == expected
-        assert resumed.evaluations == whole.evaluations
-        assert_same_tensors(resumed.checkpoint, whole.checkpoint)
+        assert_resumes(recipe, folder, data_prefix, whole, size, {}, {})
     return runs
+
+
+def assert_resumes(
+    recipe: Recipe,
+    folder: Path,
+    data_prefix: Path,
+    whole: Run,
+    size: int,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    """A run stopped at `interrupt_at` and resumed, with settings of its own before and after, ends as `whole` did."""
+    if recipe.interrupt_at is None:
+        raise ValueError(f"{recipe.name}: expected interrupt_at in a recipe of kind {recipe.kind}, got none.")
+    execute(recipe, folder, data_prefix, size, "resumed", **{"exit-interval": recipe.interrupt_at, **before})
+    load_from = str(folder / f"resumed_{size}" / "checkpoints")
+    (folder / f"resumed_{size}" / "metrics.jsonl").unlink()
+    resumed = execute(recipe, folder, data_prefix, size, "resumed", load=load_from, **after)
+    expected = {k: loss for k, loss in whole.losses.items() if k > recipe.interrupt_at}
+    assert expected, "the interruption comes before the end"
+    assert resumed.losses == expected
+    assert resumed.evaluations == whole.evaluations
+    assert_same_tensors(resumed.checkpoint, whole.checkpoint)
 
 
 def run_reshard(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
@@ -164,10 +177,40 @@ def run_reshard(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
     return {first: trained}
 
 
+# Where optimizer states live, and when they are updated: none of it may change a bit.
+OFFLOADS: list[dict[str, Any]] = [
+    {"optimizer-offload-fraction": 0.0},
+    {"optimizer-offload-fraction": 0.5, "overlap-cpu-optimizer-d2h-h2d": True},
+    {
+        "optimizer-offload-fraction": 1.0,
+        "overlap-cpu-optimizer-d2h-h2d": True,
+        "overlap-optimizer-with-forward": True,
+    },
+]
+
+
+def run_offload_parity(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
+    """The same run with states on the device, on both sides and on the host; then one that is moved between them."""
+    runs = {}
+    for size in recipe.world_sizes:
+        first, *others = (
+            execute(recipe, folder, data_prefix, size, f"offload_{number}", **settings)
+            for number, settings in enumerate(OFFLOADS)
+        )
+        for other in others:
+            assert other.losses == first.losses
+            assert other.evaluations == first.evaluations
+            assert_same_tensors(other.checkpoint, first.checkpoint)
+        assert_resumes(recipe, folder, data_prefix, first, size, OFFLOADS[2], OFFLOADS[1])
+        runs[size] = first
+    return runs
+
+
 KINDS: dict[str, Callable[[Recipe, Path, Path], dict[int, Run]]] = {
     "regular": run_regular,
     "resume": run_resume,
     "reshard": run_reshard,
+    "offload-parity": run_offload_parity,
 }
 
 

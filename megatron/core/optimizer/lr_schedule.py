@@ -7,10 +7,9 @@ with a checkpoint is the schedule's settings, so that a run resumed with others 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 from megatron.core.options import ConfigError, check_options, expect, option
 
@@ -127,10 +126,10 @@ class LRSchedule:
         done = (step - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
         return self._between(self.style, done)
 
-    def apply(self, optimizer: torch.optim.Optimizer, iteration: int) -> float:
+    def apply(self, param_groups: Iterable[dict[str, Any]], iteration: int) -> float:
         """Sets every parameter group's learning rate for this iteration, and returns it."""
         lr = self(iteration)
-        for group in optimizer.param_groups:
+        for group in param_groups:
             group["lr"] = lr
         return lr
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.step import StepResult, evaluate, train_step
 from tests.ranks import run_ranks
 
@@ -39,14 +40,13 @@ def batches(numbers: list[int], poison: float | None = None) -> Iterator[dict[st
 def step(
     model: nn.Module, mine: list[int], votes=(0.0, 0.0), poison=None, clip_grad=0.0, forward_step=squared_error
 ) -> StepResult:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad)
     return train_step(
         model,
         optimizer,
         batches(mine, poison),
         forward_step=forward_step,
         num_microbatches=len(mine),
-        clip_grad=clip_grad,
         device=CPU,
         mesh=build_mesh("cpu", dist.get_world_size()),
         stop_votes=lambda: votes,

@@ -1,0 +1,637 @@
+"""`HybridDeviceOptimizer`: an optimizer of which a part, or all, lives in host memory.
+
+    backward, last microbatch   gradients of a group are reduced     d2h: copied down, 2 bytes an element in bf16
+    step                        buckets in forward order             host: one pass over a bucket's flat arrays
+                                                                     h2d: its compute weights copied up
+    next forward                a group's gather waits for its own weights, and for nothing else
+
+The host side takes the last groups of the network: their gradients come first in backward, and their weights are needed
+last in forward. Host and device side give the same bits, so that where a group lives never changes a run.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import Device, Event, InlineLane, Lane, relay
+from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
+from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory
+from megatron.core.optimizer.clip_grads import scale_grads
+from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, TensorLink
+from megatron.core.optimizer.cpu_offloading.host_update import (
+    BucketArrays,
+    FlatAdam,
+    HostUpdate,
+    Options,
+    TorchUpdate,
+)
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_tensors import Difference, difference
+from megatron.core.optimizer.torch_optimizer import init_torch_states
+
+_BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
+_ADAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
+_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
+# Of torch.optim.AdamW's options, those that choose among implementations of the same.
+_IMPLEMENTATIONS = ("foreach", "fused")
+
+
+class _Unit(NamedTuple):
+    """What the plan keeps together: the parameters of one FSDP group, or a single tensor."""
+
+    name: str
+    parameters: list[nn.Parameter]
+    group: FsdpParameterGroup | None
+
+    @property
+    def global_numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+class _Bucket:
+    """What moves together, with the events of its lanes."""
+
+    def __init__(self, arrays: BucketArrays, update: HostUpdate) -> None:
+        self.arrays = arrays
+        self.link = arrays.link
+        self.update = update
+        self.sent: Event | None = None  # its weights have gone up: the arrays of gradients and weights are free again
+
+    def fetch(self, lane: Lane, work: Callable[[], object], after: Event) -> Event:
+        """Queues work that writes gradients into the bucket."""
+        return lane.enqueue(work, after=[after] if self.sent is None else [after, self.sent])
+
+    def fetch_early(self, lane: Lane) -> None:
+        """From here on, gradients come down as soon as they are reduced, for the last microbatch of every step."""
+        if isinstance(self.link, GroupLink):
+            bucket, lane_of = weakref.ref(self), weakref.ref(lane)
+
+            def send_down(reduced: Event) -> Event:
+                # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
+                mine, lane = bucket(), lane_of()
+                if mine is None or lane is None:
+                    return reduced
+                link, grad = mine.link, mine.arrays.grad
+                return mine.fetch(lane, lambda: link.fetch_early(grad), reduced)
+
+            self.link.group.send_main_grad(send_down)
+
+
+class _Host(NamedTuple):
+    """The host side: its memory by purpose, and the buckets in it."""
+
+    slabs: list[HostSlab]
+    buckets: list[_Bucket]
+
+
+class HybridDeviceOptimizer(torch.optim.Optimizer):
+    """See the module's docstring. A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP groups' parameters.
+
+    `param_groups` may be changed at any time and count from the next step on. A parameter without a gradient is not
+    stepped, on either side. Reading `state`, `state_dict()`, and saving wait for updates that are under way; so does
+    `state_dict()` of a module whose main weights are here. Who reads a parameter itself calls `synchronize` first.
+    Writing to a gradient between backward and step is noticed, unless it goes by `.data`, which autograd does not see.
+
+    Attributes:
+        plan: which groups are on which side.
+    """
+
+    plan: OffloadPlan
+
+    def __init__(
+        self,
+        params: Any,
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
+        gpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        *,
+        overlap_step_with_forward: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        num_host_threads: int | None = None,
+        num_local_ranks: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Plans, allocates the host side and moves what belongs there. All ranks of the mesh do it together.
+
+        Args:
+            params: as for any optimizer, in the order of forward. Parameters on one device, sharded already.
+            offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole groups.
+            cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default: `FusedAdam`, for
+                which `torch.optim.AdamW` also stands, with its own defaults. On the host it is one flat pass.
+            param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have theirs anyway.
+            pin_cpu_grads: page-locked memory for gradients on their way down.
+            pin_cpu_params: the same for the states, main weights included, and for weights on their way up.
+            overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
+            overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs overlapping lanes.
+            exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
+            num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
+            num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
+            kwargs: options of the optimizer classes: lr, betas, weight_decay.
+
+        Raises:
+            ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that AdamW does not take.
+            HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does not suffice.
+            PinError: if memory cannot be pinned.
+        """
+        self._host: _Host | None = None
+        self._device_optimizer: torch.optim.Optimizer | None = None
+        host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
+        self._is_flat = _is_flat_adam(host_cls, kwargs)
+        super().__init__(params, _defaults(device_cls, kwargs) | _defaults(host_cls, kwargs))
+        if overlap_step_with_forward and not overlap_cpu_optimizer_d2h_h2d:
+            raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward, got it off.")
+        self._overlaps_forward = overlap_step_with_forward
+        self._device = _device_of([parameter for group in self.param_groups for parameter in group["params"]])
+        self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
+        units = _units(self.param_groups)
+        self.plan = OffloadPlan.build([(unit.name, unit.global_numel) for unit in units], offload_fraction)
+        on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
+        on_device = [unit for index, unit in enumerate(units) if not self.plan.is_on_host(index)]
+        _check_sides(on_device)
+        links = _links(on_host, param_update_in_fp32)
+        if self._is_flat:
+            _check_dtypes(links)
+        allocator = _Allocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
+        allocator.plan(links, (exp_avg_dtype, exp_avg_sq_dtype))
+        _check_memory(allocator.needs, num_local_ranks, _mesh_of(units))
+        adam = HostAdam(num_host_threads) if self._is_flat and links else None
+        slabs = allocator.allocate()
+        self._host = _Host(slabs, [self._make_bucket(link, allocator, host_cls, adam, kwargs) for link in links])
+        self._slots = {id(s.parameter): (b, n) for b in self._host.buckets for n, s in enumerate(b.link.slots)}
+        # What `adopt` has begun to copy.
+        self._device.event().synchronize()
+        if on_device and _is_flat_adam(device_cls, kwargs):
+            options = {name: value for name, value in kwargs.items() if name in _ADAM_OPTIONS}
+            options |= {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype}
+            self._make_device_optimizer(on_device, FusedAdam, options)
+            self.init_state()
+        elif on_device:
+            self._make_device_optimizer(on_device, device_cls, kwargs)
+
+    # The contract of torch.optim
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The states of all parameters by name, once the updates under way have ended. Their dicts are not copies."""
+        if self._host is not None:
+            self.synchronize()
+            self._collect_states()
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        if self._host is not None:
+            raise RuntimeError("Expected states to come by load_state_dict, which knows where they lie, got others.")
+        self._state = state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """Steps every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again, and is called first.
+            grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
+
+        Raises:
+            ValueError: for a gradient of another shape, dtype or device than expected; nothing is stepped.
+            RuntimeError: for partial sums of gradients; nothing is stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_whole(parameter.grad for parameter in parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._check_gradient(parameter)
+        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        fetched = [self._begin(bucket, options, grad_scale) for bucket in self._buckets]
+        self._step_on_device(grad_scale)
+        # Gradients may be written to again. Weights may be awaited one by one, where somebody does.
+        for event in fetched:
+            event.wait()
+        for bucket in self._buckets:
+            if bucket.sent is not None and not (self._overlaps_forward and bucket.link.delivers):
+                bucket.sent.wait()
+        return loss
+
+    def synchronize(self) -> None:
+        """Waits until all updates have ended and their weights are on the device. Raises what failed there."""
+        for bucket in self._buckets:
+            if bucket.sent is not None:
+                bucket.sent.synchronize()
+
+    def init_state(self) -> None:
+        """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
+        for bucket in self._buckets:
+            bucket.update.init_states()
+        if isinstance(self._device_optimizer, FusedAdam):
+            self._device_optimizer.init_state()
+        elif self._device_optimizer is not None:
+            init_torch_states(self._device_optimizer)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies the states of `state_dict()` into the memory where they belong, and takes the groups' options over.
+
+        Raises:
+            ValueError: for other groups, states, shapes or dtypes than this optimizer's; nothing is changed.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved = _saved_states(self.param_groups, state_dict)
+        self.init_state()
+        self.synchronize()
+        for parameter, states in saved.items():
+            if id(parameter) in self._slots:
+                self._check_states(parameter, states)
+        self._load_device_states(saved, state_dict["param_groups"])
+        for parameter, states in saved.items():
+            if id(parameter) in self._slots:
+                self._load_host_states(parameter, states)
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in other.items() if name != "params"})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, while the optimizer is made. NotImplementedError later: the sides are planned once."""
+        if self._host is not None:
+            raise NotImplementedError("Expected all parameters when the optimizer is made, got another group.")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("Expected state_dict() to be used, got an attempt to copy or pickle an offloaded optimizer.")
+
+    # Building
+
+    @property
+    def _buckets(self) -> Sequence[_Bucket]:
+        return () if self._host is None else self._host.buckets
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this rank has allocated."""
+        return 0 if self._host is None else sum(slab.nbytes for slab in self._host.slabs)
+
+    def _make_lanes(self, overlaps: bool) -> None:
+        self._overlaps = overlaps
+        if overlaps:
+            self._d2h: Lane = self._device.lane("optimizer d2h")
+            self._update_lane: Lane = self._device.host_lane("optimizer host")
+            self._h2d: Lane = self._device.lane("optimizer h2d")
+        else:
+            self._d2h = self._update_lane = self._h2d = InlineLane(self._device)
+
+    def _make_bucket(
+        self,
+        link: DeviceLink,
+        allocator: _Allocator,
+        cls: type[torch.optim.Optimizer],
+        adam: HostAdam | None,
+        options: dict[str, Any],
+    ) -> _Bucket:
+        arrays = allocator.arrays(link)
+        link.adopt(arrays.main_weight)
+        update: HostUpdate
+        if adam is None:
+            update = TorchUpdate(arrays, cls, options)
+        else:
+            update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
+        bucket = _Bucket(arrays, update)
+        if self._overlaps:
+            bucket.fetch_early(self._d2h)
+        return bucket
+
+    def _make_device_optimizer(
+        self, units: Sequence[_Unit], cls: type[torch.optim.Optimizer], options: dict[str, Any]
+    ) -> None:
+        mine = {id(parameter) for unit in units for parameter in unit.parameters}
+        groups = [
+            {**group, "params": [parameter for parameter in group["params"] if id(parameter) in mine]}
+            for group in self.param_groups
+        ]
+        for group in groups:
+            group.pop("param_names", None)
+        known = _defaults(cls, options)
+        groups = [{name: group[name] for name in group if name in known or name == "params"} for group in groups]
+        self._device_optimizer = cls(groups, **options)
+        if cls is not FusedAdam and any(unit.group is not None for unit in units):
+            fully_shard_optimizer(self._device_optimizer)
+
+    # A step
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "asked of what has one"
+        found = difference(gradient, parameter)
+        if found is None and gradient.device != parameter.device:
+            found = Difference(str(parameter.device), str(gradient.device))
+        if found is None and id(parameter) in self._slots:
+            # A gradient that travelled in another dtype than it has would be another one.
+            dtype = self._slots[id(parameter)][0].link.grad_dtype
+            found = None if gradient.dtype == dtype else Difference(str(dtype), str(gradient.dtype))
+        if found is not None:
+            raise ValueError(
+                f"Expected a gradient of {found.expected} for a parameter of shape {tuple(parameter.shape)}, got "
+                f"{found.got}."
+            )
+
+    def _begin(self, bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Event:
+        """Queues a bucket's step. Answers the event after which its gradients have been read."""
+        link, arrays = bucket.link, bucket.arrays
+        stepped = [(index, slot) for index, slot in enumerate(link.slots) if slot.parameter.grad is not None]
+        if not stepped:
+            return self._device.event()
+        slots = [slot for _, slot in stepped]
+        gradients = [(slot, slot.parameter.grad) for slot in slots]
+        now = self._device.event()
+
+        def fetch() -> None:
+            link.keep_main_weight(arrays.main_weight, slots)
+            link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
+
+        fetched = bucket.fetch(self._d2h, fetch, now)
+        work = bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
+        h2d = self._h2d
+
+        def update() -> Event:
+            work()
+            # Only after the backward, which has used the weights that are now written over.
+            return h2d.enqueue(lambda: link.send(arrays.weight, slots), after=[now])
+
+        bucket.sent = relay(self._update_lane, update, after=[fetched])
+        if isinstance(link, GroupLink):
+            link.group.deliver(bucket.sent)
+        return fetched
+
+    def _step_on_device(self, grad_scale: float) -> None:
+        optimizer = self._device_optimizer
+        if optimizer is None:
+            return
+        for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
+            own.update({name: group[name] for name in own if name != "params" and name in group})
+        if isinstance(optimizer, FusedAdam):
+            optimizer.step(grad_scale=grad_scale)
+            return
+        if grad_scale != 1:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
+        optimizer.step()
+
+    # States
+
+    def _collect_states(self) -> None:
+        for bucket in self._buckets:
+            for index, slot in enumerate(bucket.link.slots):
+                states = bucket.update.states(index)
+                if states:
+                    self._state[slot.parameter] = states
+        if self._device_optimizer is not None:
+            self._state.update(self._device_optimizer.state)
+
+    def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        bucket, index = self._slots[id(parameter)]
+        own = bucket.update.states(index)
+        if states and set(states) != set(own):
+            raise ValueError(f"Expected the states {sorted(own)} for every parameter, got {sorted(states)}.")
+        for name, value in own.items() if states else ():
+            expected, got = _description(value), _description(states[name])
+            if expected != got:
+                raise ValueError(f"Expected {name} of {_shown(expected)}, got one of {_shown(got)}.")
+
+    def _load_host_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        bucket, index = self._slots[id(parameter)]
+        bucket.update.load(index, states)
+
+    def _load_device_states(
+        self, saved: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        optimizer = self._device_optimizer
+        if optimizer is None:
+            return
+        packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        numbers = {
+            parameter: number
+            for group, own in zip(optimizer.param_groups, packed, strict=True)
+            for parameter, number in zip(group["params"], own["params"], strict=True)
+        }
+        states = {numbers[parameter]: value for parameter, value in saved.items() if value and parameter in numbers}
+        options = [
+            own | {name: other[name] for name in own if name != "params" and name in other}
+            for own, other in zip(packed, groups, strict=True)
+        ]
+        optimizer.load_state_dict({"state": states, "param_groups": options})
+
+
+class _Allocator:
+    """Adds up what the host side needs, and lays it out in two slabs: gradients on their way, and states."""
+
+    def __init__(self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool) -> None:
+        self._device = device
+        self._pins = {"gradients": pins_grads, "states": pins_params}
+        self._has_moments = has_moments
+        self._builders = {purpose: SlabBuilder() for purpose in self._pins}
+        self._places: dict[tuple[int, str], tuple[str, int, int, torch.dtype]] = {}  # by id of the link, and what
+        self._slabs: dict[str, HostSlab] = {}
+        self.needs: list[HostNeed] = []
+
+    def plan(self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """Takes in what every bucket needs, one kind of array after the other."""
+        self._add_each("main weights", "states", links, lambda link: link.main_dtype)
+        if self._has_moments:
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), moment_dtypes, strict=True):
+                self._add_each(name, "states", links, partial(_same, dtype))
+        self._add_each("gradients", "gradients", links, lambda link: link.grad_dtype)
+        others = [link for link in links if not self._shares(link)]
+        self._add_each("compute weights", "states", others, lambda link: link.weight_dtype)
+
+    def allocate(self) -> list[HostSlab]:
+        """Makes the slabs, which are zero."""
+        self._slabs = {
+            purpose: builder.build(self._device, is_pinned=self._pins[purpose], purpose=purpose)
+            for purpose, builder in self._builders.items()
+        }
+        return list(self._slabs.values())
+
+    def arrays(self, link: DeviceLink) -> BucketArrays:
+        """The arrays of a bucket's that every optimizer needs."""
+        weight = None if self._shares(link) else self._array(link, "compute weights")
+        return BucketArrays(link, self._array(link, "main weights"), self._array(link, "gradients"), weight)
+
+    def moments(self, link: DeviceLink) -> tuple[torch.Tensor, torch.Tensor]:
+        """AdamW's two."""
+        return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
+
+    def _shares(self, link: DeviceLink) -> bool:
+        """Whether weights on their way up are written over the gradients that they came from."""
+        return link.grad_dtype == link.weight_dtype and self._pins["gradients"] == self._pins["states"]
+
+    def _add_each(
+        self, what: str, purpose: str, links: Iterable[DeviceLink], dtype_of: Callable[[DeviceLink], torch.dtype]
+    ) -> None:
+        builder = self._builders[purpose]
+        before = builder.nbytes
+        for link in links:
+            dtype = dtype_of(link)
+            self._places[id(link), what] = (purpose, builder.add(link.numel, dtype), link.numel, dtype)
+        if builder.nbytes > before:
+            is_pinned = self._pins[purpose] and self._device.pins_host_memory
+            self.needs.append(HostNeed(what, builder.nbytes - before, is_pinned))
+
+    def _array(self, link: DeviceLink, what: str) -> torch.Tensor:
+        purpose, offset, numel, dtype = self._places[id(link), what]
+        return self._slabs[purpose].tensor(offset, numel, dtype)
+
+
+def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
+    return dtype
+
+
+def _is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether a class with these options is the AdamW of our one pass. ValueError for FusedAdam with others."""
+    others = [name for name, value in options.items() if name not in _ADAM_OPTIONS and value]
+    if cls is FusedAdam and others:
+        raise ValueError(f"Expected options among {', '.join(_ADAM_OPTIONS)} of FusedAdam, got {', '.join(others)}.")
+    return cls is FusedAdam or (cls is torch.optim.AdamW and not set(others).difference(_IMPLEMENTATIONS))
+
+
+def _defaults(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a class gives its groups."""
+    return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
+
+
+def _device_of(parameters: Sequence[nn.Parameter]) -> Device:
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1:
+        raise ValueError(f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}.")
+    device = devices.pop()
+    return Device(device.type, device.index or 0)
+
+
+def _units(groups: Sequence[Mapping[str, Any]]) -> list[_Unit]:
+    """In the order of the first parameter of each."""
+    units: dict[int, _Unit] = {}
+    for number, options in enumerate(groups):
+        names = options.get("param_names") or [f"group {number}, {n}" for n in range(len(options["params"]))]
+        for name, parameter in zip(names, options["params"], strict=True):
+            group = group_of(parameter)
+            key, title = (id(parameter), name) if group is None else (id(group), group.name or "the model")
+            units.setdefault(key, _Unit(title, [], group)).parameters.append(parameter)
+    return list(units.values())
+
+
+def _links(units: Sequence[_Unit], in_fp32: bool) -> list[DeviceLink]:
+    """One for each FSDP group; other tensors of one dtype that follow each other share links of some millions."""
+    links: list[DeviceLink] = []
+    run: list[_Unit] = []
+
+    def end_run() -> None:
+        if run:
+            parameters = [parameter for unit in run for parameter in unit.parameters]
+            dtype = parameters[0].dtype
+            main_dtype = torch.float32 if in_fp32 and dtype.itemsize < 4 else dtype
+            links.append(TensorLink(parameters, [unit.name for unit in run], main_dtype))
+            run.clear()
+
+    for unit in units:
+        size = sum(local_tensor(parameter).numel() for other in run for parameter in other.parameters)
+        if run and (unit.group or unit.parameters[0].dtype != run[0].parameters[0].dtype or size >= _BUCKET_NUMEL):
+            end_run()
+        if unit.group is None:
+            run.append(unit)
+        else:
+            links.append(GroupLink(unit.group, unit.parameters))
+    end_run()
+    return links
+
+
+def _check_sides(on_device: Sequence[_Unit]) -> None:
+    for unit in on_device:
+        if unit.group is not None and unit.group.is_delivered:
+            raise ValueError(
+                f"Expected the main weights of {unit.name} on the device, where the plan has them, got them in host "
+                "memory: shard with the OffloadPolicy that goes with the fraction."
+            )
+
+
+def _check_dtypes(links: Sequence[DeviceLink]) -> None:
+    for link in links:
+        for dtype in (link.main_dtype, link.grad_dtype, link.weight_dtype):
+            if dtype not in _ADAM_DTYPES:
+                raise ValueError(f"Expected AdamW over {_ADAM_DTYPES} on the host, got {dtype} for {link.name}.")
+
+
+def _mesh_of(units: Sequence[_Unit]) -> DeviceMesh | None:
+    tensors = [parameter for unit in units for parameter in unit.parameters if isinstance(parameter, DTensor)]
+    return tensors[0].device_mesh if tensors else None
+
+
+def _check_memory(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
+    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look."""
+    if num_local_ranks is None:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    failure = None
+    try:
+        check_host_memory(needs, num_local_ranks=num_local_ranks)
+    except HostMemoryError as error:
+        failure = error
+    num_failed = torch.tensor(float(failure is not None), device="cpu" if mesh is None else mesh.device_type)
+    if mesh is not None:
+        for axis in range(mesh.ndim):
+            dist.all_reduce(num_failed, group=mesh.get_group(axis))
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise HostMemoryError("Expected every rank's host memory to suffice, got ranks where it does not; see theirs.")
+
+
+def _saved_states(
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[nn.Parameter, Mapping[str, Any]]:
+    """The states in a state dict by parameter; none for one that was never stepped. ValueError for other groups."""
+    expected = [len(group["params"]) for group in groups]
+    got = [len(group["params"]) for group in state_dict["param_groups"]]
+    if expected != got:
+        raise ValueError(f"Expected parameter groups of {expected} parameters, got some of {got}.")
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    states = state_dict["state"]
+    unknown = set(states) - set(numbers)
+    if unknown:
+        raise ValueError(f"Expected states of parameters in the groups, got some for {sorted(map(str, unknown))}.")
+    return {parameter: states.get(number, {}) for number, parameter in zip(numbers, parameters, strict=True)}
+
+
+def _description(value: Any) -> tuple[Any, ...]:
+    """What must be the same of a state and the one that is to be loaded into it."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return ("a scalar",)
+    return tuple(value.shape), tuple(local_tensor(value).shape), value.dtype
+
+
+def _shown(parts: Iterable[Any]) -> str:
+    return ", ".join(str(part) for part in parts)
