@@ -17,7 +17,9 @@ from torch import nn
 
 from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetError
+from megatron.core.device import PinError
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.host_memory import HostMemoryError
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 2 for a configuration that cannot be honoured, 1 for files that cannot be."""
     try:
         run(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
+    except (ConfigError, HostMemoryError, PinError) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
             # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.

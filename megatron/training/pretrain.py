@@ -21,7 +21,7 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.mesh import build_mesh
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import build_optimizer, check_host_memory_for, offloaded_units
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
@@ -95,7 +95,7 @@ def build_run_state(
     with torch.device("meta"):
         model = model_provider(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _shard(model, config, device, mesh)
+    _shard(model, config, device, mesh, num_local_ranks)
     optimizer = build_optimizer(model, config.optimizer, config.schedule.lr, num_local_ranks)
     schedule = LRSchedule.build(config.schedule, config.training.train_iters)
     logger.info(
@@ -113,10 +113,14 @@ def build_run_state(
     return RunState(model, optimizer, schedule, Progress())
 
 
-def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh, num_local_ranks: int) -> None:
     """Hands the model, on meta, to its engine and gives it its initial weights."""
     parallel, seed = config.parallel, config.training.seed
     compute_dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    offloaded = offloaded_units(model, config.optimizer)
+    if offloaded:
+        numel = sum(offloaded.values()) // parallel.num_optimizer_shards(mesh.size())
+        check_host_memory_for(numel, config.optimizer, compute_dtype, num_local_ranks, mesh)
     if parallel.use_megatron_fsdp:
         megatron_fsdp.shard_model(
             model,
@@ -125,7 +129,7 @@ def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh
             parallel,
             compute_dtype=compute_dtype,
             reset_parameters=seeded_reset(model, device.torch_device, seed),
-            offloaded=offloaded_units(model, config.optimizer),
+            offloaded=offloaded,
         )
         return
     if parallel.use_torch_fsdp2:

@@ -96,6 +96,13 @@ class DataParallelConfig:
         """Whether an engine runs, rather than the bare model."""
         return bool(self.use_megatron_fsdp) or self.use_torch_fsdp2
 
+    def num_optimizer_shards(self, world_size: int) -> int:
+        """Into how many parts optimizer states are cut, over `world_size` ranks."""
+        if self.data_parallel_sharding_strategy == "no_shard" or not self.is_sharded:
+            return 1
+        is_outer_replicated = self.outer_dp_sharding_strategy == "no_shard"
+        return world_size // (self.num_distributed_optimizer_instances if is_outer_replicated else 1)
+
     @property
     def engine(self) -> str:
         """What a log calls the engine."""

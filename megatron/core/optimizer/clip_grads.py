@@ -1,13 +1,15 @@
 """The global norm of sharded gradients, and clipping by it.
 
 [Note: squares] Summing millions of fp32 squares one after another loses digits (0.4 % at 50M elements on a CPU), and
-`vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is asked for. So 16-bit gradients are widened
-first, piece by piece; the norm is taken in fp32 over rows of 256 elements; the rows' squares are added in fp64. The
+`vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is asked for. So on a CPU the host kernel adds
+the squares in fp64, in an order that does not depend on the number of threads. Elsewhere 16-bit gradients are widened
+piece by piece, the norm is taken in fp32 over rows of 256 elements, and the rows' squares are added in fp64. The
 relative error is below 1e-7.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -16,12 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
+from megatron.core.optimizer.kernels.host_adam import shared_host_adam
+
 _ROW_NUMEL = 256
 _PIECE_NUMEL = 16384 * _ROW_NUMEL  # what is widened at a time: 16 MiB in fp32
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a local tensor of any shape and floating dtype. Scalar, fp64. See [Note: squares]."""
+    if tensor.device.type == "cpu" and tensor.dtype in FLOAT_DTYPES:
+        return shared_host_adam(os.getpid()).squared_norm(tensor)
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for piece in flat.split(flat.numel() if flat.dtype == torch.float32 else _PIECE_NUMEL):

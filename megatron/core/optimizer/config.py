@@ -71,6 +71,12 @@ class OptimizerConfig:
             "auto or native with --optimizer-cpu-offload, so that both sides give the same bits",
             self.gpu_optimizer,
         )
+        expect(
+            not self.optimizer_cpu_offload or self.exp_avg_dtype == self.exp_avg_sq_dtype,
+            "--exp-avg-sq-dtype",
+            f"--exp-avg-dtype's {self.exp_avg_dtype} with --optimizer-cpu-offload",
+            self.exp_avg_sq_dtype,
+        )
         if self.optimizer == "sgd":
             expect(
                 self.gpu_optimizer in ("auto", "torch"), "--gpu-optimizer", "auto or torch for sgd", self.gpu_optimizer

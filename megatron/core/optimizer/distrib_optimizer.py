@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
+from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -130,16 +133,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, num_lo
     return DistributedOptimizer(optimizer, config.clip_grad)
 
 
-def offloaded_units(model: nn.Module, config: OptimizerConfig) -> list[nn.Module]:
+def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module, int]:
     """The units of a model whose optimizer states `build_optimizer` will keep in host memory, before it is sharded.
 
     Main weights that are on the host from the start never need the device's memory.
 
     Returns:
-        Some of `sharding_units(model)`, and `model` for what they leave.
+        Some of `sharding_units(model)`, and `model` for what they leave, with their global element counts.
     """
     if not config.optimizer_cpu_offload:
-        return []
+        return {}
     owners = {id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()}
     numels: dict[nn.Module, int] = {}
     for group in parameter_groups(model.named_parameters(), config.weight_decay):
@@ -147,7 +150,26 @@ def offloaded_units(model: nn.Module, config: OptimizerConfig) -> list[nn.Module
             unit = owners.get(id(parameter), model)
             numels[unit] = numels.get(unit, 0) + parameter.numel()
     plan = OffloadPlan.build([("", numel) for numel in numels.values()], config.optimizer_offload_fraction)
-    return [unit for index, unit in enumerate(numels) if plan.is_on_host(index)]
+    return {unit: numel for index, (unit, numel) in enumerate(numels.items()) if plan.is_on_host(index)}
+
+
+def check_host_memory_for(
+    numel: int, config: OptimizerConfig, compute_dtype: torch.dtype, num_local_ranks: int, mesh: DeviceMesh
+) -> None:
+    """Refuses, before there are any weights, what `build_optimizer` would refuse once there are. All ranks together.
+
+    Args:
+        numel: elements that a rank will have on the host, but for padding.
+
+    Raises:
+        HostMemoryError: see `HybridDeviceOptimizer`.
+    """
+    needs = {"main weights": 4, "gradients": compute_dtype.itemsize}
+    if config.optimizer == "adam":
+        needs["moments"] = _DTYPES[config.exp_avg_dtype].itemsize + _DTYPES[config.exp_avg_sq_dtype].itemsize
+    check_memory_on_all_ranks(
+        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()], num_local_ranks, mesh
+    )
 
 
 def _build_hybrid(

@@ -30,29 +30,23 @@ import torch
 
 from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.optimizer import scaled_states
+from megatron.core.optimizer.adam_updates import LocalArray, Update, carry_out
 from megatron.core.optimizer.kernels import device_adam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES, AdamPiece, AdamStep, merged
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep, merged
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_loading import STEP, check_state, checked_states
 from megatron.core.optimizer.state_tensors import StateMemory, difference, like
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MASTER_DTYPES = (torch.float32, torch.float16)
-_STEP = "step"
 
 
-class _Update(NamedTuple):
-    """What one parameter is about to do."""
+class _Planned(NamedTuple):
+    """The step that a parameter with a gradient is about to take."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor  # local
     step: AdamStep
-
-
-class _Array(NamedTuple):
-    """A local tensor that a kernel is to work on."""
-
-    tensor: torch.Tensor
-    scale: torch.Tensor | None = None
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -169,12 +163,12 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.init_state()
-        updates = self._updates(grad_scale)
-        self._carry_out([update for update in updates if update.gradient.numel()])
-        for update in updates:
-            self.state[update.parameter][_STEP].fill_(float(update.step.step))
+        planned = self._plan(grad_scale)
+        carry_out([Update(each.step, self._arrays(each)) for each in planned if each.gradient.numel()], self._run)
+        for each in planned:
+            self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
-        torch.autograd.graph.increment_version([update.parameter for update in updates])
+        torch.autograd.graph.increment_version([each.parameter for each in planned])
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -216,7 +210,7 @@ class FusedAdam(torch.optim.Optimizer):
         if state_name not in dtypes:
             raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
         expected = torch.int16 if dtypes[state_name] == torch.int16 else torch.float32
-        _check_state(state_name, unscaled_state, param, expected)
+        check_state(state_name, unscaled_state, param, expected)
         if not self.state.get(param):
             self._allocate(param)
         self._store(param, state_name, unscaled_state)
@@ -236,15 +230,14 @@ class FusedAdam(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups = copy.deepcopy(state_dict["param_groups"])
-        states = self._checked_states(state_dict["state"], groups)
+        states = checked_states(self.param_groups, state_dict, self._state_dtypes)
         for parameter in self._parameters():
             if parameter in states:
                 self._install(parameter, states[parameter])
             elif self.state.get(parameter):
                 self._reset(parameter)
-        for own, loaded in zip(self.param_groups, groups, strict=True):
-            own.update({name: value for name, value in loaded.items() if name not in ("params", _STEP)})
+        for own, loaded in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            own.update({name: value for name, value in loaded.items() if name not in ("params", STEP)})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -264,7 +257,7 @@ class FusedAdam(torch.optim.Optimizer):
             for name, tensor in tensors.items()
             if scaled_states.is_scaled(tensor.dtype)
         }
-        self.state[parameter] = {_STEP: torch.zeros((), dtype=torch.float32), **tensors}
+        self.state[parameter] = {STEP: torch.zeros((), dtype=torch.float32), **tensors}
         self._reset(parameter)
 
     def _reset(self, parameter: torch.Tensor) -> None:
@@ -286,43 +279,10 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.state.get(parameter):
             self._allocate(parameter)
         for name, value in loaded.items():
-            if name == _STEP:
-                self.state[parameter][_STEP].fill_(float(value))
+            if name == STEP:
+                self.state[parameter][STEP].fill_(float(value))
             else:
                 self._store(parameter, name, value)
-
-    def _checked_states(
-        self, states: dict[Any, dict[str, Any]], groups: Sequence[dict[str, Any]]
-    ) -> dict[torch.Tensor, dict[str, Any]]:
-        """The loaded states by parameter, once they and the loaded groups are known to fit."""
-        own_sizes = [len(group["params"]) for group in self.param_groups]
-        sizes = [len(group["params"]) for group in groups]
-        if own_sizes != sizes:
-            raise ValueError(f"Expected groups of {own_sizes} parameters, got {sizes}.")
-        numbers = [number for group in groups for number in group["params"]]
-        steps = [group.get(_STEP) for group in groups for _ in group["params"]]
-        if unknown := set(states).difference(numbers):
-            raise ValueError(f"Expected states of parameters that are in a group, got some of {sorted(unknown)}.")
-        checked = {}
-        for parameter, number, group_step in zip(self._parameters(), numbers, steps, strict=True):
-            if number in states:
-                loaded = dict(states[number])
-                if group_step is not None:
-                    loaded.setdefault(_STEP, group_step)
-                self._check_loaded(loaded, parameter, number)
-                checked[parameter] = loaded
-        return checked
-
-    def _check_loaded(self, loaded: dict[str, Any], parameter: torch.Tensor, number: Any) -> None:
-        dtypes = self._state_dtypes(parameter)
-        if loaded.keys() != {_STEP, *dtypes}:
-            raise ValueError(f"Expected states {sorted([_STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}.")
-        step = float(loaded[_STEP])
-        if not (step >= 0 and step.is_integer()):
-            raise ValueError(f"Expected a number of steps of parameter {number}, got {step}.")
-        for name, dtype in dtypes.items():
-            expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
-            _check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
 
     # One step
 
@@ -334,9 +294,9 @@ class FusedAdam(torch.optim.Optimizer):
             return getattr(parameter, "decoupled_grad", None)
         return parameter.grad
 
-    def _updates(self, grad_scale: float) -> list[_Update]:
+    def _plan(self, grad_scale: float) -> list[_Planned]:
         """What there is to do, once it is known to be possible."""
-        updates = []
+        planned = []
         for group_number, group in enumerate(self.param_groups):
             steps: dict[int, AdamStep] = {}
             for index, parameter in enumerate(group["params"]):
@@ -345,11 +305,11 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 place = f"parameter {index} of group {group_number}"
                 self._check(parameter, gradient, place)
-                number = int(self.state[parameter][_STEP]) + 1
+                number = int(self.state[parameter][STEP]) + 1
                 if number not in steps:
                     steps[number] = self._adam_step(group, number, grad_scale)
-                updates.append(_Update(parameter, local_tensor(gradient).detach(), steps[number]))
-        return updates
+                planned.append(_Planned(parameter, local_tensor(gradient).detach(), steps[number]))
+        return planned
 
     def _adam_step(self, group: dict[str, Any], number: int, grad_scale: float) -> AdamStep:
         beta1, beta2 = group["betas"]
@@ -386,24 +346,6 @@ class FusedAdam(torch.optim.Optimizer):
         if device.type != "cpu":
             device_adam.check_available()
 
-    def _carry_out(self, updates: Sequence[_Update]) -> None:
-        arrays = [self._arrays(update) for update in updates]
-        self._run(
-            [
-                _piece(update, {name: array.tensor for name, array in own.items()})
-                for update, own in zip(updates, arrays, strict=True)
-                if _is_direct(own)
-            ]
-        )
-        # One after the other, so that copies of one parameter are all the memory that this takes.
-        for update, own in zip(updates, arrays, strict=True):
-            if not _is_direct(own):
-                copies = {name: _working_copy(name, array) for name, array in own.items()}
-                self._run([_piece(update, copies)])
-                for name, array in own.items():
-                    if copies[name] is not array.tensor and name != "grad":
-                        _write_back(array, copies[name])
-
     def _run(self, pieces: Sequence[AdamPiece]) -> None:
         on_host = [piece for piece in pieces if piece.weight.device.type == "cpu"]
         on_device = [piece for piece in pieces if piece.weight.device.type != "cpu"]
@@ -414,54 +356,21 @@ class FusedAdam(torch.optim.Optimizer):
         if on_device:
             device_adam.run(merged(on_device))
 
-    def _arrays(self, update: _Update) -> dict[str, _Array]:
-        """The local tensors of an update, by their names in AdamPiece."""
-        parameter = update.parameter
-        scales = self._scales[parameter]
+    def _arrays(self, planned: _Planned) -> dict[str, LocalArray]:
+        """The local tensors of a step, by their names in AdamPiece."""
+        scales = self._scales[planned.parameter]
         states = {
-            name: _Array(local_tensor(tensor), scales.get(name))
-            for name, tensor in self.state[parameter].items()
-            if name != _STEP
+            name: LocalArray(local_tensor(tensor), scales.get(name))
+            for name, tensor in self.state[planned.parameter].items()
+            if name != STEP
         }
-        master, own = states.pop("master_param", None), _Array(local_tensor(parameter).detach())
-        arrays = {"grad": _Array(update.gradient), **states}
+        master, own = states.pop("master_param", None), LocalArray(local_tensor(planned.parameter).detach())
+        arrays = {"grad": LocalArray(planned.gradient), **states}
         if master is None:
             return {**arrays, "weight": own}
         if master.tensor.dtype == torch.int16:
             return {**arrays, "weight": own, "remainder": master}
         return {**arrays, "weight": master, "out": own}
-
-
-def _piece(update: _Update, tensors: dict[str, torch.Tensor]) -> AdamPiece:
-    return AdamPiece(step=update.step, **{name: tensor.view(-1) for name, tensor in tensors.items()})
-
-
-def _is_direct(arrays: dict[str, _Array]) -> bool:
-    """Whether kernels can work on the tensors themselves."""
-    moments = arrays["exp_avg"].tensor.dtype
-    return (
-        moments in MOMENT_DTYPES
-        and moments == arrays["exp_avg_sq"].tensor.dtype
-        and arrays["grad"].tensor.dtype in FLOAT_DTYPES
-        and all(array.scale is None and array.tensor.is_contiguous() for array in arrays.values())
-    )
-
-
-def _working_copy(name: str, array: _Array) -> torch.Tensor:
-    """What kernels can work on: contiguous, states and unusual gradients in fp32; the tensor itself if it is that."""
-    tensor = array.tensor
-    if array.scale is not None:
-        tensor = scaled_states.read(tensor, array.scale)
-    elif name in ("exp_avg", "exp_avg_sq") or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
-        tensor = tensor.float()
-    return tensor.contiguous()
-
-
-def _write_back(array: _Array, values: torch.Tensor) -> None:
-    if array.scale is None:
-        array.tensor.copy_(values)
-    else:
-        scaled_states.write(array.tensor, array.scale, values)
 
 
 def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -498,13 +407,3 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"Expected {name} of at least 0, got {group[name]}.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"Expected betas in [0, 1), got {group['betas']}.")
-
-
-def _check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"Expected {name} to be a tensor, got {type(tensor).__name__}.")
-    if tensor.dtype != dtype:
-        raise ValueError(f"Expected {name} in {dtype}, got {tensor.dtype}.")
-    found = difference(tensor, parameter)
-    if found is not None:
-        raise ValueError(f"Expected {name} with {found.expected} as its parameter has, got {found.got}.")

@@ -60,6 +60,10 @@ class DeviceLink(Protocol):
     @property
     def delivers(self) -> bool: ...
 
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes of main weights that are in host memory already, and will be free once they have been adopted."""
+
     def adopt(self, main_weight: torch.Tensor) -> None:
         """Moves the main weights into an array of the bucket's."""
 
@@ -98,6 +102,10 @@ class GroupLink:
         self.weight_dtype = group.dtype
         self._main_grad = main_grad
         self._fetched: int | None = None  # main_versions of the gradients in the bucket
+
+    @property
+    def bytes_on_host(self) -> int:
+        return self.group.main_weight.local_buffer.nbytes if self.group.is_delivered else 0
 
     def adopt(self, main_weight: torch.Tensor) -> None:
         self.group.put_main_weight(self._as_buffer(main_weight))
@@ -158,6 +166,10 @@ class TensorLink:
         self.main_dtype = main_dtype
         self.grad_dtype = self.weight_dtype = parameters[0].dtype
         self._versions: dict[int, int] = {}  # by the parameter's id
+
+    @property
+    def bytes_on_host(self) -> int:
+        return 0
 
     def adopt(self, main_weight: torch.Tensor) -> None:
         self.keep_main_weight(main_weight, self.slots)

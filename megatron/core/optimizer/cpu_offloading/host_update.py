@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.gradients import local_tensor
-from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, Slot
+from megatron.core.optimizer.cpu_offloading.device_link import Slot
+from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import like
@@ -39,24 +40,6 @@ class HostUpdate(Protocol):
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         """Takes over the states of a slot, which have been checked against its own; none: it was never stepped."""
-
-
-class BucketArrays:
-    """The flat host arrays of one bucket, and the link to its device.
-
-    Attributes:
-        main_weight: [link.numel] of link.main_dtype.
-        grad: [link.numel] of link.grad_dtype.
-        weight: [link.numel] of link.weight_dtype, the new compute weights on their way; may be `grad` itself.
-    """
-
-    def __init__(
-        self, link: DeviceLink, main_weight: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor | None
-    ) -> None:
-        self.link = link
-        self.main_weight = main_weight
-        self.grad = grad
-        self.weight = grad if weight is None else weight
 
 
 class FlatAdam:

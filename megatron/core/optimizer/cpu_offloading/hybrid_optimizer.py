@@ -11,15 +11,12 @@ last in forward. Host and device side give the same bits, so that where a group 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,24 +25,19 @@ from megatron.core.device import Device, Event, InlineLane, Lane, relay
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory
+from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, TensorLink
-from megatron.core.optimizer.cpu_offloading.host_update import (
-    BucketArrays,
-    FlatAdam,
-    HostUpdate,
-    Options,
-    TorchUpdate,
-)
+from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
+from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.torch_optimizer import init_torch_states
 
 _BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
-_ADAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
 # Of torch.optim.AdamW's options, those that choose among implementations of the same.
@@ -169,25 +161,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
         on_device = [unit for index, unit in enumerate(units) if not self.plan.is_on_host(index)]
         _check_sides(on_device)
+        moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         links = _links(on_host, param_update_in_fp32)
         if self._is_flat:
-            _check_dtypes(links)
-        allocator = _Allocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
-        allocator.plan(links, (exp_avg_dtype, exp_avg_sq_dtype))
-        _check_memory(allocator.needs, num_local_ranks, _mesh_of(units))
+            _check_dtypes(links, moment_dtypes)
+        allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
+        allocator.plan(links, moment_dtypes)
+        check_memory_on_all_ranks(allocator.needs, num_local_ranks, _mesh_of(units))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
-        slabs = allocator.allocate()
-        self._host = _Host(slabs, [self._make_bucket(link, allocator, host_cls, adam, kwargs) for link in links])
-        self._slots = {id(s.parameter): (b, n) for b in self._host.buckets for n, s in enumerate(b.link.slots)}
-        # What `adopt` has begun to copy.
-        self._device.event().synchronize()
-        if on_device and _is_flat_adam(device_cls, kwargs):
-            options = {name: value for name, value in kwargs.items() if name in _ADAM_OPTIONS}
-            options |= {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype}
-            self._make_device_optimizer(on_device, FusedAdam, options)
-            self.init_state()
-        elif on_device:
-            self._make_device_optimizer(on_device, device_cls, kwargs)
+        self._make_host_side(links, allocator, host_cls, adam, kwargs)
+        self._make_device_side(on_device, device_cls, moment_dtypes, kwargs)
 
     # The contract of torch.optim
 
@@ -306,40 +289,54 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         else:
             self._d2h = self._update_lane = self._h2d = InlineLane(self._device)
 
-    def _make_bucket(
+    def _make_host_side(
         self,
-        link: DeviceLink,
-        allocator: _Allocator,
+        links: Sequence[DeviceLink],
+        allocator: HostAllocator,
         cls: type[torch.optim.Optimizer],
         adam: HostAdam | None,
         options: dict[str, Any],
-    ) -> _Bucket:
-        arrays = allocator.arrays(link)
-        link.adopt(arrays.main_weight)
-        update: HostUpdate
-        if adam is None:
-            update = TorchUpdate(arrays, cls, options)
-        else:
-            update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
-        bucket = _Bucket(arrays, update)
-        if self._overlaps:
-            bucket.fetch_early(self._d2h)
-        return bucket
-
-    def _make_device_optimizer(
-        self, units: Sequence[_Unit], cls: type[torch.optim.Optimizer], options: dict[str, Any]
     ) -> None:
+        slabs, buckets = allocator.allocate(), []
+        for link in links:
+            arrays = allocator.arrays(link)
+            link.adopt(arrays.main_weight)
+            update: HostUpdate
+            if adam is None:
+                update = TorchUpdate(arrays, cls, options)
+            else:
+                update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
+            buckets.append(_Bucket(arrays, update))
+            if self._overlaps:
+                buckets[-1].fetch_early(self._d2h)
+        # What `adopt` has begun to copy.
+        self._device.event().synchronize()
+        self._host = _Host(slabs, buckets)
+        self._slots = {id(s.parameter): (b, n) for b in buckets for n, s in enumerate(b.link.slots)}
+
+    def _make_device_side(
+        self,
+        units: Sequence[_Unit],
+        cls: type[torch.optim.Optimizer],
+        moment_dtypes: tuple[torch.dtype, torch.dtype],
+        options: dict[str, Any],
+    ) -> None:
+        if not units:
+            return
+        if _is_flat_adam(cls, options):
+            cls, options = FusedAdam, {name: value for name, value in options.items() if name in _ADAM_OPTIONS}
+            options |= dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
         mine = {id(parameter) for unit in units for parameter in unit.parameters}
+        known = _defaults(cls, options)
         groups = [
-            {**group, "params": [parameter for parameter in group["params"] if id(parameter) in mine]}
+            {name: value for name, value in group.items() if name in known}
+            | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}
             for group in self.param_groups
         ]
-        for group in groups:
-            group.pop("param_names", None)
-        known = _defaults(cls, options)
-        groups = [{name: group[name] for name in group if name in known or name == "params"} for group in groups]
         self._device_optimizer = cls(groups, **options)
-        if cls is not FusedAdam and any(unit.group is not None for unit in units):
+        if isinstance(self._device_optimizer, FusedAdam):
+            self._device_optimizer.init_state()
+        elif any(unit.group is not None for unit in units):
             fully_shard_optimizer(self._device_optimizer)
 
     # A step
@@ -447,70 +444,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict({"state": states, "param_groups": options})
 
 
-class _Allocator:
-    """Adds up what the host side needs, and lays it out in two slabs: gradients on their way, and states."""
-
-    def __init__(self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool) -> None:
-        self._device = device
-        self._pins = {"gradients": pins_grads, "states": pins_params}
-        self._has_moments = has_moments
-        self._builders = {purpose: SlabBuilder() for purpose in self._pins}
-        self._places: dict[tuple[int, str], tuple[str, int, int, torch.dtype]] = {}  # by id of the link, and what
-        self._slabs: dict[str, HostSlab] = {}
-        self.needs: list[HostNeed] = []
-
-    def plan(self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Takes in what every bucket needs, one kind of array after the other."""
-        self._add_each("main weights", "states", links, lambda link: link.main_dtype)
-        if self._has_moments:
-            for name, dtype in zip(("exp_avg", "exp_avg_sq"), moment_dtypes, strict=True):
-                self._add_each(name, "states", links, partial(_same, dtype))
-        self._add_each("gradients", "gradients", links, lambda link: link.grad_dtype)
-        others = [link for link in links if not self._shares(link)]
-        self._add_each("compute weights", "states", others, lambda link: link.weight_dtype)
-
-    def allocate(self) -> list[HostSlab]:
-        """Makes the slabs, which are zero."""
-        self._slabs = {
-            purpose: builder.build(self._device, is_pinned=self._pins[purpose], purpose=purpose)
-            for purpose, builder in self._builders.items()
-        }
-        return list(self._slabs.values())
-
-    def arrays(self, link: DeviceLink) -> BucketArrays:
-        """The arrays of a bucket's that every optimizer needs."""
-        weight = None if self._shares(link) else self._array(link, "compute weights")
-        return BucketArrays(link, self._array(link, "main weights"), self._array(link, "gradients"), weight)
-
-    def moments(self, link: DeviceLink) -> tuple[torch.Tensor, torch.Tensor]:
-        """AdamW's two."""
-        return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
-
-    def _shares(self, link: DeviceLink) -> bool:
-        """Whether weights on their way up are written over the gradients that they came from."""
-        return link.grad_dtype == link.weight_dtype and self._pins["gradients"] == self._pins["states"]
-
-    def _add_each(
-        self, what: str, purpose: str, links: Iterable[DeviceLink], dtype_of: Callable[[DeviceLink], torch.dtype]
-    ) -> None:
-        builder = self._builders[purpose]
-        before = builder.nbytes
-        for link in links:
-            dtype = dtype_of(link)
-            self._places[id(link), what] = (purpose, builder.add(link.numel, dtype), link.numel, dtype)
-        if builder.nbytes > before:
-            is_pinned = self._pins[purpose] and self._device.pins_host_memory
-            self.needs.append(HostNeed(what, builder.nbytes - before, is_pinned))
-
-    def _array(self, link: DeviceLink, what: str) -> torch.Tensor:
-        purpose, offset, numel, dtype = self._places[id(link), what]
-        return self._slabs[purpose].tensor(offset, numel, dtype)
-
-
-def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
-    return dtype
-
-
 def _is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
     """Whether a class with these options is the AdamW of our one pass. ValueError for FusedAdam with others."""
     others = [name for name, value in options.items() if name not in _ADAM_OPTIONS and value]
@@ -539,6 +472,8 @@ def _units(groups: Sequence[Mapping[str, Any]]) -> list[_Unit]:
         names = options.get("param_names") or [f"group {number}, {n}" for n in range(len(options["params"]))]
         for name, parameter in zip(names, options["params"], strict=True):
             group = group_of(parameter)
+            if group is not None and not group.requires_grad:
+                continue  # it has no room for gradients, and never will
             key, title = (id(parameter), name) if group is None else (id(group), group.name or "the model")
             units.setdefault(key, _Unit(title, [], group)).parameters.append(parameter)
     return list(units.values())
@@ -578,35 +513,18 @@ def _check_sides(on_device: Sequence[_Unit]) -> None:
             )
 
 
-def _check_dtypes(links: Sequence[DeviceLink]) -> None:
+def _check_dtypes(links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    if moment_dtypes[0] != moment_dtypes[1] or moment_dtypes[0] not in MOMENT_DTYPES:
+        raise ValueError(f"Expected both moments in one of {MOMENT_DTYPES} on the host, got {moment_dtypes}.")
     for link in links:
         for dtype in (link.main_dtype, link.grad_dtype, link.weight_dtype):
-            if dtype not in _ADAM_DTYPES:
-                raise ValueError(f"Expected AdamW over {_ADAM_DTYPES} on the host, got {dtype} for {link.name}.")
+            if dtype not in FLOAT_DTYPES:
+                raise ValueError(f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for {link.name}.")
 
 
 def _mesh_of(units: Sequence[_Unit]) -> DeviceMesh | None:
     tensors = [parameter for unit in units for parameter in unit.parameters if isinstance(parameter, DTensor)]
     return tensors[0].device_mesh if tensors else None
-
-
-def _check_memory(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
-    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look."""
-    if num_local_ranks is None:
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    failure = None
-    try:
-        check_host_memory(needs, num_local_ranks=num_local_ranks)
-    except HostMemoryError as error:
-        failure = error
-    num_failed = torch.tensor(float(failure is not None), device="cpu" if mesh is None else mesh.device_type)
-    if mesh is not None:
-        for axis in range(mesh.ndim):
-            dist.all_reduce(num_failed, group=mesh.get_group(axis))
-    if failure is not None:
-        raise failure
-    if num_failed:
-        raise HostMemoryError("Expected every rank's host memory to suffice, got ranks where it does not; see theirs.")
 
 
 def _saved_states(

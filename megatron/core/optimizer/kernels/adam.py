@@ -15,17 +15,17 @@ with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 witho
 fused AdamW, bit for bit. An element's result depends on its own values alone, never on where in an array it stands.
 Which NaN a NaN becomes is left open.
 
-[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit `remainder`: the sum of the
-two, the weight's bits shifted left by 16 and the remainder taken as integers, is the fp32 weight's bits, exactly. Nothing
-is lost, but of two equally near bf16 values `weight` is always the one of larger magnitude (one in 65536 random weights
-is such a tie, and half of these would go the other way in rounding to nearest even).
+[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit `remainder`: as integers,
+the weight's bits shifted left by 16 plus the remainder are the fp32 weight's bits. Nothing is lost, but of two equally
+near bf16 values `weight` is always the one of larger magnitude: one in 65536 random weights is such a tie, and half of
+these go the other way in rounding to nearest even. A NaN becomes the one whose remainder is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,8 +78,8 @@ class AdamPiece(NamedTuple):
     exp_avg: torch.Tensor  # fp32, bf16
     exp_avg_sq: torch.Tensor  # as exp_avg
     remainder: torch.Tensor | None = None  # int16, see [Note: remainder]
-    # fp32, bf16, fp16: takes the new weight, rounded to nearest even from fp32 (in bf16 beside a remainder: what `weight`
-    # takes). May be `grad` itself, which is then written over as it is read.
+    # fp32, bf16, fp16: takes the new weight, rounded from fp32 to nearest even; in bf16 beside a remainder, what
+    # `weight` takes. May be `grad` itself, which is then written over as it is read.
     out: torch.Tensor | None = None
 
     @property
@@ -118,8 +118,13 @@ class AdamPiece(NamedTuple):
 
     def part(self, start: int, numel: int) -> AdamPiece:
         """The arrays' elements from `start` on, as views."""
-        views = {name: tensor.detach().view(-1)[start : start + numel] for name, tensor in self.arrays().items()}
-        return self._replace(**views)
+        flat = {name: tensor.detach().view(-1) for name, tensor in self.arrays().items()}
+        return self.with_arrays({name: tensor[start : start + numel] for name, tensor in flat.items()})
+
+    def with_arrays(self, arrays: Mapping[str, torch.Tensor]) -> AdamPiece:
+        """The same step on other arrays, by name; those that are not named stay."""
+        changes: dict[str, Any] = {**arrays}
+        return self._replace(**changes)
 
     def _check_overlap(self, out: torch.Tensor) -> None:
         begin, end = self.grad.data_ptr(), self.grad.data_ptr() + self.grad.nbytes
@@ -176,7 +181,7 @@ def _joined(run: list[AdamPiece]) -> AdamPiece:
         return run[0]
     numel = sum(piece.numel for piece in run)
     arrays = {name: tensor.detach().as_strided((numel,), (1,)) for name, tensor in run[0].arrays().items()}
-    return run[0]._replace(**arrays)
+    return run[0].with_arrays(arrays)
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:

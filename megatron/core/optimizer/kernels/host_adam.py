@@ -3,8 +3,8 @@
     kernel = HostAdam()
     kernel.run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
 
-One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient cost no pass of their
-own. Where the library was not built, torch computes the same bits, slower (torch_adam.py).
+One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient cost no pass of
+their own. Where the library was not built, torch computes the same bits, slower (torch_adam.py).
 
 [Note: versions] The kernel writes through raw pointers, so the version counters by which autograd notices that a saved
 tensor was changed do not move. A caller whose tensors may be saved for a backward pass says so itself, by
@@ -139,8 +139,8 @@ class HostAdam:
 
         Args:
             pieces: as for `run`. Nothing may touch the arrays until the ticket was waited for.
-            touch: read and write the arrays in the same pattern but do no arithmetic. For benchmarks, with 16-bit `out`;
-                it leaves garbage. Not of the torch body.
+            touch: read and write the arrays in the same pattern but do no arithmetic, which leaves garbage. For
+                benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch body has nothing of the kind.
 
         Raises:
             As `run` does.
@@ -169,9 +169,8 @@ class HostAdam:
             RuntimeError: in a forked child of the process that made this.
         """
         if tensor.device.type != "cpu" or tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"Expected a CPU tensor of {' or '.join(map(str, FLOAT_DTYPES))}, got {tensor.dtype} on {tensor.device}."
-            )
+            allowed = " or ".join(map(str, FLOAT_DTYPES))
+            raise ValueError(f"Expected a CPU tensor of {allowed}, got {tensor.dtype} on {tensor.device}.")
         library = self._usable_library()
         if library is None:
             return torch_adam.squared_norm(tensor)
@@ -246,8 +245,8 @@ def _library(path: Path) -> ctypes.CDLL | None:
 @functools.cache
 def _warn_once(path: Path) -> None:
     logger.warning(
-        "The host kernel %s is not there or out of date: torch computes the optimizer's step instead, to the same bits but "
-        "slower. Install a C++17 compiler and run `pip install --editable .` again.",
+        "The host kernel %s is not there or out of date: torch computes the optimizer's step instead, to the same bits "
+        "but slower. Install a C++17 compiler and run `pip install --editable .` again.",
         path.name,
     )
 

@@ -1,0 +1,76 @@
+"""From local tensors, however they are stored, to what the kernels of Adam take, and back.
+
+Kernels work on the tensors themselves where they can: contiguous ones, with both moments in fp32 or both in bf16. For
+what has a scale or is strided, they work on a copy, and the result is stored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.optimizer import scaled_states
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES, AdamPiece, AdamStep
+
+Run = Callable[[Sequence[AdamPiece]], None]
+
+
+class LocalArray(NamedTuple):
+    """A local tensor of any strides. `scale`: if its values are more than what is stored; see [Note: scales]."""
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Update(NamedTuple):
+    """One parameter's step over local tensors of one shape and device, named as in AdamPiece."""
+
+    step: AdamStep
+    arrays: Mapping[str, LocalArray]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether kernels can work on the tensors themselves."""
+        moments = self.arrays["exp_avg"].tensor.dtype
+        return (
+            moments in MOMENT_DTYPES
+            and moments == self.arrays["exp_avg_sq"].tensor.dtype
+            and self.arrays["grad"].tensor.dtype in FLOAT_DTYPES
+            and all(array.scale is None and array.tensor.is_contiguous() for array in self.arrays.values())
+        )
+
+
+def carry_out(updates: Sequence[Update], run: Run) -> None:
+    """Has `run` do all updates; those that need copies one after the other, so that they take the memory of one."""
+    direct = [update for update in updates if update.is_direct]
+    run([_piece(update, {name: array.tensor for name, array in update.arrays.items()}) for update in direct])
+    for update in updates:
+        if not update.is_direct:
+            copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
+            run([_piece(update, copies)])
+            for name, array in update.arrays.items():
+                if copies[name] is not array.tensor and name != "grad":
+                    _write_back(array, copies[name])
+
+
+def _piece(update: Update, tensors: Mapping[str, torch.Tensor]) -> AdamPiece:
+    return AdamPiece(step=update.step, **{name: tensor.view(-1) for name, tensor in tensors.items()})
+
+
+def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
+    """What kernels can work on: contiguous, moments and unusual gradients in fp32; the tensor itself if it is that."""
+    tensor = array.tensor
+    if array.scale is not None:
+        tensor = scaled_states.read(tensor, array.scale)
+    elif name in ("exp_avg", "exp_avg_sq") or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def _write_back(array: LocalArray, values: torch.Tensor) -> None:
+    if array.scale is None:
+        array.tensor.copy_(values)
+    else:
+        scaled_states.write(array.tensor, array.scale, values)

@@ -1,0 +1,123 @@
+"""The host side's memory: what every bucket needs, added up, held against what there is, and allocated once.
+
+Two slabs: gradients on their way down, and everything else. New compute weights are written over the gradients that
+they came from, where both have one dtype and are pinned alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.device import Device
+from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory
+from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
+
+
+class BucketArrays:
+    """The flat host arrays of one bucket, and the link to its device.
+
+    Attributes:
+        main_weight: [link.numel] of link.main_dtype.
+        grad: [link.numel] of link.grad_dtype.
+        weight: [link.numel] of link.weight_dtype, the new compute weights on their way; may be `grad` itself.
+    """
+
+    def __init__(
+        self, link: DeviceLink, main_weight: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor | None
+    ) -> None:
+        self.link = link
+        self.main_weight = main_weight
+        self.grad = grad
+        self.weight = grad if weight is None else weight
+
+
+class HostAllocator:
+    """See the module's docstring."""
+
+    def __init__(self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool) -> None:
+        self._device = device
+        self._pins = {"gradients": pins_grads, "states": pins_params}
+        self._has_moments = has_moments
+        self._builders = {purpose: SlabBuilder() for purpose in self._pins}
+        self._places: dict[tuple[int, str], tuple[str, int, int, torch.dtype]] = {}  # by id of the link, and what
+        self._slabs: dict[str, HostSlab] = {}
+        self.needs: list[HostNeed] = []
+
+    def plan(self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """Takes in what every bucket needs, one kind of array after the other."""
+        self._add_each("main weights", "states", links, lambda link: link.main_dtype)
+        # Those that are on the host already are moved bucket by bucket.
+        there = sum(link.bytes_on_host for link in links)
+        self.needs = [need._replace(nbytes=max(0, need.nbytes - there)) for need in self.needs]
+        if self._has_moments:
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), moment_dtypes, strict=True):
+                self._add_each(name, "states", links, partial(_same, dtype))
+        self._add_each("gradients", "gradients", links, lambda link: link.grad_dtype)
+        others = [link for link in links if not self._shares(link)]
+        self._add_each("compute weights", "states", others, lambda link: link.weight_dtype)
+
+    def allocate(self) -> list[HostSlab]:
+        """Makes the slabs, which are zero."""
+        self._slabs = {
+            purpose: builder.build(self._device, is_pinned=self._pins[purpose], purpose=purpose)
+            for purpose, builder in self._builders.items()
+        }
+        return list(self._slabs.values())
+
+    def arrays(self, link: DeviceLink) -> BucketArrays:
+        """The arrays of a bucket's that every optimizer needs."""
+        weight = None if self._shares(link) else self._array(link, "compute weights")
+        return BucketArrays(link, self._array(link, "main weights"), self._array(link, "gradients"), weight)
+
+    def moments(self, link: DeviceLink) -> tuple[torch.Tensor, torch.Tensor]:
+        """AdamW's two."""
+        return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
+
+    def _shares(self, link: DeviceLink) -> bool:
+        """Whether weights on their way up are written over the gradients that they came from."""
+        return link.grad_dtype == link.weight_dtype and self._pins["gradients"] == self._pins["states"]
+
+    def _add_each(
+        self, what: str, purpose: str, links: Iterable[DeviceLink], dtype_of: Callable[[DeviceLink], torch.dtype]
+    ) -> None:
+        builder = self._builders[purpose]
+        before = builder.nbytes
+        for link in links:
+            dtype = dtype_of(link)
+            self._places[id(link), what] = (purpose, builder.add(link.numel, dtype), link.numel, dtype)
+        if builder.nbytes > before:
+            is_pinned = self._pins[purpose] and self._device.pins_host_memory
+            self.needs.append(HostNeed(what, builder.nbytes - before, is_pinned))
+
+    def _array(self, link: DeviceLink, what: str) -> torch.Tensor:
+        purpose, offset, numel, dtype = self._places[id(link), what]
+        return self._slabs[purpose].tensor(offset, numel, dtype)
+
+
+def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
+    return dtype
+
+
+def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
+    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look."""
+    if num_local_ranks is None:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    failure = None
+    try:
+        check_host_memory(needs, num_local_ranks=num_local_ranks)
+    except HostMemoryError as error:
+        failure = error
+    num_failed = torch.tensor(float(failure is not None), device="cpu" if mesh is None else mesh.device_type)
+    if mesh is not None:
+        for axis in range(mesh.ndim):
+            dist.all_reduce(num_failed, group=mesh.get_group(axis))
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise HostMemoryError("Expected every rank's host memory to suffice, got ranks where it does not; see theirs.")
