@@ -13,7 +13,17 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 KERNELS = "megatron/core/optimizer/kernels"
-FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wall -Wextra".split()
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
 
 
 class BuildLibrary(build_ext):
@@ -21,7 +31,7 @@ class BuildLibrary(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Without the tag of a Python version."""
-        return os.path.join(*fullname.split(".")) + ".so"  # noqa: PTH118: setuptools takes a string
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))

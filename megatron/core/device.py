@@ -231,13 +231,20 @@ class InlineLane:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._error: BaseException | None = None
 
     @torch.no_grad()
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`, but done when it returns; errors are raised here."""
-        for earlier in after:
-            earlier.synchronize()
-        work()
+        """As `Lane.enqueue`, but done when it returns. Errors are raised here, and by whatever comes after."""
+        if self._error is not None:
+            raise self._error
+        try:
+            for earlier in after:
+                earlier.synchronize()
+            work()
+        except BaseException as error:
+            self._error = error
+            raise
         event = self._device.event()
         event.synchronize()
         return event

@@ -45,18 +45,15 @@ class Update(NamedTuple):
 def carry_out(updates: Sequence[Update], run: Run) -> None:
     """Has `run` do all updates; those that need copies one after the other, so that they take the memory of one."""
     direct = [update for update in updates if update.is_direct]
-    run([_piece(update, {name: array.tensor for name, array in update.arrays.items()}) for update in direct])
+    # Kernels look at memory, not at shapes: whatever is contiguous is flat.
+    run([AdamPiece(update.step, **{name: array.tensor for name, array in update.arrays.items()}) for update in direct])
     for update in updates:
         if not update.is_direct:
             copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
-            run([_piece(update, copies)])
+            run([AdamPiece(update.step, **copies)])
             for name, array in update.arrays.items():
                 if copies[name] is not array.tensor and name != "grad":
                     _write_back(array, copies[name])
-
-
-def _piece(update: Update, tensors: Mapping[str, torch.Tensor]) -> AdamPiece:
-    return AdamPiece(step=update.step, **{name: tensor.view(-1) for name, tensor in tensors.items()})
 
 
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:

@@ -251,7 +251,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _allocate(self, parameter: torch.Tensor) -> None:
         dtypes = self._state_dtypes(parameter)
-        tensors = {name: self._memory.zeros(parameter, name, dtype) for name, dtype in dtypes.items()}
+        tensors = {name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()}
         self._scales[parameter] = {
             name: scaled_states.new_scale(local_tensor(tensor).device)
             for name, tensor in tensors.items()
@@ -307,23 +307,9 @@ class FusedAdam(torch.optim.Optimizer):
                 self._check(parameter, gradient, place)
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in steps:
-                    steps[number] = self._adam_step(group, number, grad_scale)
+                    steps[number] = AdamStep.of(group, number, grad_scale, self.adam_w_mode)
                 planned.append(_Planned(parameter, local_tensor(gradient).detach(), steps[number]))
         return planned
-
-    def _adam_step(self, group: dict[str, Any], number: int, grad_scale: float) -> AdamStep:
-        beta1, beta2 = group["betas"]
-        return AdamStep(
-            step=number,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adam_w_mode=self.adam_w_mode,
-            bias_correction=group["bias_correction"],
-            grad_scale=grad_scale,
-        )
 
     def _check(self, parameter: torch.Tensor, gradient: torch.Tensor, place: str) -> None:
         """Parity between a parameter, its gradient and its states."""

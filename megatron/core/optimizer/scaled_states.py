@@ -18,8 +18,6 @@ import torch
 # The largest finite value of the formats that have a scale. bf16 has the range of fp32 and needs none.
 _LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
 
-_LEAST_EXPONENT = -126  # of the smallest normal fp32 number: what is divided by a scale must not be flushed to zero
-
 
 def is_scaled(dtype: torch.dtype) -> bool:
     """Whether a state of this dtype is stored with a scale."""
@@ -53,5 +51,5 @@ def write(stored: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> No
 
 def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
     ratio = values.abs().amax() / largest
-    exponent = torch.frexp(ratio).exponent.clamp(min=_LEAST_EXPONENT)
+    exponent = torch.frexp(ratio).exponent
     return torch.where(ratio.isfinite() & (ratio > 0), torch.ldexp(torch.ones_like(ratio), exponent), 1.0)

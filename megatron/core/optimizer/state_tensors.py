@@ -25,19 +25,18 @@ class StateMemory:
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = WeakKeyDictionary()
 
-    def zeros(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A state of zeros on the device of the parameter's local tensor.
+    def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A state, uninitialised, on the device of the parameter's local tensor.
 
         Every parameter of a group must ask for a name with the same dtype, and once.
         """
         group = group_of(parameter)
         if group is None:
-            return like(parameter, torch.zeros_like(local_tensor(parameter), dtype=dtype, requires_grad=False))
+            return like(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False))
         buffers = self._buffers.setdefault(group, {})
         if name not in buffers:
             device = local_tensor(parameter).device
             buffers[name] = DBuffer(group.mesh, group.placements.optimizer, group.layout, dtype, device)
-            buffers[name].local_buffer.zero_()
         return buffers[name].get_dtensor(group.index_of(parameter))
 
 

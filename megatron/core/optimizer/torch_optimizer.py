@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
 
 
@@ -38,29 +39,56 @@ def build_torch_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) 
 
 
 def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the states of any optimizer that has none by a step which then does not count.
+    """Allocates the states of the parameters that have none, for any optimizer, by a step which then does not count.
 
     PyTorch's way, a step with zero gradients and a zero rate, with two corrections: without weight decay, which some
     optimizers add to the gradients, and so to the states; and the step counters are set back, or a run saved before its
     first step would go on with another bias correction.
     """
-    if optimizer.state:
-        return
     options = [dict(group) for group in optimizer.param_groups]
-    grads = [(parameter, parameter.grad) for group in options for parameter in group["params"]]
+    parameters = [parameter for group in options for parameter in group["params"]]
+    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    if not new:
+        return
+    grads = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
-    for parameter, _ in grads:
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in new:
         parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
     finally:
-        for parameter, grad in grads:
+        for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
+    for parameter in new:
+        step = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+
+
+def load_torch_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
+    """Takes over one parameter's states, into the memory that it has for them; none: it was never stepped."""
+    if not states:
+        optimizer.state.pop(parameter, None)
+        return
+    own = optimizer.state[parameter]
+    for name, value in states.items():
+        if isinstance(own.get(name), torch.Tensor):
+            copy_state(own[name], value)
+        else:
+            own[name] = value
+
+
+def copy_state(own: torch.Tensor, value: Any) -> None:
+    """Writes a state, a tensor or a number, into the tensor that it lies in; nothing if it is that very memory."""
+    target = local_tensor(own)
+    if not isinstance(value, torch.Tensor):
+        target.fill_(value)
+    elif local_tensor(value).data_ptr() != target.data_ptr() or target.numel() == 0:
+        target.copy_(local_tensor(value))

@@ -183,6 +183,7 @@ class FsdpParameterGroup:
             raise ValueError(f"Expected a buffer of {expected}, got {got}.")
         for index, parameter in enumerate(self.fsdp_parameters):
             self._check_is_view(index, parameter)
+        self.wait_main_weight()
         buffer.local_buffer.copy_(self.main_weight.local_buffer)
         self._take_main_weight(buffer)
         for index, parameter in enumerate(self.fsdp_parameters):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.optimizer.state_tensors import like
@@ -67,6 +67,9 @@ class DeviceLink(Protocol):
     def adopt(self, main_weight: torch.Tensor) -> None:
         """Moves the main weights into an array of the bucket's."""
 
+    def check(self, main_weight: torch.Tensor) -> None:
+        """RuntimeError if the main weights are no longer in the bucket."""
+
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         """Before an update: takes over what others have written to the parameters since the last one."""
 
@@ -108,7 +111,15 @@ class GroupLink:
         return self.group.main_weight.local_buffer.nbytes if self.group.is_delivered else 0
 
     def adopt(self, main_weight: torch.Tensor) -> None:
-        self.group.put_main_weight(self._as_buffer(main_weight))
+        # For autograd, updating the bucket's array is no change of the parameters: whoever updates it delivers.
+        self.group.put_main_weight(self._as_buffer(apart(main_weight)))
+
+    def check(self, main_weight: torch.Tensor) -> None:
+        if self.group.main_weight.local_buffer.data_ptr() != main_weight.data_ptr():
+            raise RuntimeError(
+                f"Expected the main weights of {self.name} where this optimizer has put them, got them moved by "
+                "another one, made later: an FSDP group has one optimizer."
+            )
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         """The parameters are the main weights themselves."""
@@ -172,14 +183,22 @@ class TensorLink:
         return 0
 
     def adopt(self, main_weight: torch.Tensor) -> None:
-        self.keep_main_weight(main_weight, self.slots)
+        for slot in self.slots:
+            self._versions[id(slot.parameter)] = _version(slot.parameter)
+            slot.of(main_weight).copy_(_flat(slot.parameter))
+
+    def check(self, main_weight: torch.Tensor) -> None:
+        """They are the bucket's own."""
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         for slot in stepped:
             version = _version(slot.parameter)
-            if self._versions.get(id(slot.parameter)) != version:
+            if self._versions[id(slot.parameter)] != version:
                 self._versions[id(slot.parameter)] = version
-                slot.of(main_weight).copy_(local_tensor(slot.parameter).detach().reshape(-1), non_blocking=True)
+                own, given = slot.of(main_weight), _flat(slot.parameter)
+                # What has only been loaded beside its main weight is that, rounded, and says less than it.
+                if own.dtype == given.dtype or not torch.equal(own.to(given.dtype), given.to(own.device)):
+                    own.copy_(given)
 
     def fetch_early(self, grad: torch.Tensor) -> None:
         """Nothing tells when these gradients are there."""
@@ -198,9 +217,13 @@ class TensorLink:
         return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor).detach().reshape(-1)
+
+
 def _fetch_each(grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
     for slot, gradient in gradients:
-        slot.of(grad).copy_(local_tensor(gradient).detach().reshape(-1), non_blocking=True)
+        slot.of(grad).copy_(_flat(gradient), non_blocking=True)
 
 
 def _version(parameter: torch.Tensor) -> int:

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
+from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
+
+MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
 
 
 class BucketArrays:
@@ -35,6 +38,19 @@ class BucketArrays:
         self.main_weight = main_weight
         self.grad = grad
         self.weight = grad if weight is None else weight
+
+    def master(self, index: int) -> dict[str, torch.Tensor]:
+        """The main weight of a slot as a state, where its parameter is only rounded from it; else nothing."""
+        slot = self.link.slots[index]
+        if slot.parameter.dtype == self.link.main_dtype:
+            return {}
+        return {MASTER: self.link.as_state(self.main_weight, index)}
+
+    def forget_master(self, index: int) -> None:
+        """The main weight of such a slot becomes its parameter's value again."""
+        if self.master(index):
+            slot = self.link.slots[index]
+            slot.of(self.main_weight).copy_(local_tensor(slot.parameter).detach().reshape(-1))
 
 
 class HostAllocator:

@@ -1,27 +1,34 @@
 """How the parameters of one bucket are updated in host memory: by our Adam, flat, or by any PyTorch optimizer.
 
-`prepare` runs in the thread that calls `step`, while the hyperparameters are what they are; the work that it answers
-runs on the host lane. Both see the same bucket, in the same order, step after step.
+`prepare` runs in the thread that calls `step`, while the hyperparameters are what they are, and changes nothing. Once
+all buckets have been prepared, `begin` counts the step, and its work runs on the host lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.optimizer.cpu_offloading.device_link import Slot
-from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays
+from megatron.core.optimizer.cpu_offloading.host_arrays import MASTER, BucketArrays
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import like
-from megatron.core.optimizer.torch_optimizer import init_torch_states
+from megatron.core.optimizer.torch_optimizer import copy_state, init_torch_states, load_torch_states
 
 # The options of a parameter: its group's, without "params".
 Options = Mapping[str, Any]
+
+
+class Prepared(NamedTuple):
+    """A step of one bucket that can be done."""
+
+    begin: Callable[[], None]
+    work: Callable[[], None]
 
 
 class HostUpdate(Protocol):
@@ -29,8 +36,8 @@ class HostUpdate(Protocol):
 
     def prepare(
         self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Callable[[], None]:
-        """Advances the step of the slots (with their numbers) that have a gradient, and answers the work to do."""
+    ) -> Prepared:
+        """The step of the slots (with their numbers) that have a gradient. ValueError for options it cannot honour."""
 
     def states(self, index: int) -> dict[str, Any]:
         """The states of a slot by name, as its parameter's owner sees them. Allocates nothing."""
@@ -61,16 +68,19 @@ class FlatAdam:
 
     def prepare(
         self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Callable[[], None]:
-        pieces = []
-        for index, slot in stepped:
-            step = self._states[index]["step"]
-            step += 1
-            if slot.numel:
-                constants = adam_step(options(slot.parameter), int(step), grad_scale, self._adam_w_mode)
-                pieces.append(self._piece(slot, constants))
-        joined = merged(pieces)
-        return lambda: self._adam.run(joined)
+    ) -> Prepared:
+        counters = [self._states[index]["step"] for index, _ in stepped]
+        steps = [
+            AdamStep.of(options(slot.parameter), int(counter) + 1, grad_scale, self._adam_w_mode)
+            for (_, slot), counter in zip(stepped, counters, strict=True)
+        ]
+        pieces = merged(self._piece(slot, step) for (_, slot), step in zip(stepped, steps, strict=True) if slot.numel)
+
+        def begin() -> None:
+            for counter, step in zip(counters, steps, strict=True):
+                counter.fill_(step.step)
+
+        return Prepared(begin, lambda: self._adam.run(pieces))
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
@@ -80,7 +90,10 @@ class FlatAdam:
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         for name, own in self._states[index].items():
-            copy_state(own, states.get(name, 0.0))
+            if name in states or name != MASTER:
+                copy_state(own, states.get(name, 0.0))
+        if MASTER not in states:
+            self._bucket.forget_master(index)
 
     def _piece(self, slot: Slot, step: AdamStep) -> AdamPiece:
         return AdamPiece(
@@ -95,7 +108,8 @@ class FlatAdam:
     def _make_states(self, index: int) -> dict[str, torch.Tensor]:
         link = self._bucket.link
         states = {"step": torch.zeros((), dtype=torch.float32)}
-        return states | {name: link.as_state(array, index) for name, array in self._arrays.items()}
+        states |= {name: link.as_state(array, index) for name, array in self._arrays.items()}
+        return states | self._bucket.master(index)
 
 
 class TorchUpdate:
@@ -111,16 +125,18 @@ class TorchUpdate:
 
     def prepare(
         self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Callable[[], None]:
+    ) -> Prepared:
         known = self._optimizer.defaults
         values = {
             index: {name: value for name, value in options(slot.parameter).items() if name in known}
             for index, slot in stepped
         }
-        return lambda: self._step(stepped, values, grad_scale)
+        return Prepared(lambda: None, lambda: self._step(stepped, values, grad_scale))
 
     def states(self, index: int) -> dict[str, Any]:
         states, seen = self._states[index], self._inner[index]
+        if not states:
+            states.update(self._bucket.master(index))
         for name, value in self._optimizer.state.get(self._parameters[index], {}).items():
             if name not in seen or seen[name] is not value:
                 seen[name], states[name] = value, self._as_state(index, value)
@@ -130,19 +146,14 @@ class TorchUpdate:
         init_torch_states(self._optimizer)
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
-        if not states:
-            self._optimizer.state.pop(self._parameters[index], None)
-            self._states[index].clear()
-            self._inner[index].clear()
-            return
-        own = self._optimizer.state[self._parameters[index]]
-        for name, value in states.items():
-            if isinstance(own.get(name), torch.Tensor):
-                copy_state(own[name], value)
-            elif isinstance(value, torch.Tensor):
-                own[name] = local_tensor(value).detach().to("cpu", copy=True)
-            else:
-                own[name] = value
+        if MASTER in states:
+            copy_state(self.states(index)[MASTER], states[MASTER])
+        else:
+            self._bucket.forget_master(index)
+        self._states[index].clear()
+        self._inner[index].clear()
+        inner = {name: value for name, value in states.items() if name != MASTER}
+        load_torch_states(self._optimizer, self._parameters[index], inner)
 
     def _step(self, stepped: Sequence[tuple[int, Slot]], values: Mapping[int, Options], grad_scale: float) -> None:
         bucket = self._bucket
@@ -166,28 +177,3 @@ class TorchUpdate:
         parameter = self._bucket.link.slots[index].parameter
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape
         return like(parameter, value) if is_like else value
-
-
-def adam_step(options: Options, step: int, grad_scale: float, adam_w_mode: bool) -> AdamStep:
-    """The constants of one step, from a parameter group's options."""
-    beta1, beta2 = options["betas"]
-    return AdamStep(
-        step=step,
-        lr=float(options["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(options["eps"]),
-        weight_decay=float(options["weight_decay"]),
-        adam_w_mode=adam_w_mode,
-        bias_correction=bool(options.get("bias_correction", True)),
-        grad_scale=grad_scale,
-    )
-
-
-def copy_state(own: torch.Tensor, value: Any) -> None:
-    """Writes a state, a tensor or a number, into the tensor that it lies in; nothing if it is that very memory."""
-    target = local_tensor(own)
-    if not isinstance(value, torch.Tensor):
-        target.fill_(value)
-    elif local_tensor(value).data_ptr() != target.data_ptr() or target.numel() == 0:
-        target.copy_(local_tensor(value))

@@ -11,6 +11,7 @@ last in forward. Host and device side give the same bits, so that where a group 
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,15 +28,15 @@ from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.clip_grads import scale_grads
-from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, TensorLink
+from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
-from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, TorchUpdate
+from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Prepared, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import Difference, difference
-from megatron.core.optimizer.torch_optimizer import init_torch_states
+from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
 _BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
 # What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
@@ -64,6 +65,10 @@ class _Bucket:
         self.link = arrays.link
         self.update = update
         self.sent: Event | None = None  # its weights have gone up: the arrays of gradients and weights are free again
+
+    def stepped(self) -> list[tuple[int, Slot]]:
+        """The slots whose parameters have a gradient, with their numbers."""
+        return [(index, slot) for index, slot in enumerate(self.link.slots) if slot.parameter.grad is not None]
 
     def fetch(self, lane: Lane, work: Callable[[], object], after: Event) -> Event:
         """Queues work that writes gradients into the bucket."""
@@ -150,7 +155,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._device_optimizer: torch.optim.Optimizer | None = None
         host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
         self._is_flat = _is_flat_adam(host_cls, kwargs)
-        super().__init__(params, _defaults(device_cls, kwargs) | _defaults(host_cls, kwargs))
+        super().__init__(params, _common_defaults(host_cls, device_cls, kwargs))
         if overlap_step_with_forward and not overlap_cpu_optimizer_d2h_h2d:
             raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward, got it off.")
         self._overlaps_forward = overlap_step_with_forward
@@ -169,8 +174,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         allocator.plan(links, moment_dtypes)
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, _mesh_of(units))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
-        self._make_host_side(links, allocator, host_cls, adam, kwargs)
-        self._make_device_side(on_device, device_cls, moment_dtypes, kwargs)
+        # The device's first: what it refuses must leave the host's groups where they are.
+        self._make_device_side(on_device, device_cls, moment_dtypes, _known_to(device_cls, kwargs))
+        self._make_host_side(links, allocator, host_cls, adam, _known_to(host_cls, kwargs))
 
     # The contract of torch.optim
 
@@ -209,9 +215,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter.grad is not None:
                 self._check_gradient(parameter)
-        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        fetched = [self._begin(bucket, options, grad_scale) for bucket in self._buckets]
+        now = self._device.event()
+        prepared = [(bucket, self._prepare(bucket, grad_scale)) for bucket in self._buckets]
+        # First, since it may refuse too; what has been prepared cannot fail.
         self._step_on_device(grad_scale)
+        fetched = [self._begin(bucket, update, now) for bucket, update in prepared if update is not None]
         # Gradients may be written to again. Weights may be awaited one by one, where somebody does.
         for event in fetched:
             event.wait()
@@ -228,6 +236,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
+        self.synchronize()
         for bucket in self._buckets:
             bucket.update.init_states()
         if isinstance(self._device_optimizer, FusedAdam):
@@ -247,14 +256,21 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         saved = _saved_states(self.param_groups, state_dict)
         self.init_state()
-        self.synchronize()
+        optimizer = self._device_optimizer
         for parameter, states in saved.items():
             if id(parameter) in self._slots:
-                self._check_states(parameter, states)
-        self._load_device_states(saved, state_dict["param_groups"])
+                bucket, index = self._slots[id(parameter)]
+                _check_states(bucket.update.states(index), states)
+            elif optimizer is not None and not isinstance(optimizer, FusedAdam):
+                _check_states(optimizer.state.get(parameter, {}), states)
+        if isinstance(optimizer, FusedAdam):
+            self._load_fused_states(optimizer, saved)
         for parameter, states in saved.items():
             if id(parameter) in self._slots:
-                self._load_host_states(parameter, states)
+                bucket, index = self._slots[id(parameter)]
+                bucket.update.load(index, states)
+            elif optimizer is not None and not isinstance(optimizer, FusedAdam):
+                load_torch_states(optimizer, parameter, states)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -345,6 +361,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         gradient = parameter.grad
         assert gradient is not None, "asked of what has one"
         found = difference(gradient, parameter)
+        if found is None and (gradient.layout is not torch.strided or not gradient.is_floating_point()):
+            found = Difference("a dense, floating-point tensor", f"{gradient.layout}, {gradient.dtype}")
         if found is None and gradient.device != parameter.device:
             found = Difference(str(parameter.device), str(gradient.device))
         if found is None and id(parameter) in self._slots:
@@ -357,26 +375,31 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _begin(self, bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Event:
+    def _prepare(self, bucket: _Bucket, grad_scale: float) -> Prepared | None:
+        """A bucket's step, if one of its parameters has a gradient."""
+        bucket.link.check(bucket.arrays.main_weight)
+        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        stepped = bucket.stepped()
+        if not stepped:
+            return None
+        return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
+
+    def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
         link, arrays = bucket.link, bucket.arrays
-        stepped = [(index, slot) for index, slot in enumerate(link.slots) if slot.parameter.grad is not None]
-        if not stepped:
-            return self._device.event()
-        slots = [slot for _, slot in stepped]
+        slots = [slot for _, slot in bucket.stepped()]
         gradients = [(slot, slot.parameter.grad) for slot in slots]
-        now = self._device.event()
 
         def fetch() -> None:
             link.keep_main_weight(arrays.main_weight, slots)
             link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
 
+        prepared.begin()
         fetched = bucket.fetch(self._d2h, fetch, now)
-        work = bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
         h2d = self._h2d
 
         def update() -> Event:
-            work()
+            prepared.work()
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(lambda: link.send(arrays.weight, slots), after=[now])
 
@@ -410,26 +433,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._device_optimizer is not None:
             self._state.update(self._device_optimizer.state)
 
-    def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        bucket, index = self._slots[id(parameter)]
-        own = bucket.update.states(index)
-        if states and set(states) != set(own):
-            raise ValueError(f"Expected the states {sorted(own)} for every parameter, got {sorted(states)}.")
-        for name, value in own.items() if states else ():
-            expected, got = _description(value), _description(states[name])
-            if expected != got:
-                raise ValueError(f"Expected {name} of {_shown(expected)}, got one of {_shown(got)}.")
-
-    def _load_host_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        bucket, index = self._slots[id(parameter)]
-        bucket.update.load(index, states)
-
-    def _load_device_states(
-        self, saved: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        optimizer = self._device_optimizer
-        if optimizer is None:
-            return
+    def _load_fused_states(self, optimizer: FusedAdam, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         numbers = {
             parameter: number
@@ -437,11 +441,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             for parameter, number in zip(group["params"], own["params"], strict=True)
         }
         states = {numbers[parameter]: value for parameter, value in saved.items() if value and parameter in numbers}
-        options = [
-            own | {name: other[name] for name in own if name != "params" and name in other}
-            for own, other in zip(packed, groups, strict=True)
-        ]
-        optimizer.load_state_dict({"state": states, "param_groups": options})
+        optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
 def _is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
@@ -457,11 +457,37 @@ def _defaults(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> d
     return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
 
 
+def _known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a class takes."""
+    known = inspect.signature(cls).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _common_defaults(
+    host_cls: type[torch.optim.Optimizer], device_cls: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The defaults of both sides' groups. ValueError where the classes' differ; TypeError for options of neither."""
+    sides = [(cls, _known_to(cls, options)) for cls in (host_cls, device_cls)]
+    unknown = [name for name in options if not any(name in known for _, known in sides)]
+    if unknown:
+        raise TypeError(f"Expected options of {host_cls.__name__} or {device_cls.__name__}, got {', '.join(unknown)}.")
+    host, device = (_defaults(cls, known) for cls, known in sides)
+    for name in host.keys() & device.keys():
+        if host[name] != device[name]:
+            raise ValueError(
+                f"Expected {name} to be given, since {host_cls.__name__} takes {host[name]} by default and "
+                f"{device_cls.__name__} takes {device[name]}, got none."
+            )
+    return device | host
+
+
 def _device_of(parameters: Sequence[nn.Parameter]) -> Device:
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1:
         raise ValueError(f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}.")
     device = devices.pop()
+    if device.type == "meta":
+        raise ValueError("Expected parameters that have memory, got some on meta.")
     return Device(device.type, device.index or 0)
 
 
@@ -542,6 +568,16 @@ def _saved_states(
     if unknown:
         raise ValueError(f"Expected states of parameters in the groups, got some for {sorted(map(str, unknown))}.")
     return {parameter: states.get(number, {}) for number, parameter in zip(numbers, parameters, strict=True)}
+
+
+def _check_states(own: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """ValueError unless states that are to be loaded, if there are any, are like a parameter's own."""
+    if states and set(states) != set(own):
+        raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(states)}.")
+    for name in states:
+        expected, got = _description(own[name]), _description(states[name])
+        if expected != got:
+            raise ValueError(f"Expected {name} of {_shown(expected)}, got one of {_shown(got)}.")
 
 
 def _description(value: Any) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")  # options of torch.optim.AdamW
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,25 @@ class AdamStep:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool) -> AdamStep:
+        """From the options of a parameter group. ValueError for those that mean another algorithm."""
+        others = [name for name in _OTHER_ALGORITHMS if options.get(name)]
+        if others:
+            raise ValueError(f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set.")
+        beta1, beta2 = options["betas"]
+        return cls(
+            step=step,
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            adam_w_mode=adam_w_mode,
+            bias_correction=bool(options.get("bias_correction", True)),
+            grad_scale=grad_scale,
+        )
 
     @property
     def correction1(self) -> float:

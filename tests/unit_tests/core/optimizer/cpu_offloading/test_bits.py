@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,16 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import delays
 from megatron.core.distributed.fsdp import (
+    Flat,
     FsdpContext,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Partial,
     Placements,
+    Replicate,
     fully_shard,
     fully_shard_context,
     fully_shard_optimizer,
     microbatch,
 )
+from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks
@@ -31,6 +37,11 @@ from tests.ranks import run_ranks
 DIM = 32  # so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 50
+AVG = Partial("avg")
+ON_TWO_AXES = {  # of two ranks each
+    "hsdp": Placements((0, 1), (Replicate(), Flat()), (AVG, Flat()), (Replicate(), Flat())),
+    "hfsdp": Placements((0, 1), (Replicate(), Flat()), (AVG, Flat()), (Flat(), Flat())),
+}
 
 
 class Layer(nn.Module):
@@ -77,9 +88,11 @@ class Run(NamedTuple):
     states: list[dict[str, torch.Tensor]]
 
 
-def shard(model: nn.Module, setting: Setting, offloaded: tuple[nn.Module, ...] = ()) -> FsdpContext:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placements = Placements.for_strategy(setting.strategy)
+def shard(model: nn.Module, setting: Setting, offloaded: Sequence[nn.Module] = ()) -> FsdpContext:
+    if setting.strategy in ON_TWO_AXES:
+        mesh, placements = init_device_mesh("cpu", (2, 2)), ON_TWO_AXES[setting.strategy]
+    else:
+        mesh, placements = init_device_mesh("cpu", (dist.get_world_size(),)), Placements.for_strategy(setting.strategy)
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
     with fully_shard_context("cpu") as context:
         for module in (*model.layers, model):
@@ -88,47 +101,47 @@ def shard(model: nn.Module, setting: Setting, offloaded: tuple[nn.Module, ...] =
     return context
 
 
+Step = Callable[[torch.optim.Optimizer], object]
+
+
 def train(
     setting: Setting,
     make: Callable[[nn.Module], torch.optim.Optimizer],
     seed: int | None = None,
-    between: Callable[[nn.Module, int], None] = lambda model, step: None,
+    step: Step = lambda optimizer: optimizer.step(),
+    offloaded: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: (),
 ) -> Run:
     """Trains on batches of its own on each rank; with a seed, under random delays on every lane."""
     model = Model(setting.dtype)
-    context = shard(model, setting)
+    context = shard(model, setting, offloaded(model))
     optimizer = make(model)
     losses = []
-
-    def steps() -> None:
-        for step in range(setting.steps):
-            total = 0.0
-            for number in range(setting.num_microbatches):
-                generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + number)
-                x = torch.randn(4, DIM, generator=generator).to(setting.dtype)
-                with microbatch(context, is_last=number == setting.num_microbatches - 1):
-                    loss = (model(x).float() - 1).square().mean()
-                    loss.backward()
-                total += loss.item()
-            between(model, step)
+    with nullcontext() if seed is None else delays(seed):
+        for number in range(setting.steps):
+            losses.append(backward(model, context, setting, number))
             for group in optimizer.param_groups:
-                group["lr"] = OPTIONS["lr"] / (step + 1)
-            optimizer.step()
+                group["lr"] = OPTIONS["lr"] / (number + 1)
+            step(optimizer)
             optimizer.zero_grad()
-            losses.append(total)
-
-    if seed is None:
-        steps()
-    else:
-        with delays(seed):
-            steps()
-    state = model.state_dict()  # waits for what is under way
-    names = [name for name, _ in model.named_parameters()]
+        state = model.state_dict()  # waits for what is under way
     states = [
-        {name: getattr(value, "_local_tensor", value).clone() for name, value in optimizer.state[parameter].items()}
+        {name: local_tensor(value).clone() for name, value in optimizer.state[parameter].items()}
         for parameter in model.parameters()
     ]
-    return Run(losses, [state[name]._local_tensor.clone() for name in names], states)
+    return Run(losses, [local_tensor(state[name]).clone() for name, _ in model.named_parameters()], states)
+
+
+def backward(model: nn.Module, context: FsdpContext, setting: Setting, step: int) -> float:
+    """All microbatches of a step; their losses' sum."""
+    total = 0.0
+    for number in range(setting.num_microbatches):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + number)
+        x = torch.randn(4, DIM, generator=generator).to(setting.dtype)
+        with microbatch(context, is_last=number == setting.num_microbatches - 1):
+            loss = (model(x).float() - 1).square().mean()
+            loss.backward()
+        total += loss.item()
+    return total
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -161,21 +174,137 @@ def assert_same(run: Run, other: Run) -> None:
         assert all(torch.equal(mine[name], others[name]) for name in mine)
 
 
+def scaled(factor: float) -> Step:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)):
+            optimizer.step(grad_scale=factor)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(factor)
+        optimizer.step()
+
+    return step
+
+
 OVERLAPS = {
     "in order": {"overlap_cpu_optimizer_d2h_h2d": False},
     "overlapping": {},
     "overlapping the forward": {"overlap_step_with_forward": True},
 }
+FORWARD = OVERLAPS["overlapping the forward"]
+FRACTIONS = (0.0, 0.5, 1.0)
 
 
-def _all_settings(setting: Setting) -> None:
+def _all_settings(setting: Setting, cases: Sequence[tuple[float, dict[str, Any]]]) -> None:
     expected = train(setting, fused)
     assert expected.losses[-1] < expected.losses[0]
     assert_same(train(setting, torch_fused), expected)
-    for fraction, settings in itertools.product((0.0, 0.5, 1.0), OVERLAPS.values()):
+    for fraction, settings in cases:
         assert_same(train(setting, hybrid(fraction, **settings)), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_offloaded_steps_are_bit_equal_to_those_of_the_device_and_of_torch(world_size):
-    run_ranks(world_size, _all_settings, Setting(), timeout=600)
+ALL_CASES = list(itertools.product(FRACTIONS, OVERLAPS.values()))
+FEW_CASES = [(0.5, OVERLAPS["overlapping"]), (1.0, FORWARD)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(1, ALL_CASES, id="1-all"),
+        pytest.param(2, FEW_CASES, id="2-few"),
+        *(pytest.param(size, ALL_CASES, id=f"{size}-all", marks=pytest.mark.wide) for size in (2, 4)),
+    ],
+)
+def test_offloaded_steps_are_bit_equal_to_those_of_the_device_and_of_torch(world_size, cases):
+    run_ranks(world_size, _all_settings, Setting(), cases, timeout=600)
+
+
+def _delayed(setting: Setting, fraction: float, seeds: Sequence[int]) -> None:
+    make = hybrid(fraction, **FORWARD)
+    expected = train(setting, make)
+    assert_same(train(setting, fused), expected)
+    assert expected.losses != train(setting._replace(num_microbatches=1), make).losses
+    for seed in seeds:
+        assert_same(train(setting, make, seed), expected)
+
+
+DELAYED = Setting(num_microbatches=2, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "fraction"),
+    [
+        (2, "optim_grads_params", 1.0),
+        *(
+            pytest.param(world_size, strategy, fraction, marks=pytest.mark.wide)
+            for world_size, strategy, fraction in itertools.product((1, 2), SHARDING_STRATEGIES, (0.5, 1.0))
+            if (world_size, strategy, fraction) != (2, "optim_grads_params", 1.0)
+        ),
+    ],
+)
+def test_random_delays_on_every_lane_change_no_bit(world_size, strategy, fraction):
+    run_ranks(world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_delays_change_no_bit_of_16_bit_weights_that_travel_in_their_gradients_memory(dtype):
+    run_ranks(2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(20, 24))
+
+
+def _fractions(setting: Setting, seed: int | None = None) -> None:
+    expected = train(setting, fused)
+    assert len(set(expected.losses)) == setting.steps
+    for fraction in FRACTIONS:
+        assert_same(train(setting, hybrid(fraction, **FORWARD), seed), expected)
+    if setting.dtype != torch.float32:
+        weights = [parameter for layer in Model(setting.dtype).layers for parameter in layer.parameters()]
+        assert all(weight.dtype == setting.dtype for weight in weights)
+        assert all(weight.dtype == torch.float32 for weight in expected.weights)
+
+
+ON_ONE_AXIS = [(2, strategy, num) for strategy, num in itertools.product(SHARDING_STRATEGIES, (1, 3))]
+ON_FOUR_RANKS = [
+    pytest.param(4, name, num, marks=pytest.mark.wide) for name, num in (("hsdp", 1), ("hsdp", 3), ("hfsdp", 1))
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "num_microbatches"), [*ON_ONE_AXIS, (4, "hfsdp", 3), *ON_FOUR_RANKS]
+)
+def test_bf16_weights_and_gradients_train_alike_whatever_the_fraction(world_size, strategy, num_microbatches):
+    run_ranks(world_size, _fractions, Setting(strategy, torch.bfloat16, num_microbatches, steps=4))
+
+
+def _scaled(setting: Setting) -> None:
+    expected = train(setting, fused, step=scaled(0.37))
+    assert expected.losses != train(setting, fused).losses
+    if setting.dtype == torch.float32:
+        assert_same(train(setting, torch_fused, step=scaled(0.37)), expected)
+    for fraction, settings in itertools.product(FRACTIONS, OVERLAPS.values()):
+        assert_same(train(setting, hybrid(fraction, **settings), step=scaled(0.37)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_coefficient_for_all_gradients_gives_the_same_bits_on_both_sides(dtype):
+    run_ranks(2, _scaled, Setting(dtype=dtype, steps=3))
+
+
+def _on_host_from_the_start(setting: Setting) -> None:
+    expected = train(setting, fused)
+    layers = {0.5: slice(1, None), 1.0: slice(None)}
+    for fraction, settings in itertools.product(layers, OVERLAPS.values()):
+
+        def offloaded(model: nn.Module, fraction: float = fraction) -> list[nn.Module]:
+            rest = [model] if fraction == 1 else []
+            return [*model.layers[layers[fraction]], *rest]
+
+        assert_same(train(setting, hybrid(fraction, **settings), offloaded=offloaded), expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("no_shard", torch.float32), ("optim", torch.bfloat16), ("optim_grads_params", torch.bfloat16)],
+)
+def test_main_weights_that_are_on_the_host_from_the_start_make_no_difference(strategy, dtype):
+    run_ranks(2, _on_host_from_the_start, Setting(strategy, dtype, num_microbatches=2, steps=3))

@@ -186,6 +186,18 @@ def test_without_triton_stepping_says_what_is_missing(monkeypatch):
         device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)])
 
 
+def test_launches_forbid_fusion(monkeypatch):
+    options: list[dict[str, Any]] = []
+
+    class Recorder:
+        def __getitem__(self, _: tuple[int, ...]) -> Any:
+            return lambda *_, **keywords: options.append(keywords)
+
+    monkeypatch.setattr(device_adam, "_adam_kernel", Recorder())
+    device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)])
+    assert [keywords["enable_fp_fusion"] for keywords in options] == [False]
+
+
 def compiled_ptx(is_l2: bool, fuses: bool) -> str:
     """The kernel as an H100 would get it. Triton brings its own compiler; no GPU is needed."""
     scalars = ("grad_scale", "l2", "decay", "lerp", "square", "beta2", "minus_step_size", "sqrt_correction2", "eps")
