@@ -30,7 +30,7 @@ from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
-from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Prepared, TorchUpdate
+from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES
@@ -216,7 +216,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 self._check_gradient(parameter)
         now = self._device.event()
-        prepared = [(bucket, self._prepare(bucket, grad_scale)) for bucket in self._buckets]
+        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        prepared = [(bucket, _prepare(bucket, options, grad_scale)) for bucket in self._buckets]
         # First, since it may refuse too; what has been prepared cannot fail.
         self._step_on_device(grad_scale)
         fetched = [self._begin(bucket, update, now) for bucket, update in prepared if update is not None]
@@ -375,15 +376,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _prepare(self, bucket: _Bucket, grad_scale: float) -> Prepared | None:
-        """A bucket's step, if one of its parameters has a gradient."""
-        bucket.link.check(bucket.arrays.main_weight)
-        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        stepped = bucket.stepped()
-        if not stepped:
-            return None
-        return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
-
     def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
         link, arrays = bucket.link, bucket.arrays
@@ -442,6 +434,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         }
         states = {numbers[parameter]: value for parameter, value in saved.items() if value and parameter in numbers}
         optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Prepared | None:
+    """A bucket's step, if one of its parameters has a gradient."""
+    bucket.link.check(bucket.arrays.main_weight)
+    stepped = bucket.stepped()
+    if not stepped:
+        return None
+    return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
 
 
 def _is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
