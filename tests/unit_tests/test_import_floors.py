@@ -70,6 +70,8 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.torch_optimizer",
         "megatron.core.optimizer.cpu_offloading.plan",
         "megatron.core.optimizer.cpu_offloading.device_link",
+        "megatron.core.optimizer.cpu_offloading.units",
+        "megatron.core.optimizer.cpu_offloading.side_options",
         "megatron.core.optimizer.cpu_offloading.host_arrays",
         "megatron.core.optimizer.cpu_offloading.host_update",
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",

@@ -7,27 +7,25 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.state_tensors import difference
 
 STEP = "step"
 
 
-def checked_states(
-    own_groups: Sequence[dict[str, Any]],
-    state_dict: Mapping[str, Any],
-    state_dtypes: Callable[[torch.Tensor], dict[str, torch.dtype]],
+def states_by_parameter(
+    own_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The loaded states by parameter, once they and the loaded groups are known to fit.
+    """The loaded states of the parameters that have any.
 
     Args:
         own_groups: the optimizer's.
         state_dict: `{"state": {number: states}, "param_groups": groups}`. A group's `step` counts for its parameters
             whose states have none.
-        state_dtypes: which states a parameter has besides `step`, and how they are kept.
 
     Raises:
-        ValueError: saying what does not fit.
+        ValueError: for groups of other sizes, and for states of parameters that are in none.
     """
     states, groups = state_dict["state"], state_dict["param_groups"]
     own_sizes = [len(group["params"]) for group in own_groups]
@@ -39,15 +37,39 @@ def checked_states(
         raise ValueError(f"Expected states of parameters that are in a group, got some of {sorted(unknown)}.")
     parameters = [parameter for group in own_groups for parameter in group["params"]]
     steps = [group.get(STEP) for group in groups for _ in group["params"]]
-    checked = {}
+    found = {}
     for parameter, number, step in zip(parameters, numbers, steps, strict=True):
         if number in states:
-            loaded = dict(states[number])
+            found[parameter] = dict(states[number])
             if step is not None:
-                loaded.setdefault(STEP, step)
-            _check_states(loaded, parameter, number, state_dtypes(parameter))
-            checked[parameter] = loaded
-    return checked
+                found[parameter].setdefault(STEP, step)
+    return found
+
+
+def checked_states(
+    own_groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    state_dtypes: Callable[[torch.Tensor], dict[str, torch.dtype]],
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """As `states_by_parameter`, once the states are known to fit too.
+
+    Args:
+        state_dtypes: which states a parameter has besides `step`, and how they are kept.
+    """
+    found = states_by_parameter(own_groups, state_dict)
+    for number, (parameter, loaded) in enumerate(found.items()):
+        _check_states(loaded, parameter, number, state_dtypes(parameter))
+    return found
+
+
+def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """ValueError unless states that are to be loaded, if there are any, are like those that a parameter has."""
+    if loaded and loaded.keys() != own.keys():
+        raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(loaded)}.")
+    for name in loaded:
+        expected, got = _description(own[name]), _description(loaded[name])
+        if expected != got:
+            raise ValueError(f"Expected {name} of {expected}, got one of {got}.")
 
 
 def check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dtype) -> None:
@@ -72,3 +94,10 @@ def _check_states(
     for name, dtype in dtypes.items():
         expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
         check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
+
+
+def _description(value: Any) -> str:
+    """What must be the same of a state and the one that is to be loaded into it."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return "one number"
+    return f"shape {tuple(value.shape)}, {tuple(local_tensor(value).shape)} of it here, in {value.dtype}"

@@ -11,50 +11,44 @@ last in forward. Host and device side give the same bits, so that where a group 
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from megatron.core.device import Device, Event, InlineLane, Lane, relay
+from megatron.core.device import Event, InlineLane, Lane, relay
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
-from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.clip_grads import scale_grads
-from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
+from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.side_options import (
+    ADAM_OPTIONS,
+    common_defaults,
+    defaults_of,
+    is_flat_adam,
+    known_to,
+)
+from megatron.core.optimizer.cpu_offloading.units import (
+    Unit,
+    check_dtypes,
+    check_sides,
+    device_of,
+    links_of,
+    mesh_of,
+    units_of,
+)
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
-
-_BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
-# What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
-_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Of torch.optim.AdamW's options, those that choose among implementations of the same.
-_IMPLEMENTATIONS = ("foreach", "fused")
-
-
-class _Unit(NamedTuple):
-    """What the plan keeps together: the parameters of one FSDP group, or a single tensor."""
-
-    name: str
-    parameters: list[nn.Parameter]
-    group: FsdpParameterGroup | None
-
-    @property
-    def global_numel(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
 
 
 class _Bucket:
@@ -154,29 +148,29 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._host: _Host | None = None
         self._device_optimizer: torch.optim.Optimizer | None = None
         host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
-        self._is_flat = _is_flat_adam(host_cls, kwargs)
-        super().__init__(params, _common_defaults(host_cls, device_cls, kwargs))
+        self._is_flat = is_flat_adam(host_cls, kwargs)
+        super().__init__(params, common_defaults(host_cls, device_cls, kwargs))
         if overlap_step_with_forward and not overlap_cpu_optimizer_d2h_h2d:
             raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward, got it off.")
         self._overlaps_forward = overlap_step_with_forward
-        self._device = _device_of([parameter for group in self.param_groups for parameter in group["params"]])
+        self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
         self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
-        units = _units(self.param_groups)
+        units = units_of(self.param_groups)
         self.plan = OffloadPlan.build([(unit.name, unit.global_numel) for unit in units], offload_fraction)
         on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
         on_device = [unit for index, unit in enumerate(units) if not self.plan.is_on_host(index)]
-        _check_sides(on_device)
+        check_sides(on_device)
         moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
-        links = _links(on_host, param_update_in_fp32)
+        links = links_of(on_host, param_update_in_fp32)
         if self._is_flat:
-            _check_dtypes(links, moment_dtypes)
+            check_dtypes(links, moment_dtypes)
         allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
         allocator.plan(links, moment_dtypes)
-        check_memory_on_all_ranks(allocator.needs, num_local_ranks, _mesh_of(units))
+        check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of(units))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
         # The device's first: what it refuses must leave the host's groups where they are.
-        self._make_device_side(on_device, device_cls, moment_dtypes, _known_to(device_cls, kwargs))
-        self._make_host_side(links, allocator, host_cls, adam, _known_to(host_cls, kwargs))
+        self._make_device_side(on_device, device_cls, moment_dtypes, known_to(device_cls, kwargs))
+        self._make_host_side(links, allocator, host_cls, adam, known_to(host_cls, kwargs))
 
     # The contract of torch.optim
 
@@ -255,15 +249,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        saved = _saved_states(self.param_groups, state_dict)
+        saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for group in self.param_groups for p in group["params"]}
+        saved.update(states_by_parameter(self.param_groups, state_dict))
         self.init_state()
         optimizer = self._device_optimizer
         for parameter, states in saved.items():
             if id(parameter) in self._slots:
                 bucket, index = self._slots[id(parameter)]
-                _check_states(bucket.update.states(index), states)
+                check_like(bucket.update.states(index), states)
             elif optimizer is not None and not isinstance(optimizer, FusedAdam):
-                _check_states(optimizer.state.get(parameter, {}), states)
+                check_like(optimizer.state.get(parameter, {}), states)
         if isinstance(optimizer, FusedAdam):
             self._load_fused_states(optimizer, saved)
         for parameter, states in saved.items():
@@ -333,18 +328,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _make_device_side(
         self,
-        units: Sequence[_Unit],
+        units: Sequence[Unit],
         cls: type[torch.optim.Optimizer],
         moment_dtypes: tuple[torch.dtype, torch.dtype],
         options: dict[str, Any],
     ) -> None:
         if not units:
             return
-        if _is_flat_adam(cls, options):
-            cls, options = FusedAdam, {name: value for name, value in options.items() if name in _ADAM_OPTIONS}
+        if is_flat_adam(cls, options):
+            cls, options = FusedAdam, {name: value for name, value in options.items() if name in ADAM_OPTIONS}
             options |= dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
         mine = {id(parameter) for unit in units for parameter in unit.parameters}
-        known = _defaults(cls, options)
+        known = defaults_of(cls, options)
         groups = [
             {name: value for name, value in group.items() if name in known}
             | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}
@@ -425,7 +420,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._device_optimizer is not None:
             self._state.update(self._device_optimizer.state)
 
-    def _load_fused_states(self, optimizer: FusedAdam, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    def _load_fused_states(self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         numbers = {
             parameter: number
@@ -443,150 +438,3 @@ def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float)
     if not stepped:
         return None
     return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
-
-
-def _is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether a class with these options is the AdamW of our one pass. ValueError for FusedAdam with others."""
-    others = [name for name, value in options.items() if name not in _ADAM_OPTIONS and value]
-    if cls is FusedAdam and others:
-        raise ValueError(f"Expected options among {', '.join(_ADAM_OPTIONS)} of FusedAdam, got {', '.join(others)}.")
-    return cls is FusedAdam or (cls is torch.optim.AdamW and not set(others).difference(_IMPLEMENTATIONS))
-
-
-def _defaults(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class gives its groups."""
-    return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
-
-
-def _known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class takes."""
-    known = inspect.signature(cls).parameters
-    return {name: value for name, value in options.items() if name in known}
-
-
-def _common_defaults(
-    host_cls: type[torch.optim.Optimizer], device_cls: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> dict[str, Any]:
-    """The defaults of both sides' groups. ValueError where the classes' differ; TypeError for options of neither."""
-    sides = [(cls, _known_to(cls, options)) for cls in (host_cls, device_cls)]
-    unknown = [name for name in options if not any(name in known for _, known in sides)]
-    if unknown:
-        raise TypeError(f"Expected options of {host_cls.__name__} or {device_cls.__name__}, got {', '.join(unknown)}.")
-    host, device = (_defaults(cls, known) for cls, known in sides)
-    for name in host.keys() & device.keys():
-        if host[name] != device[name]:
-            raise ValueError(
-                f"Expected {name} to be given, since {host_cls.__name__} takes {host[name]} by default and "
-                f"{device_cls.__name__} takes {device[name]}, got none."
-            )
-    return device | host
-
-
-def _device_of(parameters: Sequence[nn.Parameter]) -> Device:
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1:
-        raise ValueError(f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}.")
-    device = devices.pop()
-    if device.type == "meta":
-        raise ValueError("Expected parameters that have memory, got some on meta.")
-    return Device(device.type, device.index or 0)
-
-
-def _units(groups: Sequence[Mapping[str, Any]]) -> list[_Unit]:
-    """In the order of the first parameter of each."""
-    units: dict[int, _Unit] = {}
-    for number, options in enumerate(groups):
-        names = options.get("param_names") or [f"group {number}, {n}" for n in range(len(options["params"]))]
-        for name, parameter in zip(names, options["params"], strict=True):
-            group = group_of(parameter)
-            if group is not None and not group.requires_grad:
-                continue  # it has no room for gradients, and never will
-            key, title = (id(parameter), name) if group is None else (id(group), group.name or "the model")
-            units.setdefault(key, _Unit(title, [], group)).parameters.append(parameter)
-    return list(units.values())
-
-
-def _links(units: Sequence[_Unit], in_fp32: bool) -> list[DeviceLink]:
-    """One for each FSDP group; other tensors of one dtype that follow each other share links of some millions."""
-    links: list[DeviceLink] = []
-    run: list[_Unit] = []
-
-    def end_run() -> None:
-        if run:
-            parameters = [parameter for unit in run for parameter in unit.parameters]
-            dtype = parameters[0].dtype
-            main_dtype = torch.float32 if in_fp32 and dtype.itemsize < 4 else dtype
-            links.append(TensorLink(parameters, [unit.name for unit in run], main_dtype))
-            run.clear()
-
-    for unit in units:
-        size = sum(local_tensor(parameter).numel() for other in run for parameter in other.parameters)
-        if run and (unit.group or unit.parameters[0].dtype != run[0].parameters[0].dtype or size >= _BUCKET_NUMEL):
-            end_run()
-        if unit.group is None:
-            run.append(unit)
-        else:
-            links.append(GroupLink(unit.group, unit.parameters))
-    end_run()
-    return links
-
-
-def _check_sides(on_device: Sequence[_Unit]) -> None:
-    for unit in on_device:
-        if unit.group is not None and unit.group.is_delivered:
-            raise ValueError(
-                f"Expected the main weights of {unit.name} on the device, where the plan has them, got them in host "
-                "memory: shard with the OffloadPolicy that goes with the fraction."
-            )
-
-
-def _check_dtypes(links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    if moment_dtypes[0] != moment_dtypes[1] or moment_dtypes[0] not in MOMENT_DTYPES:
-        raise ValueError(f"Expected both moments in one of {MOMENT_DTYPES} on the host, got {moment_dtypes}.")
-    for link in links:
-        for dtype in (link.main_dtype, link.grad_dtype, link.weight_dtype):
-            if dtype not in FLOAT_DTYPES:
-                raise ValueError(f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for {link.name}.")
-
-
-def _mesh_of(units: Sequence[_Unit]) -> DeviceMesh | None:
-    tensors = [parameter for unit in units for parameter in unit.parameters if isinstance(parameter, DTensor)]
-    return tensors[0].device_mesh if tensors else None
-
-
-def _saved_states(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> dict[nn.Parameter, Mapping[str, Any]]:
-    """The states in a state dict by parameter; none for one that was never stepped. ValueError for other groups."""
-    expected = [len(group["params"]) for group in groups]
-    got = [len(group["params"]) for group in state_dict["param_groups"]]
-    if expected != got:
-        raise ValueError(f"Expected parameter groups of {expected} parameters, got some of {got}.")
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    states = state_dict["state"]
-    unknown = set(states) - set(numbers)
-    if unknown:
-        raise ValueError(f"Expected states of parameters in the groups, got some for {sorted(map(str, unknown))}.")
-    return {parameter: states.get(number, {}) for number, parameter in zip(numbers, parameters, strict=True)}
-
-
-def _check_states(own: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """ValueError unless states that are to be loaded, if there are any, are like a parameter's own."""
-    if states and set(states) != set(own):
-        raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(states)}.")
-    for name in states:
-        expected, got = _description(own[name]), _description(states[name])
-        if expected != got:
-            raise ValueError(f"Expected {name} of {_shown(expected)}, got one of {_shown(got)}.")
-
-
-def _description(value: Any) -> tuple[Any, ...]:
-    """What must be the same of a state and the one that is to be loaded into it."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return ("a scalar",)
-    return tuple(value.shape), tuple(local_tensor(value).shape), value.dtype
-
-
-def _shown(parts: Iterable[Any]) -> str:
-    return ", ".join(str(part) for part in parts)
