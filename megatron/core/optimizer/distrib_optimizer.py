@@ -185,6 +185,8 @@ def _build_hybrid(
         pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
+        # Between backward and step nothing here writes to gradients: clipping is a factor.
+        fetch_during_backward=config.overlap_cpu_optimizer_d2h_h2d,
         overlap_step_with_forward=config.overlap_optimizer_with_forward,
         exp_avg_dtype=_DTYPES[config.exp_avg_dtype],
         exp_avg_sq_dtype=_DTYPES[config.exp_avg_sq_dtype],

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, dtensor_over
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 
@@ -46,7 +46,7 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     meta = parameter._spec.tensor_meta
     assert meta is not None, "every DTensor that holds data has one"
-    return DTensor(local, replace(parameter._spec, tensor_meta=meta._replace(dtype=local.dtype)), requires_grad=False)
+    return dtensor_over(local, replace(parameter._spec, tensor_meta=meta._replace(dtype=local.dtype)))
 
 
 class Difference(NamedTuple):

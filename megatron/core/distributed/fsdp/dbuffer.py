@@ -148,7 +148,7 @@ class DBuffer:
         strides = torch.empty(shape, device="meta").stride()
         placements = tuple(Shard(0) if isinstance(placement, Shard) else placement for placement in self.placements)
         spec = DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, strides, self.dtype))
-        return DTensor(self.get_local_tensor(index), spec, requires_grad=False)
+        return dtensor_over(self.get_local_tensor(index), spec)
 
     def copy_from(self, index: int, tensor: torch.Tensor) -> None:
         """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
@@ -395,6 +395,21 @@ def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Place
     if coordinate is None:
         raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)
+
+
+def dtensor_over(local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None) -> DTensor:
+    """A DTensor over a local tensor, without communication; the local tensor may begin anywhere in its storage.
+
+    Made over `local` itself, it would take on its place in the storage, and be taken for a tensor with a storage of its
+    own by what copies tensors (`copy.deepcopy`).
+
+    Args:
+        device: where the DTensor says it is; default: where `local` is.
+    """
+    placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
+    dtensor = DTensor(placeholder, spec, requires_grad=False)
+    dtensor._local_tensor = local
+    return dtensor
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,12 +24,12 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_over
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
@@ -369,12 +369,10 @@ class FsdpParameterGroup:
 
     def _make_sharded(self, index: int) -> nn.Parameter:
         dtensor = self.main_weight.get_dtensor(index)
-        if not self._is_delivered:
-            return nn.Parameter(dtensor, requires_grad=self.requires_grad)
+        local, spec = dtensor._local_tensor, dtensor._spec
         # It must say that it is where its gradient is, or could not be given one.
-        local = dtensor._local_tensor
-        on_device = torch.empty(0, dtype=local.dtype, device=self._device.torch_device)
-        sharded = nn.Parameter(DTensor(on_device, dtensor._spec, requires_grad=False), requires_grad=self.requires_grad)
+        placeholder = torch.empty(0, dtype=local.dtype, device=self._device.torch_device)
+        sharded = nn.Parameter(dtensor_over(placeholder, spec), requires_grad=self.requires_grad)
         sharded._local_tensor = local  # type: ignore[attr-defined]
         return sharded
 

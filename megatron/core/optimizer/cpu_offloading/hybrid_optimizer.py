@@ -50,6 +50,8 @@ from megatron.core.optimizer.state_loading import check_like, states_by_paramete
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
+_IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
+
 
 class _Bucket:
     """What moves together, with the events of its lanes."""
@@ -97,7 +99,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     `param_groups` may be changed at any time and count from the next step on. A parameter without a gradient is not
     stepped, on either side. Reading `state`, `state_dict()`, and saving wait for updates that are under way; so does
     `state_dict()` of a module whose main weights are here. Who reads a parameter itself calls `synchronize` first.
-    Writing to a gradient between backward and step is noticed, unless it goes by `.data`, which autograd does not see.
 
     Attributes:
         plan: which groups are on which side.
@@ -116,6 +117,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         pin_cpu_params: bool = True,
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         *,
+        fetch_during_backward: bool = False,
         overlap_step_with_forward: bool = False,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
@@ -134,6 +136,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             pin_cpu_grads: page-locked memory for gradients on their way down.
             pin_cpu_params: the same for the states, main weights included, and for weights on their way up.
             overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
+            fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs overlapping lanes.
+                Nothing may write to them between backward and `step`: clip by `grad_scale`. (Single operations are
+                noticed and mended; foreach operations on DTensors, `clip_grad_norm_`'s say, move no version counter.)
             overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs overlapping lanes.
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
             num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
@@ -150,8 +155,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
         self._is_flat = is_flat_adam(host_cls, kwargs)
         super().__init__(params, common_defaults(host_cls, device_cls, kwargs))
-        if overlap_step_with_forward and not overlap_cpu_optimizer_d2h_h2d:
-            raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward, got it off.")
+        if (overlap_step_with_forward or fetch_during_backward) and not overlap_cpu_optimizer_d2h_h2d:
+            raise ValueError(
+                "Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward or fetch_during_backward, got none."
+            )
+        self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
         self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
@@ -169,7 +177,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of(units))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
         # The device's first: what it refuses must leave the host's groups where they are.
-        self._make_device_side(on_device, device_cls, moment_dtypes, known_to(device_cls, kwargs))
+        fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
+        fused |= {"master_weights": param_update_in_fp32}
+        self._make_device_side(on_device, device_cls, known_to(device_cls, kwargs), fused)
         self._make_host_side(links, allocator, host_cls, adam, known_to(host_cls, kwargs))
 
     # The contract of torch.optim
@@ -228,6 +238,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             if bucket.sent is not None:
                 bucket.sent.synchronize()
+
+    def reload_parameters(self) -> None:
+        """Takes over the values that parameters have, after something wrote to them that no version counter shows.
+
+        Writes by single operations and by `load_state_dict` are noticed; those through `.data` and those by foreach
+        operations on DTensors are not.
+        """
+        self.synchronize()
+        for bucket in self._buckets:
+            if isinstance(bucket.link, GroupLink):
+                bucket.link.group.mark_updated()
+            else:
+                bucket.link.adopt(bucket.arrays.main_weight)
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
@@ -293,7 +316,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return 0 if self._host is None else sum(slab.nbytes for slab in self._host.slabs)
 
     def _make_lanes(self, overlaps: bool) -> None:
-        self._overlaps = overlaps
         if overlaps:
             self._d2h: Lane = self._device.lane("optimizer d2h")
             self._update_lane: Lane = self._device.host_lane("optimizer host")
@@ -319,7 +341,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             else:
                 update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
             buckets.append(_Bucket(arrays, update))
-            if self._overlaps:
+            if self._fetches_early:
                 buckets[-1].fetch_early(self._d2h)
         # What `adopt` has begun to copy.
         self._device.event().synchronize()
@@ -330,14 +352,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self,
         units: Sequence[Unit],
         cls: type[torch.optim.Optimizer],
-        moment_dtypes: tuple[torch.dtype, torch.dtype],
         options: dict[str, Any],
+        fused_options: dict[str, Any],
     ) -> None:
         if not units:
             return
         if is_flat_adam(cls, options):
-            cls, options = FusedAdam, {name: value for name, value in options.items() if name in ADAM_OPTIONS}
-            options |= dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
+            cls = FusedAdam
+            options = {name: value for name, value in options.items() if name in ADAM_OPTIONS} | fused_options
         mine = {id(parameter) for unit in units for parameter in unit.parameters}
         known = defaults_of(cls, options)
         groups = [
@@ -400,7 +422,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if optimizer is None:
             return
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
-            own.update({name: group[name] for name in own if name != "params" and name in group})
+            # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
+            names = group if isinstance(optimizer, FusedAdam) else own
+            own.update({name: group[name] for name in names if name not in _IDENTITIES and name in group})
         if isinstance(optimizer, FusedAdam):
             optimizer.step(grad_scale=grad_scale)
             return

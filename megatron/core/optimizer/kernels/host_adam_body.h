@@ -297,29 +297,38 @@ TARGET static void touch(const Arrays& a, int64_t numel) {
   else touch_pass<kSplit, kBf16>(a, numel);
 }
 
+// The squares' sums of elements of the first half of a row and those of the second.
+template <Type T>
+INLINE void square_halves(const void* __restrict first, const void* __restrict second, double* __restrict sums) {
+  alignas(64) float low[kTile], high[kTile];
+  load<T>(first, low);
+  load<T>(second, high);
+  for (int k = 0; k < kTile; ++k) {
+    const double x = low[k], y = high[k];
+    sums[k] = x * x + y * y;
+  }
+}
+
+template <int kHalf>
+INLINE void halve(double* __restrict first, const double* __restrict second) {
+  for (int k = 0; k < kHalf; ++k) first[k] += second[k];
+}
+
 // The sum of a row's squares: element i of the first half is added to element i of the second until one is left.
 template <Type T>
 INLINE double square_row(const void* row) {
   const typename Raw<T>::type* raw = static_cast<const typename Raw<T>::type*>(row);
   alignas(64) double sums[kRow / 2];
-  for (int base = 0; base < kRow / 2; base += kTile) {
-    alignas(64) float low[kTile], high[kTile];
-    load<T>(raw + base, low);
-    load<T>(raw + base + kRow / 2, high);
-    for (int k = 0; k < kTile; ++k) {
-      const double x = low[k], y = high[k];
-      sums[base + k] = x * x + y * y;
-    }
-  }
-  for (int half = kRow / 4; half >= 8; half /= 2) {
-    for (int k = 0; k < half; k += 8) {
-      for (int lane = 0; lane < 8; ++lane) sums[k + lane] += sums[half + k + lane];
-    }
-  }
-  for (int half = 4; half >= 1; half /= 2) {
-    for (int k = 0; k < half; ++k) sums[k] += sums[half + k];
-  }
-  return sums[0];
+  for (int k = 0; k < kRow / 2; k += kTile) square_halves<T>(raw + k, raw + k + kRow / 2, sums + k);
+  halve<256>(sums, sums + 256);
+  halve<128>(sums, sums + 128);
+  halve<64>(sums, sums + 64);
+  halve<32>(sums, sums + 32);
+  halve<16>(sums, sums + 16);
+  halve<8>(sums, sums + 8);
+  halve<4>(sums, sums + 4);
+  halve<2>(sums, sums + 2);
+  return sums[0] + sums[1];
 }
 
 template <Type T>

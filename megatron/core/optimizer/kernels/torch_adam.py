@@ -21,7 +21,8 @@ from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 
 CHUNK_NUMEL = 128 * 1024
 NORM_ROW_NUMEL = 1024
-_NORM_ROWS = 512  # of 1024 squares in fp64, 4 MiB, at a time
+_NORM_ROWS = 64  # of 1024 squares in fp64, 512 KiB, at a time: they stay in the caches
+_NARROW = 64
 _VECTOR_NUMEL = 64  # a multiple of every width that torch's vectors have
 
 
@@ -146,7 +147,11 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
 
 def _halved(rows: torch.Tensor) -> torch.Tensor:
     """Sums of rows whose length is a power of two: the halves are added until one element is left."""
-    while rows.shape[1] > 1:
+    while rows.shape[1] > _NARROW:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
-    return rows[:, 0]
+    columns = rows.t().contiguous()  # torch is slow on many short rows
+    while columns.shape[0] > 1:
+        half = columns.shape[0] // 2
+        columns = columns[:half] + columns[half:]
+    return columns[0]
