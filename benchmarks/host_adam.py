@@ -44,9 +44,10 @@ class Side(NamedTuple):
 
 
 class Arrays:
-    """What all sides work on: [numel] each, in huge pages as the optimizer's own, warm after a first round."""
+    """What all sides work on: [numel] each, in huge pages as the optimizer's own or where torch puts them."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, *, in_slabs: bool) -> None:
+        self.in_slabs = in_slabs
         self.grad = self.make(numel, torch.bfloat16).normal_().mul_(1e-2)
         self.over = self.make(numel, torch.bfloat16).copy_(self.grad)  # is written over
         self.out = self.make(numel, torch.bfloat16)
@@ -56,8 +57,9 @@ class Arrays:
         self.moments = [self.make(numel, torch.float32).fill_(1e-4) for _ in range(2)]
         self.bf16_moments = [self.make(numel, torch.bfloat16).fill_(1e-4) for _ in range(2)]
 
-    @staticmethod
-    def make(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self.in_slabs:
+            return torch.empty(numel, dtype=dtype)
         slab = HostSlab(numel * dtype.itemsize, Device.for_rank("cpu", 0, 1), is_pinned=False, purpose="the benchmark")
         return slab.tensor(0, numel, dtype)
 
@@ -172,12 +174,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--body", default="auto")
+    parser.add_argument("--ordinary-pages", action="store_true", help="allocate as torch does, without huge pages")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     kernel = HostAdam(arguments.threads, body=arguments.body)
-    arrays = Arrays(arguments.elements)
+    arrays = Arrays(arguments.elements, in_slabs=not arguments.ordinary_pages)
     sides = {**kernel_sides(kernel, arrays), **torch_sides(arrays)}
     times = measure(sides, arguments.rounds)
     medians, fastest = report.medians(times), {name: min(values) for name, values in times.items()}

@@ -191,10 +191,6 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """This thread waits for the event, on any device. Raises what the work raised, if it failed."""
 
-    @property
-    def is_issued(self) -> bool:
-        """Whether all the work before it has been given to the device, if it is the device's: `wait` will not block."""
-
 
 class Lane(Protocol):
     """An ordered queue of work beside the computation. See [Note: lanes]."""
@@ -206,9 +202,6 @@ class Lane(Protocol):
         more, and all its events fail with the same error. A rank that has missed one collective must not send what its
         peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
         """
-
-    def would_block(self, after: Sequence[Event]) -> bool:
-        """Whether `enqueue` would hold up the caller until others have issued what these events stand for."""
 
     def close(self) -> None:
         """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their events.
@@ -249,10 +242,6 @@ class InlineLane:
         event.synchronize()
         return event
 
-    def would_block(self, after: Sequence[Event]) -> bool:
-        """As `Lane.would_block`."""
-        return not all(event.is_issued for event in after)
-
     def close(self) -> None:
         """Nothing is queued."""
 
@@ -263,10 +252,6 @@ class _RelayedEvent:
     def __init__(self, first: Event, ends: list[Event]) -> None:
         self._first = first
         self._ends = ends
-
-    @property
-    def is_issued(self) -> bool:
-        return self._first.is_issued
 
     def wait(self) -> None:
         self._first.synchronize()
@@ -290,10 +275,6 @@ class _ThreadEvent:
         event = cls()
         event.finish(None)
         return event
-
-    @property
-    def is_issued(self) -> bool:
-        return self._is_done.is_set()
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
@@ -334,7 +315,11 @@ class _Worker:
         weakref.finalize(self, self.queue.put, None).atexit = False
 
 
+_thread = threading.local()
+
+
 def _serve(items: queue.SimpleQueue[_Queued | None]) -> None:
+    _thread.is_worker = True
     # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
     while _carry_out(items.get()):
         pass
@@ -374,13 +359,13 @@ class _ThreadLane:
             raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
         return self._put(work, tuple(after))
 
-    def would_block(self, after: Sequence[Event]) -> bool:  # noqa: ARG002
-        return False
-
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._put(lambda: None, ()).wait_quietly()
+            end = self._put(lambda: None, ())
+            # A worker that collects garbage may come here; what it waits for might be its own work.
+            if not getattr(_thread, "is_worker", False):
+                end.wait_quietly()
 
     def carry_out(self, item: _Queued) -> None:
         """For the worker: does what has been queued, unless something before it has failed."""
@@ -407,10 +392,6 @@ class _StreamEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
-
-    @property
-    def is_issued(self) -> bool:
-        return True
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -440,9 +421,6 @@ class _StreamLane:
                 earlier.wait()
             work()
         return _StreamEvent(self._stream)
-
-    def would_block(self, after: Sequence[Event]) -> bool:
-        return not all(event.is_issued for event in after)
 
     def close(self) -> None:
         self._is_closed = True

@@ -120,7 +120,11 @@ def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh
     offloaded = offloaded_units(model, config.optimizer)
     if offloaded:
         numel = sum(offloaded.values()) // parallel.num_optimizer_shards(mesh.size())
-        check_host_memory_for(numel, config.optimizer, compute_dtype, num_local_ranks, mesh)
+        # Other engines' parameters are fp32, and so are their gradients.
+        dtypes = (torch.float32, torch.float32)
+        if parallel.use_megatron_fsdp:
+            dtypes = (megatron_fsdp.main_grads_dtype(parallel, compute_dtype), compute_dtype)
+        check_host_memory_for(numel, config.optimizer, *dtypes, num_local_ranks, mesh)
     if parallel.use_megatron_fsdp:
         megatron_fsdp.shard_model(
             model,

@@ -49,7 +49,7 @@ def shard_model(
     placements = build_placements(config, mesh)
     policy = MixedPrecisionPolicy(
         main_params_dtype=torch.float32,
-        main_grads_dtype=_DTYPES[config.megatron_fsdp_main_grads_dtype or "fp32"],
+        main_grads_dtype=main_grads_dtype(config, compute_dtype),
         grad_comm_dtype=_DTYPES[config.megatron_fsdp_grad_comm_dtype],
     )
     model.to(compute_dtype)
@@ -72,6 +72,11 @@ def shard_model(
             reshard_after_forward=False,
             offload_policy=OffloadPolicy(main_weights_on_host=model in offloaded),
         )
+
+
+def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the gradients that the optimizer reads."""
+    return _DTYPES[config.megatron_fsdp_main_grads_dtype or "fp32"] or compute_dtype
 
 
 def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:

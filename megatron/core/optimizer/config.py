@@ -45,7 +45,7 @@ class OptimizerConfig:
         True, "page-locked host memory for states and weights", off_flag="--no-pin-cpu-params"
     )
     cpu_optimizer_threads: int | None = option(
-        None, "threads of a rank's host update; default: the cores of its share of the machine", at_least=1
+        None, "threads that step Adam on the CPU; default: a rank's share of the cores", at_least=1
     )
 
     def __post_init__(self) -> None:
@@ -76,6 +76,13 @@ class OptimizerConfig:
             "--exp-avg-sq-dtype",
             f"--exp-avg-dtype's {self.exp_avg_dtype} with --optimizer-cpu-offload",
             self.exp_avg_sq_dtype,
+        )
+        is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
+        expect(
+            is_ours or self.cpu_optimizer_threads is None,
+            "--cpu-optimizer-threads",
+            "our own Adam, --optimizer adam and --gpu-optimizer native",
+            f"{self.optimizer}, {self.gpu_optimizer}",
         )
         if self.optimizer == "sgd":
             expect(

@@ -21,7 +21,7 @@ from megatron.core.distributed.units import sharding_units
 from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks
+from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks, shares_memory
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -124,6 +124,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, num_lo
             groups,
             exp_avg_dtype=_DTYPES[config.exp_avg_dtype],
             exp_avg_sq_dtype=_DTYPES[config.exp_avg_sq_dtype],
+            num_host_threads=config.cpu_optimizer_threads,
             **_options(config, lr),
         )
     else:
@@ -154,19 +155,29 @@ def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module
 
 
 def check_host_memory_for(
-    numel: int, config: OptimizerConfig, compute_dtype: torch.dtype, num_local_ranks: int, mesh: DeviceMesh
+    numel: int,
+    config: OptimizerConfig,
+    grad_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    num_local_ranks: int,
+    mesh: DeviceMesh,
 ) -> None:
     """Refuses, before there are any weights, what `build_optimizer` would refuse once there are. All ranks together.
 
     Args:
         numel: elements that a rank will have on the host, but for padding.
+        grad_dtype, weight_dtype: of gradients and compute weights as they travel.
 
     Raises:
         HostMemoryError: see `HybridDeviceOptimizer`.
     """
-    needs = {"main weights": 4, "gradients": compute_dtype.itemsize}
+    needs = {"main weights": torch.float32.itemsize, "gradients": grad_dtype.itemsize}
     if config.optimizer == "adam":
         needs["moments"] = _DTYPES[config.exp_avg_dtype].itemsize + _DTYPES[config.exp_avg_sq_dtype].itemsize
+    elif config.sgd_momentum:
+        needs["momentum"] = torch.float32.itemsize
+    if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
+        needs["compute weights"] = weight_dtype.itemsize
     check_memory_on_all_ranks(
         [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()], num_local_ranks, mesh
     )

@@ -65,6 +65,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another than p's.
         store_param_remainders: keep of the fp32 value of a bf16 parameter only what the parameter lacks.
         set_grad_none: what `zero_grad` does if it is not told.
+        num_host_threads: of the pass over CPU tensors; default: the cores that this rank may use.
 
     Raises:
         NotImplementedError: for amsgrad and for capturable.
@@ -90,6 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool = True,
+        num_host_threads: int | None = None,
     ) -> None:
         for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
             if value:
@@ -110,6 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._memory = StateMemory()
         self._host: HostAdam | None = None
+        self._num_host_threads = num_host_threads
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -337,7 +340,7 @@ class FusedAdam(torch.optim.Optimizer):
         on_device = [piece for piece in pieces if piece.weight.device.type != "cpu"]
         if on_host:
             if self._host is None:
-                self._host = HostAdam()
+                self._host = HostAdam(self._num_host_threads)
             self._host.run(merged(on_host))
         if on_device:
             device_adam.run(merged(on_device))

@@ -66,10 +66,6 @@ class CollectiveLane:
 
         return self._lane.enqueue(named, after)
 
-    def would_block(self, after: Sequence[Event]) -> bool:
-        """As `Lane.would_block`."""
-        return self._lane.would_block(after)
-
     def close(self) -> None:
         """As `Lane.close`."""
         self._lane.close()
@@ -236,19 +232,12 @@ class FsdpContext:
             reshard(wrong)
         for reference in following:
             other = reference()
-            if other is not None and self._may_prefetch(other):
+            if other is not None and not all(group.is_unsharded for group in other.parameter_groups):
                 for group in other.parameter_groups:
                     group.unshard(self.gather_lane)
                 self._prefetched = reference
         for group in module.parameter_groups:
             group.wait_unsharded()
-
-    def _may_prefetch(self, module: ScheduledModule) -> bool:
-        """Whether there is something to bring ahead of time, without waiting here for weights still on their way."""
-        groups = module.parameter_groups
-        return not all(group.is_unsharded for group in groups) and not any(
-            group.would_block(self.gather_lane) for group in groups
-        )
 
     # Gradients
 
@@ -349,7 +338,7 @@ def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """After any optimizer's step: the compute weights of what it has stepped are out of date, or will be delivered."""
     for group in {id(group): group for group in _groups_of(optimizer)}.values():
-        if not group.is_delivered:
+        if not group.is_delivered_by(optimizer):
             group.mark_updated()
 
 

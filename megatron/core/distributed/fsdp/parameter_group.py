@@ -34,6 +34,7 @@ from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradie
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.host_memory import HostSlab
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
@@ -103,6 +104,11 @@ class FsdpParameterGroup:
         fsdp_parameters: in the order of the layout's tensors.
     """
 
+    main_weight: DBuffer
+    model_weight: DBuffer
+    post_optimizer_model_weight: DBuffer
+    unsharded_weight: DBuffer
+
     def __init__(
         self,
         owned: Sequence[OwnedParameter],
@@ -124,11 +130,10 @@ class FsdpParameterGroup:
         self.policy = policy.resolve(self.dtype)
         self.layout = GlobalLayout.build([parameter.original.shape for parameter in owned], mesh.size())
         self._device = device
+        self._is_on_host = self.requires_grad and offload is not None and offload.main_weights_on_host
+        self._deliverer: weakref.ref[object] | None = None
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
-        self._is_delivered = False
-        if self.requires_grad and offload is not None and offload.main_weights_on_host:
-            self._take_main_weight(DBuffer(mesh, placements.optimizer, self.layout, self.main_weight.dtype, "cpu"))
         self.fsdp_parameters = [self._make_parameter(index, parameter) for index, parameter in enumerate(owned)]
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         if self.is_gathered:
@@ -167,15 +172,15 @@ class FsdpParameterGroup:
     # Main weights on the other side
 
     @property
-    def is_delivered(self) -> bool:
-        """Whether who updates the main weights brings the compute weights too, and says so by `deliver`."""
-        return self._is_delivered
+    def is_on_host(self) -> bool:
+        """Whether the main weights are in host memory, apart from any compute weights."""
+        return self._is_on_host
 
     def put_main_weight(self, buffer: DBuffer) -> None:
-        """Moves the main weights into another buffer of the same kind, in host memory say, and keeps no other.
+        """Moves the main weights into another buffer of the same kind, in host memory, and keeps no other.
 
         The sharded parameters stay the objects that they are, over the new memory; their `device` stays the compute
-        weights', as their gradients'. From here on, compute weights are delivered.
+        weights', as their gradients'.
         """
         expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
         got = (buffer.placements, buffer.layout, buffer.dtype)
@@ -185,28 +190,33 @@ class FsdpParameterGroup:
             self._check_is_view(index, parameter)
         self.wait_main_weight()
         buffer.local_buffer.copy_(self.main_weight.local_buffer)
-        self._take_main_weight(buffer)
+        self.main_weight = buffer
+        self._is_on_host = True
         for index, parameter in enumerate(self.fsdp_parameters):
             parameter.sharded._local_tensor = buffer.get_local_tensor(index)  # type: ignore[attr-defined]
         self._is_updated = True
 
-    def _take_main_weight(self, buffer: DBuffer) -> None:
-        self.main_weight = buffer
-        self._is_delivered = True
+    def claim_delivery(self, owner: object) -> None:
+        """From here on `owner` updates the main weights and delivers the compute weights; nobody else does.
+
+        Its own steps need no cast: see `deliver`. It is known weakly.
+        """
+        self.wait_main_weight()
+        self._deliverer = weakref.ref(owner)
+
+    def is_delivered_by(self, owner: object) -> bool:
+        """Whether `owner` was the last to claim the group's delivery."""
+        return self._deliverer is not None and self._deliverer() is owner
 
     def deliver(self, updated: Event) -> None:
         """Says that after this event the main weights and this rank's post_optimizer_model_weight are up to date."""
         self._delivery = self._main_weight_ready = updated
 
-    def would_block(self, lane: Lane) -> bool:
-        """Whether `unshard` would hold up the caller, since compute weights have still to be delivered."""
-        return self._delivery is not None and lane.would_block([self._delivery])
-
     def wait_main_weight(self) -> None:
         """What this thread does from here on comes after the updates of the main weights that are under way."""
         if self._main_weight_ready is not None:
-            event, self._main_weight_ready = self._main_weight_ready, None
-            event.synchronize()
+            self._main_weight_ready.synchronize()
+            self._main_weight_ready = None  # not before: who has failed here must not get through the second time
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
         """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are there.
@@ -224,13 +234,14 @@ class FsdpParameterGroup:
     def checksum(self) -> torch.Tensor:
         """A number that tells this rank's main weights from others, most likely. Scalar, int64."""
         self.wait_main_weight()
-        return self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize]).sum(dtype=torch.int64)
+        integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
+        return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
     def unshard(self, lane: Lane) -> None:
         """Begins to bring the full parameters up to date, if they are not."""
         versions = self._versions()
         is_overwritten = self._is_updated or versions != self._seen_versions
-        delivery, self._delivery = self._delivery, None
+        delivery = self._delivery
         has_changed = is_overwritten or delivery is not None
         if self._is_unsharded and not has_changed:
             return
@@ -244,7 +255,7 @@ class FsdpParameterGroup:
         if has_changed:
             # For autograd, what it has saved of these weights is no longer what they are.
             torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
-        self._is_updated, self._seen_versions = False, versions
+        self._is_updated, self._seen_versions, self._delivery = False, versions, None
         self._is_unsharded = True
 
     def wait_unsharded(self) -> None:
@@ -329,7 +340,9 @@ class FsdpParameterGroup:
         if self.placements.optimizer != self.placements.parameter:
             self.post_optimizer_model_weight = self.model_weight.view(self.placements.optimizer)
         self.main_weight = self.post_optimizer_model_weight
-        if main_dtype != self.dtype:
+        if self._is_on_host:
+            self.main_weight = self._host_buffer(self.placements.optimizer, _known(main_dtype))
+        elif main_dtype != self.dtype:
             self.main_weight = self._buffer(self.placements.optimizer, main_dtype)
         elif self.main_weight is not self.model_weight:
             # Gathering the rest of the model weights is no change of the main weights.
@@ -354,6 +367,12 @@ class FsdpParameterGroup:
 
     def _buffer(self, placements: Sequence[Placement], dtype: torch.dtype | None) -> DBuffer:
         return DBuffer(self.mesh, placements, self.layout, _known(dtype), self._device.torch_device)
+
+    def _host_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
+        numel = DBuffer(self.mesh, placements, self.layout, dtype, "meta").range.numel
+        # What never travels need not be pinned.
+        slab = HostSlab(numel * dtype.itemsize, self._device, is_pinned=False, purpose="main weights")
+        return DBuffer.from_local(slab.tensor(0, numel, dtype), self.mesh, placements, self.layout)
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # What gathers write must not count as a change of what autograd has saved.

@@ -60,15 +60,14 @@ class DeviceLink(Protocol):
     @property
     def delivers(self) -> bool: ...
 
-    @property
-    def bytes_on_host(self) -> int:
-        """Bytes of main weights that are in host memory already, and will be free once they have been adopted."""
+    def own_main_weight(self) -> torch.Tensor | None:
+        """The main weights as a flat array, if they are in host memory already."""
 
-    def adopt(self, main_weight: torch.Tensor) -> None:
-        """Moves the main weights into an array of the bucket's."""
+    def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
+        """Moves the main weights into an array of the bucket's, unless they are there; `owner` updates them now."""
 
-    def check(self, main_weight: torch.Tensor) -> None:
-        """RuntimeError if the main weights are no longer in the bucket."""
+    def check(self, owner: object) -> None:
+        """RuntimeError if somebody else updates them."""
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         """Before an update: takes over what others have written to the parameters since the last one."""
@@ -106,19 +105,20 @@ class GroupLink:
         self._main_grad = main_grad
         self._fetched: int | None = None  # main_versions of the gradients in the bucket
 
-    @property
-    def bytes_on_host(self) -> int:
-        return self.group.main_weight.local_buffer.nbytes if self.group.is_delivered else 0
-
-    def adopt(self, main_weight: torch.Tensor) -> None:
+    def own_main_weight(self) -> torch.Tensor | None:
         # For autograd, updating the bucket's array is no change of the parameters: whoever updates it delivers.
-        self.group.put_main_weight(self._as_buffer(apart(main_weight)))
+        return apart(self.group.main_weight.local_buffer) if self.group.is_on_host else None
 
-    def check(self, main_weight: torch.Tensor) -> None:
-        if self.group.main_weight.local_buffer.data_ptr() != main_weight.data_ptr():
+    def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
+        if not self.group.is_on_host:
+            self.group.put_main_weight(self._as_buffer(apart(main_weight)))
+        self.group.claim_delivery(owner)
+
+    def check(self, owner: object) -> None:
+        if not self.group.is_delivered_by(owner):
             raise RuntimeError(
-                f"Expected the main weights of {self.name} where this optimizer has put them, got them moved by "
-                "another one, made later: an FSDP group has one optimizer."
+                f"Expected to be the one optimizer of {self.name}, got another one, made later, that updates its main "
+                "weights."
             )
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
@@ -178,16 +178,20 @@ class TensorLink:
         self.grad_dtype = self.weight_dtype = parameters[0].dtype
         self._versions: dict[int, int] = {}  # by the parameter's id
 
-    @property
-    def bytes_on_host(self) -> int:
-        return 0
+    def own_main_weight(self) -> torch.Tensor | None:
+        return None
 
-    def adopt(self, main_weight: torch.Tensor) -> None:
+    def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
+        del owner  # nobody else knows these arrays
+        self.reload(main_weight)
+
+    def reload(self, main_weight: torch.Tensor) -> None:
+        """Takes over the parameters' values, whatever they were."""
         for slot in self.slots:
             self._versions[id(slot.parameter)] = _version(slot.parameter)
             slot.of(main_weight).copy_(_flat(slot.parameter))
 
-    def check(self, main_weight: torch.Tensor) -> None:
+    def check(self, owner: object) -> None:
         """They are the bucket's own."""
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:

@@ -1,7 +1,8 @@
 """The host side's memory: what every bucket needs, added up, held against what there is, and allocated once.
 
-Two slabs: gradients on their way down, and everything else. New compute weights are written over the gradients that
-they came from, where both have one dtype and are pinned alike.
+Three slabs: gradients on their way down; main weights, which a model goes on using when its optimizer is gone; and the
+rest. New compute weights are written over the gradients that they came from, where both have one dtype and are pinned
+alike. Main weights that are in host memory already stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.gradients import local_tensor
-from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory
+from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
 
 MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
@@ -58,58 +59,77 @@ class HostAllocator:
 
     def __init__(self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool) -> None:
         self._device = device
-        self._pins = {"gradients": pins_grads, "states": pins_params}
+        self._pins = {"gradients": pins_grads, "main weights": pins_params, "states": pins_params}
         self._has_moments = has_moments
         self._builders = {purpose: SlabBuilder() for purpose in self._pins}
         self._places: dict[tuple[int, str], tuple[str, int, int, torch.dtype]] = {}  # by id of the link, and what
         self._slabs: dict[str, HostSlab] = {}
+        self._own: dict[int, torch.Tensor] = {}  # by id of the link: main weights that are there
+        self._widest: DeviceLink | None = None
         self.needs: list[HostNeed] = []
 
     def plan(self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         """Takes in what every bucket needs, one kind of array after the other."""
-        self._add_each("main weights", "states", links, lambda link: link.main_dtype)
-        # Those that are on the host already are moved bucket by bucket.
-        there = sum(link.bytes_on_host for link in links)
-        self.needs = [need._replace(nbytes=max(0, need.nbytes - there)) for need in self.needs]
+        self._own = {id(link): own for link in links if (own := link.own_main_weight()) is not None}
+        new = [link for link in links if id(link) not in self._own]
+        self._add_each("main weights", "main weights", new, lambda link: link.main_dtype)
         if self._has_moments:
             for name, dtype in zip(("exp_avg", "exp_avg_sq"), moment_dtypes, strict=True):
                 self._add_each(name, "states", links, partial(_same, dtype))
         self._add_each("gradients", "gradients", links, lambda link: link.grad_dtype)
+        if not self._has_moments:
+            # What other optimizers are given has the main weights' dtype; buckets are updated one after the other.
+            narrow = [link for link in links if link.grad_dtype != link.main_dtype]
+            self._widest = max(narrow, key=lambda link: link.numel, default=None)
+            if self._widest is not None:
+                self._add_each("widened gradients", "states", [self._widest], lambda link: link.main_dtype)
         others = [link for link in links if not self._shares(link)]
         self._add_each("compute weights", "states", others, lambda link: link.weight_dtype)
 
-    def allocate(self) -> list[HostSlab]:
+    @property
+    def nbytes(self) -> int:
+        """Of host memory that the buckets lie in, main weights that were there before included."""
+        return sum(builder.nbytes for builder in self._builders.values()) + sum(
+            own.nbytes for own in self._own.values()
+        )
+
+    def allocate(self) -> None:
         """Makes the slabs, which are zero."""
         self._slabs = {
             purpose: builder.build(self._device, is_pinned=self._pins[purpose], purpose=purpose)
             for purpose, builder in self._builders.items()
         }
-        return list(self._slabs.values())
 
     def arrays(self, link: DeviceLink) -> BucketArrays:
         """The arrays of a bucket's that every optimizer needs."""
         weight = None if self._shares(link) else self._array(link, "compute weights")
-        return BucketArrays(link, self._array(link, "main weights"), self._array(link, "gradients"), weight)
+        own = self._own.get(id(link))
+        main_weight = self._array(link, "main weights") if own is None else own
+        return BucketArrays(link, main_weight, self._array(link, "gradients"), weight)
 
     def moments(self, link: DeviceLink) -> tuple[torch.Tensor, torch.Tensor]:
         """AdamW's two."""
         return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
 
+    def widened(self) -> torch.Tensor | None:
+        """Room for the gradients of any one bucket in the dtype of main weights, where they have another."""
+        return None if self._widest is None else self._array(self._widest, "widened gradients")
+
     def _shares(self, link: DeviceLink) -> bool:
-        """Whether weights on their way up are written over the gradients that they came from."""
-        return link.grad_dtype == link.weight_dtype and self._pins["gradients"] == self._pins["states"]
+        return shares_memory(link.grad_dtype, link.weight_dtype, self._pins["gradients"], self._pins["states"])
 
     def _add_each(
         self, what: str, purpose: str, links: Iterable[DeviceLink], dtype_of: Callable[[DeviceLink], torch.dtype]
     ) -> None:
-        builder = self._builders[purpose]
-        before = builder.nbytes
+        before = self._builders[purpose].nbytes
         for link in links:
             dtype = dtype_of(link)
-            self._places[id(link), what] = (purpose, builder.add(link.numel, dtype), link.numel, dtype)
-        if builder.nbytes > before:
+            offset = self._builders[purpose].add(link.numel, dtype)
+            self._places[id(link), what] = (purpose, offset, link.numel, dtype)
+        added = self._builders[purpose].nbytes - before
+        if added:
             is_pinned = self._pins[purpose] and self._device.pins_host_memory
-            self.needs.append(HostNeed(what, builder.nbytes - before, is_pinned))
+            self.needs.append(HostNeed(what, added, is_pinned))
 
     def _array(self, link: DeviceLink, what: str) -> torch.Tensor:
         purpose, offset, numel, dtype = self._places[id(link), what]
@@ -120,8 +140,17 @@ def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
     return dtype
 
 
+def shares_memory(grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads: bool, pins_params: bool) -> bool:
+    """Whether weights on their way up are written over the gradients that they came from."""
+    return grad_dtype == weight_dtype and pins_grads == pins_params
+
+
 def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
-    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look."""
+    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look.
+
+    Raises:
+        HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes to elsewhere.
+    """
     if num_local_ranks is None:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     failure = None
@@ -129,11 +158,15 @@ def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | 
         check_host_memory(needs, num_local_ranks=num_local_ranks)
     except HostMemoryError as error:
         failure = error
-    num_failed = torch.tensor(float(failure is not None), device="cpu" if mesh is None else mesh.device_type)
+    failed_bytes = 0 if failure is None else sum(need.nbytes for need in needs) * num_local_ranks
+    most = torch.tensor(failed_bytes, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
     if mesh is not None:
         for axis in range(mesh.ndim):
-            dist.all_reduce(num_failed, group=mesh.get_group(axis))
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if failure is not None:
         raise failure
-    if num_failed:
-        raise HostMemoryError("Expected every rank's host memory to suffice, got ranks where it does not; see theirs.")
+    if most:
+        raise HostMemoryError(
+            f"Expected host memory on every rank's machine, got one that needs {format_bytes(int(most))} for its ranks "
+            "and has less."
+        )

@@ -115,8 +115,16 @@ class FlatAdam:
 class TorchUpdate:
     """Any PyTorch optimizer over views of the bucket's main weights."""
 
-    def __init__(self, bucket: BucketArrays, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        bucket: BucketArrays,
+        cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        widened: torch.Tensor | None,
+    ) -> None:
+        """`widened` has room for the bucket's gradients in the dtype of its main weights, if they have another."""
         self._bucket = bucket
+        self._widened = widened
         self._parameters = [self._view(slot) for slot in bucket.link.slots]
         # A group for each, so that every parameter keeps the options of the group it has outside.
         self._optimizer = cls([{"params": [parameter]} for parameter in self._parameters], **options)
@@ -164,7 +172,10 @@ class TorchUpdate:
             grad = slot.of(bucket.grad)
             if grad_scale != 1:
                 grad.mul_(grad_scale)  # rounded as on the device, where it is done in place too
-            self._parameters[index].grad = grad.to(bucket.main_weight.dtype).view_as(self._parameters[index])
+            if grad.dtype != bucket.main_weight.dtype:
+                assert self._widened is not None, "allocated for this"
+                grad = slot.of(self._widened).copy_(grad)
+            self._parameters[index].grad = grad.view_as(self._parameters[index])
         self._optimizer.step()
         for index, slot in stepped:
             self._parameters[index].grad = None

@@ -22,14 +22,14 @@ from torch import nn
 from megatron.core.device import Event, InlineLane, Lane, relay
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import check_whole
-from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.clip_grads import scale_grads
-from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot
+from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.side_options import (
     ADAM_OPTIONS,
+    check_moment_dtypes,
     common_defaults,
     defaults_of,
     is_flat_adam,
@@ -87,9 +87,9 @@ class _Bucket:
 
 
 class _Host(NamedTuple):
-    """The host side: its memory by purpose, and the buckets in it."""
+    """The host side: the bytes of its memory, and the buckets in it."""
 
-    slabs: list[HostSlab]
+    nbytes: int
     buckets: list[_Bucket]
 
 
@@ -143,7 +143,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
             num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
-            kwargs: options of the optimizer classes: lr, betas, weight_decay.
+            kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes than AdamW are
+                theirs: not in the slabs, nor counted before.
 
         Raises:
             ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that AdamW does not take.
@@ -154,11 +155,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._device_optimizer: torch.optim.Optimizer | None = None
         host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
         self._is_flat = is_flat_adam(host_cls, kwargs)
+        moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        check_moment_dtypes(moment_dtypes, self._is_flat, is_flat_adam(device_cls, kwargs))
         super().__init__(params, common_defaults(host_cls, device_cls, kwargs))
         if (overlap_step_with_forward or fetch_during_backward) and not overlap_cpu_optimizer_d2h_h2d:
-            raise ValueError(
-                "Expected overlap_cpu_optimizer_d2h_h2d with overlap_step_with_forward or fetch_during_backward, got none."
-            )
+            raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off.")
         self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
@@ -168,17 +169,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
         on_device = [unit for index, unit in enumerate(units) if not self.plan.is_on_host(index)]
         check_sides(on_device)
-        moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         links = links_of(on_host, param_update_in_fp32)
         if self._is_flat:
-            check_dtypes(links, moment_dtypes)
+            check_dtypes(links)
         allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
         allocator.plan(links, moment_dtypes)
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of(units))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
         # The device's first: what it refuses must leave the host's groups where they are.
         fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
-        fused |= {"master_weights": param_update_in_fp32}
+        fused |= {"master_weights": param_update_in_fp32, "num_host_threads": num_host_threads}
         self._make_device_side(on_device, device_cls, known_to(device_cls, kwargs), fused)
         self._make_host_side(links, allocator, host_cls, adam, known_to(host_cls, kwargs))
 
@@ -221,6 +221,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 self._check_gradient(parameter)
         now = self._device.event()
         options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        for bucket in self._buckets:
+            bucket.link.check(self)
         prepared = [(bucket, _prepare(bucket, options, grad_scale)) for bucket in self._buckets]
         # First, since it may refuse too; what has been prepared cannot fail.
         self._step_on_device(grad_scale)
@@ -249,8 +251,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             if isinstance(bucket.link, GroupLink):
                 bucket.link.group.mark_updated()
-            else:
-                bucket.link.adopt(bucket.arrays.main_weight)
+            elif isinstance(bucket.link, TensorLink):
+                bucket.link.reload(bucket.arrays.main_weight)
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
@@ -312,14 +314,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that this rank has allocated."""
-        return 0 if self._host is None else sum(slab.nbytes for slab in self._host.slabs)
+        """Bytes of host memory on this rank: main weights, AdamW's moments, gradients and weights on their way."""
+        return 0 if self._host is None else self._host.nbytes
 
     def _make_lanes(self, overlaps: bool) -> None:
         if overlaps:
             self._d2h: Lane = self._device.lane("optimizer d2h")
             self._update_lane: Lane = self._device.host_lane("optimizer host")
             self._h2d: Lane = self._device.lane("optimizer h2d")
+            # What the lanes work on must outlast their work. At the program's end nothing is given back, and a lane may
+            # wait for a peer that is gone.
+            lanes = (self._update_lane, self._d2h, self._h2d)
+            weakref.finalize(self, _close_all, lanes).atexit = False
         else:
             self._d2h = self._update_lane = self._h2d = InlineLane(self._device)
 
@@ -331,13 +337,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         adam: HostAdam | None,
         options: dict[str, Any],
     ) -> None:
-        slabs, buckets = allocator.allocate(), []
+        allocator.allocate()
+        buckets = []
         for link in links:
             arrays = allocator.arrays(link)
-            link.adopt(arrays.main_weight)
+            link.adopt(arrays.main_weight, self)
             update: HostUpdate
             if adam is None:
-                update = TorchUpdate(arrays, cls, options)
+                update = TorchUpdate(arrays, cls, options, allocator.widened())
             else:
                 update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
             buckets.append(_Bucket(arrays, update))
@@ -345,7 +352,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 buckets[-1].fetch_early(self._d2h)
         # What `adopt` has begun to copy.
         self._device.event().synchronize()
-        self._host = _Host(slabs, buckets)
+        self._host = _Host(allocator.nbytes, buckets)
         self._slots = {id(s.parameter): (b, n) for b in buckets for n, s in enumerate(b.link.slots)}
 
     def _make_device_side(
@@ -436,13 +443,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     # States
 
     def _collect_states(self) -> None:
-        for bucket in self._buckets:
-            for index, slot in enumerate(bucket.link.slots):
-                states = bucket.update.states(index)
-                if states:
-                    self._state[slot.parameter] = states
+        # A state of nothing says that there is an optimizer to PyTorch's helpers, which would step one that has none.
+        states: dict[torch.Tensor, Any] = {
+            slot.parameter: bucket.update.states(index)
+            for bucket in self._buckets
+            for index, slot in enumerate(bucket.link.slots)
+        }
         if self._device_optimizer is not None:
-            self._state.update(self._device_optimizer.state)
+            states.update(self._device_optimizer.state)
+        for parameter in set(self._state).difference(states):
+            del self._state[parameter]
+        self._state.update(states)
 
     def _load_fused_states(self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
@@ -455,9 +466,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
+def _close_all(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
+
+
 def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Prepared | None:
     """A bucket's step, if one of its parameters has a gradient."""
-    bucket.link.check(bucket.arrays.main_weight)
     stepped = bucket.stepped()
     if not stepped:
         return None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.adam import MOMENT_DTYPES
 
 # What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
 ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
@@ -53,3 +54,11 @@ def common_defaults(
                 f"{device_cls.__name__} takes {device[name]}, got none."
             )
     return device | host
+
+
+def check_moment_dtypes(dtypes: tuple[torch.dtype, torch.dtype], host_is_flat: bool, device_is_flat: bool) -> None:
+    """ValueError for dtypes of AdamW's moments that a side does not take, or that no side has."""
+    if host_is_flat and (dtypes[0] != dtypes[1] or dtypes[0] not in MOMENT_DTYPES):
+        raise ValueError(f"Expected both moments in one of {MOMENT_DTYPES} on the host, got {dtypes}.")
+    if not (host_is_flat or device_is_flat) and dtypes != (torch.float32, torch.float32):
+        raise ValueError(f"Expected AdamW on a side for moments in {dtypes}, got other classes on both.")

@@ -14,7 +14,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, TensorLink
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 
 _BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
 
@@ -82,16 +82,14 @@ def links_of(units: Sequence[Unit], in_fp32: bool) -> list[DeviceLink]:
 
 def check_sides(on_device: Sequence[Unit]) -> None:
     for unit in on_device:
-        if unit.group is not None and unit.group.is_delivered:
+        if unit.group is not None and unit.group.is_on_host:
             raise ValueError(
                 f"Expected the main weights of {unit.name} on the device, where the plan has them, got them in host "
                 "memory: shard with the OffloadPolicy that goes with the fraction."
             )
 
 
-def check_dtypes(links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    if moment_dtypes[0] != moment_dtypes[1] or moment_dtypes[0] not in MOMENT_DTYPES:
-        raise ValueError(f"Expected both moments in one of {MOMENT_DTYPES} on the host, got {moment_dtypes}.")
+def check_dtypes(links: Sequence[DeviceLink]) -> None:
     for link in links:
         for dtype in (link.main_dtype, link.grad_dtype, link.weight_dtype):
             if dtype not in FLOAT_DTYPES:

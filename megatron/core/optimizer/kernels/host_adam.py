@@ -111,7 +111,8 @@ class HostAdam:
             self._pool = library.host_adam_pool_create(self._num_threads)
             if not self._pool:
                 raise RuntimeError(f"Expected to start {self._num_threads} threads, got none from the system.")
-            weakref.finalize(self, _close, library, self._pool, self._process)
+            # At the program's end, other threads may still hand it work.
+            weakref.finalize(self, _close, library, self._pool, self._process).atexit = False
 
     @property
     def body(self) -> str:
@@ -152,12 +153,12 @@ class HostAdam:
         library = self._usable_library()
         if library is None:
             torch_adam.run(pieces)
-            return Ticket(None, ())
+            return Ticket(None, (), self._process)
         structs = (_Piece * len(pieces))(*map(_described, pieces))
         handle = library.host_adam_submit(self._pool, _BODIES[self._body], structs, len(pieces), touch)
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
-        return Ticket(functools.partial(library.host_adam_wait, handle), (self, *pieces))
+        return Ticket(functools.partial(library.host_adam_wait, handle), (self, *pieces), self._process)
 
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
@@ -191,8 +192,8 @@ class HostAdam:
 class Ticket:
     """Work under way. Letting go of it waits for it: its threads write the arrays until then."""
 
-    def __init__(self, wait: Callable[[], None] | None, keeps: tuple[object, ...]) -> None:
-        self._finish = None if wait is None else weakref.finalize(self, _wait, wait, keeps)
+    def __init__(self, wait: Callable[[], None] | None, keeps: tuple[object, ...], process: int) -> None:
+        self._finish = None if wait is None else weakref.finalize(self, _wait, wait, keeps, process)
 
     def wait(self) -> None:
         """Returns when all is written. Once is enough, more is harmless; one thread at a time."""
@@ -298,7 +299,8 @@ def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
         library.host_adam_pool_destroy(pool)
 
 
-def _wait(wait: Callable[[], None], keeps: tuple[object, ...]) -> None:
-    """`keeps` holds the arrays, and the pool, until here."""
+def _wait(wait: Callable[[], None], keeps: tuple[object, ...], process: int) -> None:
+    """`keeps` holds the arrays, and the pool, until here. The threads are not there in a forked child."""
     del keeps
-    wait()
+    if os.getpid() == process:
+        wait()
