@@ -165,6 +165,14 @@ class Device:
         """A new lane of work that the host does itself: a worker thread on any device."""
         return _ThreadLane.make(name, is_shared=False)
 
+    def span(self, clock: Callable[[], float] = time.perf_counter) -> Span:
+        """What measures how long something takes that this thread does, or issues to a GPU's current stream.
+
+        Args:
+            clock: seconds, for the CPU. A GPU has its own, and its spans have not been run on one.
+        """
+        return _StreamSpan(self.index) if self.kind == "cuda" else ClockSpan(clock)
+
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
         return _StreamEvent(torch.cuda.current_stream(self.index)) if self.kind == "cuda" else _ThreadEvent.done()
@@ -192,6 +200,37 @@ class Event(Protocol):
         """This thread waits for the event, on any device. Raises what the work raised, if it failed."""
 
 
+class Span(Protocol):
+    """A duration: of what is done, or issued, while it is open. Used once."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took; None while that is not known. Waits for nothing."""
+
+
+class ClockSpan:
+    """What a thread itself does, by a clock in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begin = 0.0
+        self._seconds: float | None = None
+
+    def __enter__(self) -> None:
+        self._begin = self._clock()
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds = self._clock() - self._begin
+
+    @property
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
 class Lane(Protocol):
     """An ordered queue of work beside the computation. See [Note: lanes]."""
 
@@ -210,13 +249,13 @@ class Lane(Protocol):
         """
 
 
-def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> Event:
+def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> RelayedEvent:
     """Queues work on a worker thread's lane that ends with an event of another lane, and answers one of both.
 
     So a host lane may compute something and then begin to copy it to the device, and neither waits for the caller.
     """
     ends: list[Event] = []
-    return _RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
+    return RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
 
 
 class InlineLane:
@@ -246,12 +285,16 @@ class InlineLane:
         """Nothing is queued."""
 
 
-class _RelayedEvent:
-    """Done when work on one lane is, and then the work on another with which it ended."""
+class RelayedEvent:
+    """Done when work on one lane is, and then the work on another with which it ended. What `relay` answers."""
 
     def __init__(self, first: Event, ends: list[Event]) -> None:
         self._first = first
         self._ends = ends
+
+    def wait_first(self) -> None:
+        """This thread waits for the work on the first lane, on any device. Raises what it raised, if it failed."""
+        self._first.synchronize()
 
     def wait(self) -> None:
         self._first.synchronize()
@@ -318,6 +361,11 @@ class _Worker:
 _thread = threading.local()
 
 
+def is_lane_thread() -> bool:
+    """Whether this thread is a worker's, in which garbage is collected too, and which must not wait for any lane."""
+    return getattr(_thread, "is_worker", False)
+
+
 def _serve(items: queue.SimpleQueue[_Queued | None]) -> None:
     _thread.is_worker = True
     # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
@@ -362,10 +410,7 @@ class _ThreadLane:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            end = self._put(lambda: None, ())
-            # A worker that collects garbage may come here; what it waits for might be its own work.
-            if not getattr(_thread, "is_worker", False):
-                end.wait_quietly()
+            self._put(lambda: None, ()).wait_quietly()
 
     def carry_out(self, item: _Queued) -> None:
         """For the worker: does what has been queued, unless something before it has failed."""
@@ -390,7 +435,7 @@ class _StreamEvent:
     """An event on a GPU, recorded on a stream when it is made."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(blocking=True)  # threads that wait for it leave their core to others
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -398,6 +443,29 @@ class _StreamEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
+
+
+class _StreamSpan:
+    """What is issued to the current stream of a GPU, from one of its events to another. Not run on one yet."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._is_closed = False
+
+    def __enter__(self) -> None:
+        self._events[0].record(torch.cuda.current_stream(self._index))
+
+    def __exit__(self, *error: object) -> None:
+        self._events[1].record(torch.cuda.current_stream(self._index))
+        self._is_closed = True
+
+    @property
+    def seconds(self) -> float | None:
+        # An event that was never recorded would count as done.
+        if not self._is_closed or not self._events[1].query():
+            return None
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
 
 
 class _StreamLane:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.options import check_options, expect, option, resolve_default
 
-_DTYPES = ("fp32", "bf16", "auto")
+_DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
 @dataclass(frozen=True)

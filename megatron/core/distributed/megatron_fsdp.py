@@ -1,6 +1,6 @@
 """The default engine: `fully_shard` on flat buffers, with the settings of a run.
 
-Main weights are fp32. With bf16 compute, weights in use are bf16.
+Main weights are fp32 unless asked otherwise; weights in use have the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.units import sharding_units
+from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import INNER_AXIS, OUTER_AXIS, build_hybrid_mesh
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": None}
 
 
 def shard_model(
@@ -33,6 +32,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype,
     reset_parameters: Callable[[nn.Module], None],
+    main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[nn.Module] = (),
 ) -> None:
     """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
@@ -42,15 +42,16 @@ def shard_model(
         mesh: one axis, over all ranks.
         compute_dtype: dtype of the weights and activations in forward and backward.
         reset_parameters: gives a module with parameters on meta its initial weights; see `fully_shard_context`.
+        main_params_dtype: dtype of the main weights.
         offloaded: the units, `model` for what remains, whose main weights are in host memory from the start.
     """
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, mesh.size(), config.num_distributed_optimizer_instances)
     placements = build_placements(config, mesh)
     policy = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32,
+        main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype(config, compute_dtype),
-        grad_comm_dtype=_DTYPES[config.megatron_fsdp_grad_comm_dtype],
+        grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
     )
     model.to(compute_dtype)
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
@@ -76,7 +77,7 @@ def shard_model(
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the gradients that the optimizer reads."""
-    return _DTYPES[config.megatron_fsdp_main_grads_dtype or "fp32"] or compute_dtype
+    return DTYPES.get(config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype)  # auto is the compute dtype
 
 
 def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, expect, option
+from megatron.core.options import check_options, expect, option, options_of
 
-_MOMENT_DTYPES = ("fp32", "bf16")
+_WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
+_MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
+_HOST_MOMENT_DTYPES = ("fp32", "bf16")
+_DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,30 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "term added to Adam's denominator", more_than=0)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, less_than=1)
     clip_grad: float = option(1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0)
+    log_num_zeros_in_grad: bool = option(False, "count the zeros among the gradients' elements, and report them")
+    loss_scale: float | None = option(
+        None, "with --fp16: scale of the loss, which stays; default: one that adapts", more_than=0
+    )
+    initial_loss_scale: float = option(2.0**32, "first value of a loss scale that adapts", more_than=0)
+    min_loss_scale: float = option(1.0, "value below which a loss scale that adapts is not halved", more_than=0)
+    loss_scale_window: int = option(1000, "finite steps in a row after which the loss scale is doubled", at_least=1)
+    hysteresis: int = option(
+        2, "steps that are not finite until the loss scale is halved; counted anew once it is doubled", at_least=1
+    )
     gpu_optimizer: str = option(
         "auto",
         "whose Adam steps what is on the device: native is ours, auto takes it; TransformerEngine's and Apex's need "
         "their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
+    )
+    use_precision_aware_optimizer: bool = option(
+        False, "allow the optimizer's weights, gradients and states to have other dtypes than fp32"
+    )
+    main_params_dtype: str = option("fp32", "dtype of the main weights", choices=_WEIGHT_DTYPES)
+    main_grads_dtype: str | None = option(
+        None,
+        "dtype of the gradients that the optimizer reads; default: as --megatron-fsdp-main-grads-dtype",
+        choices=_WEIGHT_DTYPES,
     )
     exp_avg_dtype: str = option("fp32", "dtype of Adam's first moments", choices=_MOMENT_DTYPES)
     exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moments", choices=_MOMENT_DTYPES)
@@ -71,12 +93,6 @@ class OptimizerConfig:
             "auto or native with --optimizer-cpu-offload, so that both sides give the same bits",
             self.gpu_optimizer,
         )
-        expect(
-            not self.optimizer_cpu_offload or self.exp_avg_dtype == self.exp_avg_sq_dtype,
-            "--exp-avg-sq-dtype",
-            f"--exp-avg-dtype's {self.exp_avg_dtype} with --optimizer-cpu-offload",
-            self.exp_avg_sq_dtype,
-        )
         is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
             is_ours or self.cpu_optimizer_threads is None,
@@ -88,8 +104,41 @@ class OptimizerConfig:
             expect(
                 self.gpu_optimizer in ("auto", "torch"), "--gpu-optimizer", "auto or torch for sgd", self.gpu_optimizer
             )
-            dtypes = (self.exp_avg_dtype, self.exp_avg_sq_dtype)
-            expect(dtypes == ("fp32", "fp32"), "--exp-avg-dtype", "--optimizer adam, which has moments", "sgd")
-        elif self.gpu_optimizer not in ("auto", "native"):
-            dtypes = (self.exp_avg_dtype, self.exp_avg_sq_dtype)
-            expect(dtypes == ("fp32", "fp32"), "--exp-avg-dtype", "--gpu-optimizer native", self.gpu_optimizer)
+        self._check_dtypes(is_ours)
+        self._check_loss_scale()
+
+    def given_loss_scale_flags(self) -> list[str]:
+        """The flags of loss scaling whose values are not the defaults."""
+        defaults = {field.name: field.default for field in options_of(OptimizerConfig)}
+        names = ("loss_scale", *_DYNAMIC_LOSS_SCALE)
+        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]]
+
+    def _check_loss_scale(self) -> None:
+        if self.loss_scale is not None:
+            others = [flag for flag in self.given_loss_scale_flags() if flag != "--loss-scale"]
+            expect(not others, "--loss-scale", "no flags of a loss scale that adapts", ", ".join(others))
+        expect(
+            self.min_loss_scale <= self.initial_loss_scale,
+            "--min-loss-scale",
+            f"at most --initial-loss-scale {self.initial_loss_scale}",
+            self.min_loss_scale,
+        )
+
+    def _check_dtypes(self, is_ours: bool) -> None:
+        dtypes = {
+            "--main-params-dtype": self.main_params_dtype,
+            "--main-grads-dtype": self.main_grads_dtype or "fp32",
+            "--exp-avg-dtype": self.exp_avg_dtype,
+            "--exp-avg-sq-dtype": self.exp_avg_sq_dtype,
+        }
+        for flag, dtype in dtypes.items():
+            is_allowed = self.use_precision_aware_optimizer or dtype == "fp32"
+            expect(is_allowed, flag, "--use-precision-aware-optimizer for another dtype than fp32", dtype)
+            expect(is_ours or dtype == "fp32", flag, "fp32 for other optimizers than our own Adam", dtype)
+        if self.optimizer_cpu_offload:
+            expect(
+                self.exp_avg_dtype == self.exp_avg_sq_dtype and self.exp_avg_dtype in _HOST_MOMENT_DTYPES,
+                "--exp-avg-dtype",
+                "fp32 or bf16, the same as --exp-avg-sq-dtype, with --optimizer-cpu-offload",
+                f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}",
+            )

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray, Update, carry_out
 from megatron.core.optimizer.kernels import device_adam
@@ -59,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, bias_correction: as in torch's AdamW; may differ between groups.
         amsgrad, capturable: must be False.
         adam_w_mode: decoupled weight decay; otherwise it is added to the gradient (L2).
-        master_weights: keep fp32 values of 16-bit parameters. Parameters of `fully_shard` are fp32 values already.
+        master_weights: keep fp32 values of 16-bit parameters. Those of our `fully_shard` are main weights already.
         master_weight_dtype: in which they are kept: fp32 or fp16.
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another than p's.
@@ -247,7 +248,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _state_dtypes(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """How the states of a parameter are kept, but for `step`."""
         dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-        if self.master_weights and parameter.dtype.itemsize == 2:
+        if self.master_weights and parameter.dtype.itemsize == 2 and group_of(parameter) is None:
             is_remainder = self.store_param_remainders and parameter.dtype == torch.bfloat16
             dtypes["master_param"] = torch.int16 if is_remainder else self.master_weight_dtype
         return dtypes

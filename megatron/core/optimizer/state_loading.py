@@ -66,6 +66,8 @@ def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """ValueError unless states that are to be loaded, if there are any, are like those that a parameter has."""
     if loaded and loaded.keys() != own.keys():
         raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(loaded)}.")
+    if STEP in loaded:
+        check_step(loaded[STEP], "a parameter")
     for name in loaded:
         expected, got = _description(own[name]), _description(loaded[name])
         if expected != got:
@@ -83,14 +85,22 @@ def check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dt
         raise ValueError(f"Expected {name} with {found.expected} as its parameter has, got {found.got}.")
 
 
+def check_step(step: Any, whose: str) -> None:
+    """ValueError unless a state is a number of steps."""
+    try:
+        is_count = float(step) >= 0 and float(step).is_integer()
+    except (TypeError, ValueError, RuntimeError):
+        is_count = False
+    if not is_count:
+        raise ValueError(f"Expected a number of steps of {whose}, got {step!r}.")
+
+
 def _check_states(
     loaded: Mapping[str, Any], parameter: torch.Tensor, number: Any, dtypes: Mapping[str, torch.dtype]
 ) -> None:
     if loaded.keys() != {STEP, *dtypes}:
         raise ValueError(f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}.")
-    step = float(loaded[STEP])
-    if not (step >= 0 and step.is_integer()):
-        raise ValueError(f"Expected a number of steps of parameter {number}, got {step}.")
+    check_step(loaded[STEP], f"parameter {number}")
     for name, dtype in dtypes.items():
         expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
         check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
@@ -98,6 +108,8 @@ def _check_states(
 
 def _description(value: Any) -> str:
     """What must be the same of a state and the one that is to be loaded into it."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "one number"
+    if not isinstance(value, torch.Tensor):
+        return f"type {type(value).__name__}"
     return f"shape {tuple(value.shape)}, {tuple(local_tensor(value).shape)} of it here, in {value.dtype}"

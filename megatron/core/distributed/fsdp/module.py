@@ -107,7 +107,8 @@ class FsdpModule(nn.Module):
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
         for module in self.modules():
             for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
-                probe = torch.empty(0, dtype=group.main_weight.dtype, device=group.main_weight.device)
+                # Where the compute weights are: main weights in host memory stay there whatever happens.
+                probe = torch.empty(0, dtype=group.main_weight.dtype, device=group.model_weight.device)
                 changed = fn(probe)
                 if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                     raise RuntimeError(

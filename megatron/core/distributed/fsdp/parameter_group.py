@@ -144,6 +144,8 @@ class FsdpParameterGroup:
         self._is_updated = True
         self._seen_versions = 0
         self._delivery: Event | None = None
+        self._before_use: Callable[[], None] | None = None  # of the delivery
+        self._before_wait: Callable[[], None] | None = None  # of the delivery that the weights in the making wait for
         self._main_weight_ready: Event | None = None
         self._send_down: Callable[[Event], Event] | None = None
         self._main_grad_read: Event | None = None
@@ -208,9 +210,15 @@ class FsdpParameterGroup:
         """Whether `owner` was the last to claim the group's delivery."""
         return self._deliverer is not None and self._deliverer() is owner
 
-    def deliver(self, updated: Event) -> None:
-        """Says that after this event the main weights and this rank's post_optimizer_model_weight are up to date."""
+    def deliver(self, updated: Event, before_use: Callable[[], None] | None = None) -> None:
+        """Says that after this event the main weights and this rank's post_optimizer_model_weight are up to date.
+
+        Args:
+            before_use: called once, by the thread that uses the weights, when it is about to wait for them. It may wait
+                for the event itself, to see how long that takes.
+        """
         self._delivery = self._main_weight_ready = updated
+        self._before_use = before_use
 
     def wait_main_weight(self) -> None:
         """What this thread does from here on comes after the updates of the main weights that are under way."""
@@ -255,6 +263,8 @@ class FsdpParameterGroup:
         if has_changed:
             # For autograd, what it has saved of these weights is no longer what they are.
             torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
+        if delivery is not None:
+            self._before_wait, self._before_use = self._before_use, None
         self._is_updated, self._seen_versions, self._delivery = False, versions, None
         self._is_unsharded = True
 
@@ -262,6 +272,9 @@ class FsdpParameterGroup:
         """What this thread does from here on comes after `unshard` has done its work."""
         if self._weights_ready is not None:
             event, self._weights_ready = self._weights_ready, None
+            before_wait, self._before_wait = self._before_wait, None
+            if before_wait is not None:
+                before_wait()
             event.wait()
 
     def reshard(self) -> None:

@@ -80,7 +80,7 @@ class HostAllocator:
         if not self._has_moments:
             # What other optimizers are given has the main weights' dtype; buckets are updated one after the other.
             narrow = [link for link in links if link.grad_dtype != link.main_dtype]
-            self._widest = max(narrow, key=lambda link: link.numel, default=None)
+            self._widest = max(narrow, key=lambda link: link.numel * link.main_dtype.itemsize, default=None)
             if self._widest is not None:
                 self._add_each("widened gradients", "states", [self._widest], lambda link: link.main_dtype)
         others = [link for link in links if not self._shares(link)]
@@ -92,6 +92,15 @@ class HostAllocator:
         return sum(builder.nbytes for builder in self._builders.values()) + sum(
             own.nbytes for own in self._own.values()
         )
+
+    @property
+    def nbytes_by_state(self) -> dict[str, int]:
+        """`nbytes` by what it is for: what aligns an array counts with it."""
+        own = sum(own.nbytes for own in self._own.values())
+        by_state = {"main weights": own} if own else {}
+        for need in self.needs:
+            by_state[need.what] = by_state.get(need.what, 0) + need.nbytes
+        return by_state
 
     def allocate(self) -> None:
         """Makes the slabs, which are zero."""
@@ -112,7 +121,7 @@ class HostAllocator:
         return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
 
     def widened(self) -> torch.Tensor | None:
-        """Room for the gradients of any one bucket in the dtype of main weights, where they have another."""
+        """Memory for the gradients of any one bucket in the dtype of its main weights, where they have another."""
         return None if self._widest is None else self._array(self._widest, "widened gradients")
 
     def _shares(self, link: DeviceLink) -> bool:

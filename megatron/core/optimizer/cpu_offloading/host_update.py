@@ -29,6 +29,7 @@ class Prepared(NamedTuple):
 
     begin: Callable[[], None]
     work: Callable[[], None]
+    nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class HostUpdate(Protocol):
@@ -44,6 +45,9 @@ class HostUpdate(Protocol):
 
     def init_states(self) -> None:
         """Allocates all states, without stepping."""
+
+    def own_nbytes(self) -> dict[str, int]:
+        """Bytes of the states that are not in the bucket's memory, by name, as far as there are any yet."""
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         """Takes over the states of a slot, which have been checked against its own; none: it was never stepped."""
@@ -80,13 +84,16 @@ class FlatAdam:
             for counter, step in zip(counters, steps, strict=True):
                 counter.fill_(step.step)
 
-        return Prepared(begin, lambda: self._adam.run(pieces))
+        return Prepared(begin, lambda: self._adam.run(pieces), sum(map(_traffic, pieces)))
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
 
     def init_states(self) -> None:
         """They are there from the start."""
+
+    def own_nbytes(self) -> dict[str, int]:
+        return {}
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         for name, own in self._states[index].items():
@@ -122,9 +129,9 @@ class TorchUpdate:
         options: dict[str, Any],
         widened: torch.Tensor | None,
     ) -> None:
-        """`widened` has room for the bucket's gradients in the dtype of its main weights, if they have another."""
+        """`widened` is memory for the bucket's gradients in the dtype of its main weights, if they have another."""
         self._bucket = bucket
-        self._widened = widened
+        self._widened = None if widened is None else widened.view(bucket.main_weight.dtype)
         self._parameters = [self._view(slot) for slot in bucket.link.slots]
         # A group for each, so that every parameter keeps the options of the group it has outside.
         self._optimizer = cls([{"params": [parameter]} for parameter in self._parameters], **options)
@@ -152,6 +159,14 @@ class TorchUpdate:
 
     def init_states(self) -> None:
         init_torch_states(self._optimizer)
+
+    def own_nbytes(self) -> dict[str, int]:
+        nbytes: dict[str, int] = {}
+        for states in self._optimizer.state.values():
+            for name, value in states.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    nbytes[name] = nbytes.get(name, 0) + value.nbytes
+        return nbytes
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         if MASTER in states:
@@ -188,3 +203,9 @@ class TorchUpdate:
         parameter = self._bucket.link.slots[index].parameter
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape
         return like(parameter, value) if is_like else value
+
+
+def _traffic(piece: AdamPiece) -> int:
+    """Bytes that a pass over these arrays reads and writes: weight and moments both, the others one of the two."""
+    both = (piece.weight, piece.exp_avg, piece.exp_avg_sq)
+    return 2 * sum(array.nbytes for array in both) + piece.grad.nbytes + (0 if piece.out is None else piece.out.nbytes)

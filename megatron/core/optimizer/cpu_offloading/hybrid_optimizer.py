@@ -11,15 +11,19 @@ last in forward. Host and device side give the same bits, so that where a group 
 
 from __future__ import annotations
 
+import copy
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from megatron.core.device import Event, InlineLane, Lane, relay
+from megatron.core.device import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.optimizer.clip_grads import scale_grads
@@ -35,6 +39,14 @@ from megatron.core.optimizer.cpu_offloading.side_options import (
     is_flat_adam,
     known_to,
 )
+from megatron.core.optimizer.cpu_offloading.timings import (
+    D2H,
+    H2D,
+    HOST,
+    OffloadTimings,
+    StepTimings,
+    TimingRecorder,
+)
 from megatron.core.optimizer.cpu_offloading.units import (
     Unit,
     check_dtypes,
@@ -45,6 +57,7 @@ from megatron.core.optimizer.cpu_offloading.units import (
     units_of,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
@@ -56,11 +69,12 @@ _IDENTITIES = ("params", "param_names")  # what a parameter group has besides op
 class _Bucket:
     """What moves together, with the events of its lanes."""
 
-    def __init__(self, arrays: BucketArrays, update: HostUpdate) -> None:
+    def __init__(self, arrays: BucketArrays, update: HostUpdate, timings: TimingRecorder | None) -> None:
         self.arrays = arrays
         self.link = arrays.link
         self.update = update
-        self.sent: Event | None = None  # its weights have gone up: the arrays of gradients and weights are free again
+        self.timings = timings
+        self.sent: RelayedEvent | None = None  # its weights have gone up: the arrays of gradients and weights are free again
 
     def stepped(self) -> list[tuple[int, Slot]]:
         """The slots whose parameters have a gradient, with their numbers."""
@@ -81,15 +95,17 @@ class _Bucket:
                 if mine is None or lane is None:
                     return reduced
                 link, grad = mine.link, mine.arrays.grad
-                return mine.fetch(lane, lambda: link.fetch_early(grad), reduced)
+                step = None if mine.timings is None else mine.timings.coming
+                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad)), reduced)
 
             self.link.group.send_main_grad(send_down)
 
 
 class _Host(NamedTuple):
-    """The host side: the bytes of its memory, and the buckets in it."""
+    """The host side: the bytes of its memory, also by what is in it, and the buckets."""
 
     nbytes: int
+    nbytes_by_state: dict[str, int]
     buckets: list[_Bucket]
 
 
@@ -123,6 +139,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         num_host_threads: int | None = None,
         num_local_ranks: int | None = None,
+        records_timings: bool = False,
         **kwargs: Any,
     ) -> None:
         """Plans, allocates the host side and moves what belongs there. All ranks of the mesh do it together.
@@ -143,6 +160,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
             num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
+            records_timings: clocks for `timings`.
             kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes than AdamW are
                 theirs: not in the slabs, nor counted before.
 
@@ -164,6 +182,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
         self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
+        self._timings: TimingRecorder | None = None
+        if records_timings:
+            self._timings = TimingRecorder(self._device, has_lanes=overlap_cpu_optimizer_d2h_h2d)
         units = units_of(self.param_groups)
         self.plan = OffloadPlan.build([(unit.name, unit.global_numel) for unit in units], offload_fraction)
         on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
@@ -226,13 +247,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         prepared = [(bucket, _prepare(bucket, options, grad_scale)) for bucket in self._buckets]
         # First, since it may refuse too; what has been prepared cannot fail.
         self._step_on_device(grad_scale)
-        fetched = [self._begin(bucket, update, now) for bucket, update in prepared if update is not None]
+        timings = None if self._timings is None else self._timings.begin()
+        fetched = [self._begin(bucket, update, now, timings) for bucket, update in prepared if update is not None]
         # Gradients may be written to again. Weights may be awaited one by one, where somebody does.
-        for event in fetched:
-            event.wait()
+        with nullcontext() if timings is None else timings.waiting(D2H):
+            for event in fetched:
+                event.wait()
         for bucket in self._buckets:
             if bucket.sent is not None and not (self._overlaps_forward and bucket.link.delivers):
-                bucket.sent.wait()
+                (bucket.sent.wait if timings is None else partial(timings.wait, bucket.sent))()
+        if self._timings is not None and not self._overlaps_forward:
+            self._timings.end()
         return loss
 
     def synchronize(self) -> None:
@@ -240,6 +265,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             if bucket.sent is not None:
                 bucket.sent.synchronize()
+
+    def timings(self) -> OffloadTimings | None:
+        """Means over the steps that have been completed since the last call; None if there are none.
+
+        With `overlap_step_with_forward` the last step is not among them: the forward still waits for it.
+
+        Raises:
+            RuntimeError: without `records_timings`.
+        """
+        if self._timings is None:
+            raise RuntimeError("Expected an optimizer with records_timings, got one without.")
+        return self._timings.collect()
 
     def reload_parameters(self) -> None:
         """Takes over the values that parameters have, after something wrote to them that no version counter shows.
@@ -274,6 +311,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        groups = [own | loaded for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=False)]
+        for group in groups if self._is_flat else ():
+            AdamStep.of(group, 1, 1.0, True)
         saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for group in self.param_groups for p in group["params"]}
         saved.update(states_by_parameter(self.param_groups, state_dict))
         self.init_state()
@@ -292,8 +332,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 bucket.update.load(index, states)
             elif optimizer is not None and not isinstance(optimizer, FusedAdam):
                 load_torch_states(optimizer, parameter, states)
-        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in other.items() if name != "params"})
+        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({name: value for name, value in other.items() if name not in _IDENTITIES})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -317,15 +357,34 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Bytes of host memory on this rank: main weights, AdamW's moments, gradients and weights on their way."""
         return 0 if self._host is None else self._host.nbytes
 
+    def host_bytes_by_state(self) -> dict[str, int]:
+        """Bytes of host memory by what they are for; what aligns an array counts with it.
+
+        The sum is `host_bytes`, and the states of other optimizers than AdamW, as far as there are any yet.
+        """
+        if self._host is None:
+            return {}
+        self.synchronize()
+        by_state = dict(self._host.nbytes_by_state)
+        for bucket in self._buckets:
+            for name, nbytes in bucket.update.own_nbytes().items():
+                by_state[name] = by_state.get(name, 0) + nbytes
+        return by_state
+
+    @property
+    def device_optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps the device side; None if everything is on the host."""
+        return self._device_optimizer
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is updated in host memory."""
+        return id(parameter) in self._slots
+
     def _make_lanes(self, overlaps: bool) -> None:
         if overlaps:
             self._d2h: Lane = self._device.lane("optimizer d2h")
             self._update_lane: Lane = self._device.host_lane("optimizer host")
             self._h2d: Lane = self._device.lane("optimizer h2d")
-            # What the lanes work on must outlast their work. At the program's end nothing is given back, and a lane may
-            # wait for a peer that is gone.
-            lanes = (self._update_lane, self._d2h, self._h2d)
-            weakref.finalize(self, _close_all, lanes).atexit = False
         else:
             self._d2h = self._update_lane = self._h2d = InlineLane(self._device)
 
@@ -347,12 +406,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 update = TorchUpdate(arrays, cls, options, allocator.widened())
             else:
                 update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
-            buckets.append(_Bucket(arrays, update))
+            buckets.append(_Bucket(arrays, update, self._timings))
             if self._fetches_early:
                 buckets[-1].fetch_early(self._d2h)
         # What `adopt` has begun to copy.
         self._device.event().synchronize()
-        self._host = _Host(allocator.nbytes, buckets)
+        self._host = _Host(allocator.nbytes, allocator.nbytes_by_state, buckets)
+        # What the lanes work on must outlast their work. At the program's end nothing is given back, and a lane may
+        # wait for a peer that is gone.
+        weakref.finalize(self, _release, (self._update_lane, self._d2h, self._h2d), self._host).atexit = False
         self._slots = {id(s.parameter): (b, n) for b in buckets for n, s in enumerate(b.link.slots)}
 
     def _make_device_side(
@@ -400,7 +462,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event) -> Event:
+    def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event, timings: StepTimings | None) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
         link, arrays = bucket.link, bucket.arrays
         slots = [slot for _, slot in bucket.stepped()]
@@ -411,17 +473,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
 
         prepared.begin()
-        fetched = bucket.fetch(self._d2h, fetch, now)
+        fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), now)
         h2d = self._h2d
+        work = _timed(timings, HOST, prepared.work, prepared.nbytes)
+        send = _timed(timings, H2D, lambda: link.send(arrays.weight, slots))
 
         def update() -> Event:
-            prepared.work()
+            work()
             # Only after the backward, which has used the weights that are now written over.
-            return h2d.enqueue(lambda: link.send(arrays.weight, slots), after=[now])
+            return h2d.enqueue(send, after=[now])
 
         bucket.sent = relay(self._update_lane, update, after=[fetched])
         if isinstance(link, GroupLink):
-            link.group.deliver(bucket.sent)
+            link.group.deliver(bucket.sent, None if timings is None else partial(timings.wait, bucket.sent))
         return fetched
 
     def _step_on_device(self, grad_scale: float) -> None:
@@ -466,9 +530,24 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
-def _close_all(lanes: Sequence[Lane]) -> None:
+def _release(lanes: Sequence[Lane], host: _Host) -> None:
+    """Lets go of the host side once the lanes have done their work, in whichever thread the optimizer was let go of."""
+    if is_lane_thread():
+        threading.Thread(target=_close_all, args=(lanes, host), daemon=True).start()
+    else:
+        _close_all(lanes, host)
+
+
+def _close_all(lanes: Sequence[Lane], host: _Host) -> None:
     for lane in lanes:
         lane.close()
+    del host  # until here
+
+
+def _timed(
+    timings: StepTimings | None, lane: str, work: Callable[[], object], host_bytes: int = 0
+) -> Callable[[], object]:
+    return work if timings is None else timings.timed(lane, work, host_bytes)
 
 
 def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Prepared | None:

@@ -23,6 +23,7 @@ these go the other way in rounding to nearest even. A NaN becomes the one whose 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class AdamStep:
     """The constants of one step. `step` counts from 1, this step included.
 
     Raises:
-        ValueError: for a step below 1, for a beta outside [0, 1).
+        ValueError: for a step below 1, for a beta outside [0, 1), for a rate that is negative or not finite.
     """
 
     step: int
@@ -58,6 +59,9 @@ class AdamStep:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
+        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"Expected a finite {name} of at least 0, got {value}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool) -> AdamStep:

@@ -1,0 +1,157 @@
+"""How long the offloaded optimizer's lanes work, and how long the computation waits for them.
+
+A step is what begins with its gradients' way down and ends with its weights on the device, which may be in the middle
+of the next forward. Only the clock is read: nothing waits that would not wait anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from megatron.core.device import ClockSpan, Device, RelayedEvent, Span
+
+D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
+
+
+class OffloadTimings(NamedTuple):
+    """One rank's means over steps, in seconds a step."""
+
+    num_steps: int
+    d2h: float  # gradients on their way down
+    host: float  # the update, in host memory
+    h2d: float  # weights on their way up
+    waited_d2h: float  # by the thread that computes, for each of them
+    waited_host: float
+    waited_h2d: float
+    host_bytes: float  # a step, that the update reads and writes; 0: not known
+
+    @property
+    def host_bytes_per_second(self) -> float | None:
+        """Of the update; None where its bytes are not known, or there was none."""
+        return self.host_bytes / self.host if self.host_bytes and self.host else None
+
+
+class StepTimings:
+    """What one step has been seen to take. Its spans are made where work is queued, and filled in where it is done."""
+
+    def __init__(self, device: Device, clock: Callable[[], float]) -> None:
+        self._device = device
+        self._clock = clock
+        self._spans: list[tuple[str, Span]] = []
+        self._waits: list[tuple[str, Span]] = []
+        self._host_bytes = 0
+
+    def timed(self, lane: str, work: Callable[[], object], host_bytes: int = 0) -> Callable[[], object]:
+        """The work, to be done on a lane, timed there.
+
+        Args:
+            lane: one of LANES.
+            host_bytes: that it reads and writes, of an update.
+        """
+        # The update's lane is a thread on any device.
+        span: Span = ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+        self._spans.append((lane, span))
+        self._host_bytes += host_bytes
+
+        def work_in_span() -> object:
+            with span:
+                return work()
+
+        return work_in_span
+
+    @contextmanager
+    def waiting(self, lane: str) -> Iterator[None]:
+        """Around a wait of this thread for what a lane does. On a GPU, transfers are awaited by its current stream."""
+        span: Span = ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+        self._waits.append((lane, span))
+        with span:
+            yield
+
+    def wait(self, updated: RelayedEvent) -> None:
+        """`updated.wait()`, the update and the way up apart."""
+        with self.waiting(HOST):
+            updated.wait_first()
+        with self.waiting(H2D):
+            updated.wait()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was queued has been done."""
+        return all(span.seconds is not None for _, span in (*self._spans, *self._waits))
+
+    def sums(self) -> dict[str, float]:
+        """Seconds by the names of `OffloadTimings`, and bytes; of what is complete."""
+        sums = {"host_bytes": float(self._host_bytes)}
+        for prefix, spans in (("", self._spans), ("waited_", self._waits)):
+            for lane in LANES:
+                sums[prefix + lane] = sum(span.seconds or 0.0 for name, span in spans if name == lane)
+        return sums
+
+
+class TimingRecorder:
+    """The steps' timings, added up as they are complete. Any thread may call it; it keeps numbers and clocks only."""
+
+    def __init__(self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        """
+        Args:
+            device: on which gradients and weights are.
+            has_lanes: whether anything runs beside the computation; else this waits for all of it.
+            clock: seconds.
+        """
+        self._device = device
+        self._has_lanes = has_lanes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._coming = StepTimings(device, clock)
+        self._current: StepTimings | None = None
+        self._ended: deque[StepTimings] = deque()
+        self._sums: dict[str, float] = {}
+        self._num_steps = 0
+
+    @property
+    def coming(self) -> StepTimings:
+        """The step that has not begun: gradients go down for it during the backward."""
+        with self._lock:
+            return self._coming
+
+    def begin(self) -> StepTimings:
+        """The coming step begins; nothing waits any more for the one before."""
+        with self._lock:
+            self._end()
+            self._current, self._coming = self._coming, StepTimings(self._device, self._clock)
+            return self._current
+
+    def end(self) -> None:
+        """The step that has begun is over: nothing will wait for it later."""
+        with self._lock:
+            self._end()
+
+    def collect(self) -> OffloadTimings | None:
+        """Means over the steps that were completed since the last call; None if there are none."""
+        with self._lock:
+            self._add_up()
+            if not self._num_steps:
+                return None
+            means = {name: value / self._num_steps for name, value in self._sums.items()}
+            timings = OffloadTimings(num_steps=self._num_steps, **means)
+            self._sums, self._num_steps = {}, 0
+        if self._has_lanes:
+            return timings
+        return timings._replace(waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d)
+
+    def _end(self) -> None:
+        if self._current is not None:
+            self._ended.append(self._current)
+            self._current = None
+        self._add_up()
+
+    def _add_up(self) -> None:
+        while self._ended and self._ended[0].is_complete:
+            for name, value in self._ended.popleft().sums().items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            self._num_steps += 1
