@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.manager import (
 )
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.config import RunConfig
@@ -77,6 +78,8 @@ def save_run(config: RunConfig, state: RunState, device: Device) -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": config.values(),
     }
+    if state.optimizer.loss_scaler is not None:
+        train_state["loss_scaler"] = state.optimizer.loss_scaler.state()
     folder = save_checkpoint(config.checkpoint.save, state.progress.iteration, tensors, train_state)
     logger.info("saved checkpoint %s in %.2f s", folder, time.perf_counter() - start)
 
@@ -107,6 +110,9 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
         state.schedule if checkpoint.finetune else _schedule(config.schedule, state.schedule, train_state, str(folder))
     )
     loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
+    scaler = state.optimizer.loss_scaler
+    if loads_optimizer:
+        scaler = _loss_scaler(scaler, train_state, str(folder))
     app = DCPState(state.model, state.optimizer.optimizer if loads_optimizer else None)
     tensors = app.state_dict()
     metadata = read_metadata(folder)
@@ -119,6 +125,7 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     app.load_state_dict(tensors)
     for group, own_constants in zip(state.optimizer.param_groups, constants, strict=True):
         group.update(own_constants)
+    state.optimizer.loss_scaler = scaler
     if own_rng is not None:
         set_rng_state(device, own_rng)
     if not checkpoint.finetune:
@@ -212,6 +219,16 @@ def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, 
         f"--load: expected the learning-rate schedule of the checkpoint, got {differences}. "
         "Choose with --override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
     )
+
+
+def _loss_scaler(own: LossScaler | None, train_state: dict[str, Any], folder: str) -> LossScaler | None:
+    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had none."""
+    if own is None or "loss_scaler" not in train_state:
+        return own
+    try:
+        return own.from_state(train_state["loss_scaler"])
+    except (AttributeError, ValueError) as failure:
+        raise CheckpointError(f"Expected the state of a loss scaler in {folder}, got {failure}.") from None
 
 
 def _rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class TrainingConfig:
         None, "sequences in one iteration; default: micro-batch-size x data-parallel size", at_least=1
     )
     bf16: bool = option(False, "compute in bf16, with main weights, reductions and optimizer in fp32")
+    fp16: bool = option(False, "compute in fp16 with a scaled loss; main weights and optimizer in fp32")
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1)
     eval_interval: int | None = option(1000, "iterations between evaluations on the validation split", at_least=1)
@@ -39,6 +40,12 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        expect(not (self.bf16 and self.fp16), "--fp16", "one dtype to compute in", "--bf16 too")
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of weights and activations in forward and backward: fp32, bf16 or fp16."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class RunConfig:
         config._check_batch(world_size)
         config._check_model()
         config._check_engine(world_size)
+        config._check_fp16()
         config._check_flags_that_need_others()
         LRSchedule.build(config.schedule, config.training.train_iters)
         return config
@@ -99,10 +107,21 @@ class RunConfig:
             yield field.name, getattr(self, field.name)
 
     def _resolve_main_grads(self) -> DataParallelConfig:
-        """Offloaded, gradients travel as they are; 4 bytes of each on the device would be half of what that saves."""
-        if not self.parallel.use_megatron_fsdp or self.parallel.megatron_fsdp_main_grads_dtype is not None:
+        """The engine's settings with the dtype of main gradients, which two flags may name.
+
+        Offloaded, gradients travel as they are: 4 bytes of each on the device would be half of what that saves.
+        """
+        asked, engines = self.optimizer.main_grads_dtype, self.parallel.megatron_fsdp_main_grads_dtype
+        if not self.parallel.use_megatron_fsdp:
+            for flag, dtype in (
+                ("--main-grads-dtype", asked or "fp32"),
+                ("--main-params-dtype", self.optimizer.main_params_dtype),
+            ):
+                expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
             return self.parallel
-        dtype = "auto" if self.optimizer.optimizer_cpu_offload else "fp32"
+        if asked is not None and engines is not None:
+            expect(asked == engines, "--main-grads-dtype", f"--megatron-fsdp-main-grads-dtype's {engines}", asked)
+        dtype = asked or engines or ("auto" if self.optimizer.optimizer_cpu_offload else "fp32")
         return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
     def _check_batch(self, world_size: int) -> None:
@@ -156,5 +175,24 @@ class RunConfig:
             return
         if world_size > 1:
             raise ConfigError(f"--no-use-megatron-fsdp: expected one process, got {world_size}.")
-        if self.training.bf16:
-            raise ConfigError("--bf16: expected --use-megatron-fsdp, which keeps the main weights in fp32, got none.")
+        dtype = self.training.compute_dtype
+        if dtype != "fp32":
+            raise ConfigError(
+                f"--{dtype}: expected --use-megatron-fsdp, which keeps the main weights in fp32, got none."
+            )
+
+    def _check_fp16(self) -> None:
+        if not self.training.fp16:
+            for flag in self.optimizer.given_loss_scale_flags():
+                raise ConfigError(f"{flag}: expected --fp16, whose loss is scaled, got {self.training.compute_dtype}.")
+            return
+        # Ours divide by the loss scale as they read gradients; for others they are divided in place, where fp16 would
+        # lose again what scaling has saved.
+        is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in ("auto", "native")
+        is_fp16 = self.parallel.megatron_fsdp_main_grads_dtype in ("auto", "fp16")
+        expect(
+            is_ours or not is_fp16,
+            "--megatron-fsdp-main-grads-dtype",
+            "fp32 with --fp16 and another optimizer than our own Adam",
+            self.parallel.megatron_fsdp_main_grads_dtype,
+        )

@@ -81,6 +81,7 @@ def train(
             save_run(config, state, surroundings.device)
         surroundings.metrics.resume_clock()
         if reason is not None and progress.iteration < training.train_iters:
+            state.optimizer.synchronize()
             logger.info("exiting at iteration %d of %d: %s", progress.iteration, training.train_iters, reason)
             return reason
     state.optimizer.synchronize()
@@ -144,6 +145,10 @@ def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterato
         skipped=progress.skipped_iterations,
         nan=progress.nan_iterations,
     )
+    if _is_due(progress, config.logging.log_interval):
+        timings = state.optimizer.timings()
+        if timings is not None:
+            surroundings.metrics.timings(timings, progress.iteration)
     if config.training.check_for_nan_in_loss and not math.isfinite(result.loss):
         raise NonFiniteLossError(progress.iteration, result.bad_ranks, result.loss)
     return result

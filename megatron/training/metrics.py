@@ -18,13 +18,16 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
 _MILLISECONDS = 1000.0
+_GIGA = 1e9
 _TERA = 1e12
+_TIMES = ("d2h", "host", "h2d", "waited_d2h", "waited_host", "waited_h2d")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class LoggingConfig:
     """Where a run's progress is reported."""
 
     log_interval: int = option(100, "iterations between log lines", at_least=1)
+    timing_log_level: int = option(
+        0, "1: report at each log line how long the offloaded optimizer's lanes took", choices=(0, 1)
+    )
     progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
     metrics_jsonl: str | None = option(None, "file that gets one JSON object for each iteration and evaluation")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
@@ -52,7 +58,7 @@ class LoggingConfig:
 
 
 class Sink(Protocol):
-    """Takes one record: `kind` ("train" or "eval") and flat plain data, `iteration` among it."""
+    """Takes one record: `kind` ("train", "eval" or "timing") and flat plain data, `iteration` among it."""
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Takes a record."""
@@ -183,6 +189,7 @@ class Metrics:
             "consumed_samples": consumed_samples,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
+            **_optional_values(result),
             "learning_rate": learning_rate,
             "elapsed_ms": seconds * _MILLISECONDS,
             "tokens_per_second": tokens_per_second,
@@ -196,6 +203,24 @@ class Metrics:
         if iteration % self._config.log_interval == 0:
             logger.info("%s", self._interval_line(record))
             self._restart_interval()
+
+    def timings(self, timings: OffloadTimings, iteration: int) -> None:
+        """Reports what the offloaded optimizer took in the steps since the last report, as seen by this rank."""
+        ms = {name: value * _MILLISECONDS for name, value in timings._asdict().items() if name in _TIMES}
+        rate = timings.host_bytes_per_second
+        logger.info(
+            "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, h2d %.1f",
+            ms["d2h"],
+            ms["host"],
+            "" if rate is None else f" ({rate / _GIGA:.1f} GB/s)",
+            *(ms[name] for name in ("h2d", "waited_d2h", "waited_host", "waited_h2d")),
+        )
+        record: dict[str, Any] = {"iteration": iteration, "num_steps": timings.num_steps}
+        record |= {f"{name}_ms": value for name, value in ms.items()}
+        if rate is not None:
+            record["host_gb_per_second"] = rate / _GIGA
+        for sink in self._sinks:
+            sink.write("timing", record)
 
     def evaluation(self, split: str, loss: float, iteration: int) -> None:
         """Reports an evaluation and leaves the time it took out of the next step's."""
@@ -245,11 +270,19 @@ class Metrics:
             f"learning rate: {record['learning_rate']:.6E}",
             f"global batch size: {self._rates.global_batch_size}",
             f"lm loss: {loss:.6E}",
+            *([f"loss scale: {record['loss_scale']:.1f}"] if "loss_scale" in record else []),
             f"grad norm: {record['grad_norm']:.3f}",
+            *([f"num zeros: {record['num_zeros']}"] if "num_zeros" in record else []),
             f"number of skipped iterations: {record['skipped_iterations']:3}",
             f"number of nan iterations: {record['nan_iterations']:3}",
         ]
         return " | ".join(parts) + " |"
+
+
+def _optional_values(result: StepResult) -> dict[str, float]:
+    """What only some runs report of a step."""
+    values = {"loss_scale": result.loss_scale, "num_zeros": result.num_zeros}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _scalars(kind: str, record: dict[str, Any]) -> dict[str, float]:

@@ -20,9 +20,11 @@ from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import build_optimizer, check_host_memory_for, offloaded_units
 from megatron.core.optimizer.lr_schedule import LRSchedule
+from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
 from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
@@ -96,27 +98,36 @@ def build_run_state(
         model = model_provider(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _shard(model, config, device, mesh, num_local_ranks)
-    optimizer = build_optimizer(model, config.optimizer, config.schedule.lr, num_local_ranks)
+    dtype = config.training.compute_dtype
+    optimizer = build_optimizer(
+        model,
+        config.optimizer,
+        config.schedule.lr,
+        num_local_ranks,
+        scales_loss=dtype == "fp16",
+        records_timings=config.logging.timing_log_level > 0,
+    )
     schedule = LRSchedule.build(config.schedule, config.training.train_iters)
     logger.info(
         "%d parameters, %s on %d rank(s), %s, %s",
         num_parameters,
         config.parallel.engine,
         mesh.size(),
-        "bf16 compute over fp32 main weights" if config.training.bf16 else "fp32",
+        "fp32" if dtype == "fp32" else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
         device.description,
     )
     if optimizer.plan is not None:
         logger.info(
             "optimizer states of %.0f%% in host memory:\n%s", 100 * optimizer.plan.host_fraction, optimizer.plan
         )
+    logger.info("memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model)))
     return RunState(model, optimizer, schedule, Progress())
 
 
 def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh, num_local_ranks: int) -> None:
     """Hands the model, on meta, to its engine and gives it its initial weights."""
     parallel, seed = config.parallel, config.training.seed
-    compute_dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    compute_dtype = DTYPES[config.training.compute_dtype]
     offloaded = offloaded_units(model, config.optimizer)
     if offloaded:
         numel = sum(offloaded.values()) // parallel.num_optimizer_shards(mesh.size())
@@ -133,6 +144,7 @@ def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh
             parallel,
             compute_dtype=compute_dtype,
             reset_parameters=seeded_reset(model, device.torch_device, seed),
+            main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
             offloaded=offloaded,
         )
         return

@@ -7,7 +7,7 @@ votes to stop; one transfer brings all of it to the host, and then all ranks ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,12 @@ class StepResult:
     """What one training step did; the same on every rank."""
 
     loss: float  # mean over the global batch, before the step
-    grad_norm: float  # global L2 norm, before clipping
+    grad_norm: float  # global L2 norm, unscaled, before clipping
     is_skipped: bool  # nothing was stepped, since the loss or the norm was not finite
     bad_ranks: tuple[int, ...]  # ranks whose own loss was not finite
     stop_votes: tuple[float, float]  # summed over ranks
+    loss_scale: float | None = None  # of the next step; None: the loss is not scaled
+    num_zeros: int | None = None  # zeros among the elements of all gradients; None: not asked for
 
 
 class NonFiniteLossError(RuntimeError):
@@ -55,7 +57,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
-    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere.
+    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
+    the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
     `stop_votes` is asked after the backward, so that a signal counts in the step that it came in.
     Gradients are cleared before the function returns.
     """
@@ -66,14 +69,22 @@ def train_step(
         batch = _to_device(next(microbatches), device)
         with microbatch_of(model, is_last=number == num_microbatches - 1):
             mean_loss = forward_step(model, batch) / num_microbatches
-            mean_loss.backward()
+            optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
-    norm = optimizer.grad_norm().to(device)
-    loss_sum, num_bad, *votes, norm_value = _agree(loss, norm, stop_votes(), mesh)
+    measures = [optimizer.grad_norm(), optimizer.num_zeros()]
+    loss_sum, num_bad, vote, other_vote, norm, *zeros = _agree(loss, measures, stop_votes(), mesh)
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
-    is_skipped = not math.isfinite(loss_sum) or not optimizer.step(norm_value)
+    has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan)
     optimizer.zero_grad()
-    return StepResult(loss_sum / mesh.size(), norm_value, is_skipped, bad_ranks, (votes[0], votes[1]))
+    return StepResult(
+        loss=loss_sum / mesh.size(),
+        grad_norm=norm,
+        is_skipped=not has_stepped,
+        bad_ranks=bad_ranks,
+        stop_votes=(vote, other_vote),
+        loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
+        num_zeros=int(zeros[0]) if zeros else None,
+    )
 
 
 @torch.no_grad()
@@ -101,18 +112,22 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _agree(
-    loss: torch.Tensor, norm: torch.Tensor, stop_votes: tuple[float, float], mesh: DeviceMesh
+    loss: torch.Tensor,
+    measures: Sequence[torch.Tensor | None],
+    stop_votes: tuple[float, float],
+    mesh: DeviceMesh,
 ) -> tuple[float, ...]:
-    """(sum of losses, number of ranks whose loss is not finite, *summed votes, norm), the same on every rank.
+    """(sum of losses, number of ranks whose loss is not finite, *summed votes, *measures), the same on every rank.
 
-    The norm already is; the rest takes one all-reduce. The transfer to the host at the end is the only synchronisation
-    of the step.
+    The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce. The transfer to the host
+    at the end is the only synchronisation of the step.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in stop_votes]
     shared = torch.stack([loss, is_bad, *votes])
     dist.all_reduce(shared, group=mesh.get_group())
-    return tuple(torch.cat([shared, norm.reshape(1)]).tolist())
+    known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
+    return tuple(torch.cat([shared, *known]).tolist())
 
 
 def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:

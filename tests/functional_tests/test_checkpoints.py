@@ -182,6 +182,29 @@ def test_this_runs_weight_decay_holds_over_the_checkpoints(saved, tmp_path):
     assert not torch.equal(same[key], other[key])
 
 
+def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused(saved, tmp_path):
+    flags = ["--fp16", "--initial-loss-scale", 64, "--loss-scale-window", 3]
+    pretrain(*flags, "--save", tmp_path / "fp16", "--save-interval", 2)
+    scaler = {"scale": 64.0, "growth_tracker": 2, "hysteresis_tracker": 2}
+    assert train_state(tmp_path / "fp16", 2)["loss_scaler"] == scaler
+    assert "loss_scaler" not in train_state(saved, 2)
+
+    def end_of(name: str, source: Path, *more: str) -> dict:
+        pretrain(*flags, "--load", source, "--ckpt-step", 2, "--save", tmp_path / name, *more)
+        return train_state(tmp_path / name, 4)["loss_scaler"]
+
+    doubled = {"scale": 128.0, "growth_tracker": 1, "hysteresis_tracker": 2}
+    assert end_of("resumed", tmp_path / "fp16") == doubled == train_state(tmp_path / "fp16", 4)["loss_scaler"]
+    assert end_of("fresh", tmp_path / "fp16", "--no-load-optim") == scaler
+    assert end_of("from_fp32", saved) == scaler, "which had none"
+    state_file = tmp_path / "fp16" / "iter_0000004" / "train_state.json"
+    state = json.loads(state_file.read_text())
+    state_file.write_text(json.dumps({**state, "loss_scaler": {"scale": "large"}}))
+    kind, message = refusal(*flags, "--load", tmp_path / "fp16")
+    assert kind == "CheckpointError"
+    assert "Expected the state of a loss scaler in" in message
+
+
 def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
     (tmp_path / "copy").mkdir()
     for source in sorted((saved / "iter_0000004").iterdir()):

@@ -48,6 +48,28 @@ def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
         assert sharded == pytest.approx(losses[0], rel=1e-6)
 
 
+def test_the_offloaded_optimizers_times_are_reported_where_they_are_asked_for(tmp_path):
+    """The bytes of each state always are, and once."""
+    offload = ["--bf16", "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--log-interval", "2"]
+    losses = []
+    for level, num_reports in (("1", 2), ("0", 0)):
+        metrics = tmp_path / f"{level}.jsonl"
+        done = run([sys.executable], *SETTINGS, *offload, "--timing-log-level", level, "--metrics-jsonl", str(metrics))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("exp_avg_sq ") == 1
+        assert done.stdout.count("memory of rank 0, at rest:") == 1
+        assert done.stdout.count("offload (ms a step): d2h ") == num_reports
+        assert done.stdout.count("waited for d2h ") == num_reports
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        timings = [record for record in records if record["kind"] == "timing"]
+        assert [record["iteration"] for record in timings] == [2, 4][:num_reports]
+        for record in timings:
+            assert record["num_steps"] == 2
+            assert min(record["d2h_ms"], record["host_ms"], record["h2d_ms"], record["host_gb_per_second"]) > 0
+        losses.append([record["loss"] for record in records if record["kind"] == "train"])
+    assert losses[0] == losses[1]
+
+
 def test_a_mistake_is_one_line_and_exit_code_two():
     done = run([sys.executable], *SETTINGS, "--global-batch-size", "7")
     assert done.returncode == 2

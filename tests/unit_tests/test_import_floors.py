@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS: list[list[str]] = [
     [
         "megatron.core.options",
+        "megatron.core.dtypes",
         "megatron.core.log",
         "megatron.core.files",
         "megatron.core.device",
@@ -74,7 +75,10 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.cpu_offloading.side_options",
         "megatron.core.optimizer.cpu_offloading.host_arrays",
         "megatron.core.optimizer.cpu_offloading.host_update",
+        "megatron.core.optimizer.cpu_offloading.timings",
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "megatron.core.optimizer.state_memory",
+        "megatron.core.optimizer.loss_scaler",
         "megatron.core.optimizer.distrib_optimizer",
     ],
     [

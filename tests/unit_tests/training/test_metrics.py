@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError
 from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink, build_sinks
 from megatron.training.step import StepResult
@@ -94,6 +96,23 @@ def test_the_log_line_has_the_means_of_its_interval_and_says_how_many_were_bad(n
     assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   2 |")
 
 
+def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, shown):
+    sink = Recorder()
+    metrics = make(now, sink, log_interval=1)
+    for iteration, outcome in enumerate(
+        (result(), dataclasses.replace(result(), loss_scale=2.0**32, num_zeros=7)), start=1
+    ):
+        now[0] += 1.0
+        metrics.step(outcome, iteration=iteration, consumed_samples=4, learning_rate=0.1, skipped=0, nan=0)
+    without, line = [record.getMessage() for record in shown.records]
+    assert "| loss scale: 4294967296.0 | grad norm: 1.500 | num zeros: 7 | number of skipped" in line
+    assert "loss scale" not in without
+    assert "num zeros" not in without
+    (_, before), (_, record) = sink.records
+    assert record.keys() - before.keys() == {"loss_scale", "num_zeros"}
+    assert (record["loss_scale"], record["num_zeros"]) == (2.0**32, 7)
+
+
 def test_an_interval_without_a_finite_loss_says_nan(now, shown):
     metrics = make(now, Recorder(), log_interval=1)
     now[0] = 1.0
@@ -162,3 +181,29 @@ def test_closing_closes_every_sink(now):
     sink = Recorder()
     make(now, sink).close()
     assert sink.records == [("closed", {})]
+
+
+def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(now, shown):
+    sink = Recorder()
+    timings = OffloadTimings(
+        num_steps=2,
+        d2h=0.0012,
+        host=0.01,
+        h2d=0.0009,
+        waited_d2h=0.0001,
+        waited_host=0.0032,
+        waited_h2d=0.0004,
+        host_bytes=4.1e8,
+    )
+    make(now, sink).timings(timings, 6)
+    assert shown.messages[-1] == (
+        "offload (ms a step): d2h 1.2, host 10.0 (41.0 GB/s), h2d 0.9; waited for d2h 0.1, host 3.2, h2d 0.4"
+    )
+    kind, record = sink.records[0]
+    assert kind == "timing"
+    assert (record["iteration"], record["num_steps"]) == (6, 2)
+    assert (record["host_ms"], record["waited_host_ms"]) == (10.0, 3.2)
+    assert record["host_gb_per_second"] == pytest.approx(41.0)
+    make(now, sink).timings(timings._replace(host_bytes=0.0), 8)
+    assert "host 10.0, h2d 0.9;" in shown.messages[-1]
+    assert "host_gb_per_second" not in sink.records[1][1]

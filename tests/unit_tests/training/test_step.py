@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megatron.core.device import Device
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.mesh import build_mesh
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.training.step import StepResult, evaluate, train_step
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.training.arguments import parse_config
+from megatron.training.pretrain import build_run_state
+from megatron.training.step import ForwardStep, StepResult, evaluate, train_step
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,6 +50,17 @@ def step(
     model: nn.Module, mine: list[int], votes=(0.0, 0.0), poison=None, clip_grad=0.0, forward_step=squared_error
 ) -> StepResult:
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad)
+    return run_step(model, optimizer, mine, poison, forward_step, votes)
+
+
+def run_step(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    mine: list[int],
+    poison: float | None = None,
+    forward_step: ForwardStep = squared_error,
+    votes: tuple[float, float] = (0.0, 0.0),
+) -> StepResult:
     return train_step(
         model,
         optimizer,
@@ -123,6 +143,186 @@ def _voting_step() -> StepResult:
 
 def test_votes_are_summed_over_ranks():
     assert [outcome.stop_votes for outcome in run_ranks(2, _voting_step)] == [(1.0, 0.0), (1.0, 0.0)]
+
+
+# A scaled loss
+
+
+class Gradients:
+    """The largest gradient that a backward leaves, before anything else reads it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.largest = 0.0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        self.largest = max(self.largest, float(parameter.grad.abs().max()))
+
+
+def steps_of_one_run(
+    settings: dict[str, Any], clip_grad: float, loss_scale: float | None
+) -> tuple[list[StepResult], list[torch.Tensor], float]:
+    """Three steps of fp32 compute: results, weights, the largest gradient on its way."""
+    model = make_model()
+    model[1].p = 0.0
+    seen = Gradients(model)
+    config = OptimizerConfig(**settings, clip_grad=clip_grad, loss_scale=loss_scale, log_num_zeros_in_grad=True)
+    optimizer = build_optimizer(model, config, 0.1, num_local_ranks=1, scales_loss=loss_scale is not None)
+    found = [run_step(model, optimizer, [number, number + 1]) for number in range(3)]
+    optimizer.synchronize()
+    return found, [parameter.detach().clone() for parameter in model.parameters()], seen.largest
+
+
+def _scaled_and_not(settings: dict[str, Any], clip_grad: float) -> None:
+    expected, weights, largest = steps_of_one_run(settings, clip_grad, None)
+    found, own_weights, scaled_largest = steps_of_one_run(settings, clip_grad, 2.0**20)
+    assert scaled_largest == largest * 2.0**20 > 0, "gradients were scaled"
+    assert [dataclasses.replace(outcome, loss_scale=None) for outcome in found] == expected
+    assert [outcome.loss_scale for outcome in found] == [2.0**20] * 3
+    assert {outcome.loss_scale for outcome in expected} == {None}
+    assert all(not outcome.is_skipped and outcome.num_zeros is not None for outcome in found)
+    assert all(torch.equal(*pair) for pair in zip(own_weights, weights, strict=True))
+    start = list(make_model().parameters())
+    assert not any(torch.equal(*pair) for pair in zip(weights, start, strict=True)), "steps change all weights"
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.05])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd"},
+        {},
+        {"gpu_optimizer": "torch"},
+        {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "optimizer": "sgd"},
+    ],
+    ids=str,
+)
+def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(settings, clip_grad):
+    run_ranks(1, _scaled_and_not, settings, clip_grad)
+
+
+def _overflow(poison: float | None, forward_step: ForwardStep) -> tuple[list[StepResult], list[bool]]:
+    """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each changed nothing."""
+    model = make_model()
+    model[1].p = 0.0
+    mesh = build_mesh("cpu", dist.get_world_size())
+    shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    config = OptimizerConfig(initial_loss_scale=64.0, hysteresis=1, loss_scale_window=2)
+    optimizer = build_optimizer(model, config, 0.1, num_local_ranks=1, scales_loss=True)
+
+    def everything() -> list[torch.Tensor]:
+        states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        tensors = [*model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
+        return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in tensors]
+
+    results, unchanged = [], []
+    run_step(model, optimizer, [7])
+    for is_bad in (False, True, False):
+        before = everything()
+        assert len(before) > 4, "there are weights and states"
+        is_mine = is_bad and dist.get_rank() == 1
+        results.append(
+            run_step(model, optimizer, [1], poison if is_mine else None, forward_step if is_mine else squared_error)
+        )
+        unchanged.append(all(torch.equal(*pair) for pair in zip(everything(), before, strict=True)))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return results, unchanged
+
+
+@pytest.mark.parametrize(("poison", "forward_step"), [(None, root_of_zero), (math.inf, squared_error)])
+def test_an_overflow_on_one_rank_is_skipped_by_all_halves_the_scale_and_changes_nothing_else(poison, forward_step):
+    """Of a gradient, where the loss is finite, and of the loss."""
+    for results, unchanged in run_ranks(2, _overflow, poison, forward_step):
+        assert [outcome.is_skipped for outcome in results] == [False, True, False]
+        assert unchanged == [False, True, False]
+        assert [outcome.loss_scale for outcome in results] == [128.0, 64.0, 64.0]
+        assert math.isfinite(results[1].loss) == (poison is None)
+
+
+def infinite_but_for_its_slope(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return squared_error(model, batch) + math.inf
+
+
+def _step_of_an_infinite_loss() -> StepResult:
+    model = make_model()
+    config = OptimizerConfig(initial_loss_scale=64.0, hysteresis=1)
+    optimizer = build_optimizer(model, config, 0.1, num_local_ranks=1, scales_loss=True)
+    return run_step(model, optimizer, [1], forward_step=infinite_but_for_its_slope)
+
+
+def test_a_bad_loss_counts_as_an_overflow_even_if_all_gradients_are_finite():
+    (outcome,) = run_ranks(1, _step_of_an_infinite_loss)
+    assert math.isfinite(outcome.grad_norm)
+    assert outcome.is_skipped
+    assert outcome.loss_scale == 32.0
+
+
+# A model that computes in fp16
+
+GPT = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "31", "--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--micro-batch-size", "2", "--train-iters", "40", "--lr", "0.01", "--normalization", "RMSNorm"),
+]
+
+
+def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[torch.dtype]]:
+    """Steps on one batch; what came of them, and the dtypes that layers and logits have."""
+    size = dist.get_world_size()
+    config = parse_config([*GPT, *flags], size)
+    device, mesh = Device("cpu"), build_mesh("cpu", size)
+    state = build_run_state(config, lambda config: GPTModel(config.model, 32), device, mesh)
+    dtypes: set[torch.dtype] = set()
+    for module in state.model.modules():
+        if isinstance(module, (TransformerLayer, nn.Linear)):
+            module.register_forward_hook(lambda _module, _inputs, output: dtypes.add(output.dtype))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(32, (2, 17), generator=generator)
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def step_once() -> StepResult:
+        return train_step(
+            state.model,
+            state.optimizer,
+            iter([batch]),
+            forward_step=lambda model, batch: model(batch["tokens"], batch["labels"]).mean(),
+            num_microbatches=1,
+            device=CPU,
+            mesh=mesh,
+        )
+
+    found = [step_once() for _ in range(num_steps)]
+    state.optimizer.synchronize()
+    return found, dtypes
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        [],
+        ["--use-torch-fsdp2"],
+        ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"],
+    ],
+    ids=lambda flags: flags[0] if flags else "megatron-fsdp",
+)
+def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
+    """From 2^32 on, an overflow after the other; from there the losses of fp32 to fp16's three digits."""
+    for (found, dtypes), (expected, _) in zip(
+        run_ranks(2, _train_gpt, ["--fp16", *engine], 30), run_ranks(2, _train_gpt, engine, 10), strict=True
+    ):
+        assert dtypes == {torch.float16}
+        stepped = [outcome for outcome in found if not outcome.is_skipped]
+        num_skipped = len(found) - len(stepped)
+        assert all(outcome.is_skipped for outcome in found[:5])
+        assert len(stepped) >= len(expected)
+        assert found[-1].loss_scale == 2.0 ** (33 - num_skipped), "the first overflow is forgiven"
+        assert all(math.isfinite(outcome.loss) for outcome in found)
+        for ours, fp32 in zip(stepped, expected, strict=False):
+            assert ours.loss == pytest.approx(fp32.loss, rel=5e-3)
+            assert ours.grad_norm == pytest.approx(fp32.grad_norm, rel=3e-2)
+        assert expected[-1].loss < 0.8 * expected[0].loss, "it learns"
 
 
 def _evaluation(shares: list[list[int]]) -> tuple[float, float, bool]:

@@ -74,7 +74,9 @@ class _Bucket:
         self.link = arrays.link
         self.update = update
         self.timings = timings
-        self.sent: RelayedEvent | None = None  # its weights have gone up: the arrays of gradients and weights are free again
+        self.sent: RelayedEvent | None = (
+            None  # its weights have gone up: the arrays of gradients and weights are free again
+        )
 
     def stepped(self) -> list[tuple[int, Slot]]:
         """The slots whose parameters have a gradient, with their numbers."""
@@ -267,16 +269,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 bucket.sent.synchronize()
 
     def timings(self) -> OffloadTimings | None:
-        """Means over the steps that have been completed since the last call; None if there are none.
+        """Means over the steps that have been completed since the last call; None if there are none, or no records.
 
         With `overlap_step_with_forward` the last step is not among them: the forward still waits for it.
-
-        Raises:
-            RuntimeError: without `records_timings`.
         """
-        if self._timings is None:
-            raise RuntimeError("Expected an optimizer with records_timings, got one without.")
-        return self._timings.collect()
+        return None if self._timings is None else self._timings.collect()
 
     def reload_parameters(self) -> None:
         """Takes over the values that parameters have, after something wrote to them that no version counter shows.
@@ -485,7 +482,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         bucket.sent = relay(self._update_lane, update, after=[fetched])
         if isinstance(link, GroupLink):
-            link.group.deliver(bucket.sent, None if timings is None else partial(timings.wait, bucket.sent))
+            if timings is None:
+                link.group.deliver(bucket.sent)
+            else:
+                link.group.deliver(timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent))
         return fetched
 
     def _step_on_device(self, grad_scale: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megatron.core.device import ClockSpan, Device, RelayedEvent, Span
+from megatron.core.device import ClockSpan, Device, Event, RelayedEvent, Span
 
 D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
 
@@ -79,6 +79,13 @@ class StepTimings:
         with self.waiting(H2D):
             updated.wait()
 
+    def awaited(self, updated: RelayedEvent) -> Event:
+        """The same event, which times the update where a thread that issues work to a GPU has to wait for it.
+
+        Lanes that are threads wait by themselves, which keeps nobody else: see `Event.synchronize`.
+        """
+        return _Awaited(self, updated)
+
     @property
     def is_complete(self) -> bool:
         """Whether everything that was queued has been done."""
@@ -91,6 +98,22 @@ class StepTimings:
             for lane in LANES:
                 sums[prefix + lane] = sum(span.seconds or 0.0 for name, span in spans if name == lane)
         return sums
+
+
+class _Awaited:
+    """See `StepTimings.awaited`."""
+
+    def __init__(self, step: StepTimings, updated: RelayedEvent) -> None:
+        self._step = step
+        self._updated = updated
+
+    def wait(self) -> None:
+        with self._step.waiting(HOST):
+            self._updated.wait_first()
+        self._updated.wait()
+
+    def synchronize(self) -> None:
+        self._updated.synchronize()
 
 
 class TimingRecorder:

@@ -6,7 +6,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, scale_grads, squared_norm
+from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.placement import Flat, Placements
+from megatron.core.optimizer.clip_grads import (
+    clip_coefficient,
+    global_grad_norm,
+    global_num_zeros,
+    num_zeros,
+    scale_grads,
+    squared_norm,
+)
 from tests.ranks import run_ranks
 
 
@@ -90,3 +99,94 @@ def _partial_gradient() -> None:
 
 def test_a_gradient_that_is_not_yet_reduced_is_refused():
     run_ranks(1, _partial_gradient)
+
+
+# Zeros
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_of_either_sign_count_and_nothing_else_does(dtype):
+    tensor = torch.tensor([0.0, -0.0, 1.0, float("nan"), float("inf"), torch.finfo(dtype).smallest_normal], dtype=dtype)
+    assert num_zeros(tensor).dtype == torch.float64
+    assert float(num_zeros(tensor)) == 2.0
+    assert float(num_zeros(tensor[:0])) == 0.0
+
+
+def test_zeros_of_all_gradients_are_added_up_and_a_missing_gradient_has_none():
+    zeros, ones = parameter(torch.zeros(2, 3)), parameter(torch.ones(4))
+    assert float(global_num_zeros([zeros, ones, parameter(None), zeros])) == 6.0, "the one given twice counts once"
+    assert float(global_num_zeros([parameter(None)])) == 0.0
+
+
+def with_zeros(seed: int) -> torch.Tensor:
+    """[5, 3], some of it zero; on two ranks the parts are uneven."""
+    value = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    return value * (value > -0.3)
+
+
+def _zeros_on_a_mesh(world_size: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    values = [with_zeros(seed) for seed in range(3)]
+    parameters = []
+    for value, placement in zip(values, [Shard(0), Replicate(), None], strict=True):
+        made = nn.Parameter(torch.zeros(5, 3))
+        made.grad = value
+        if placement is not None:
+            made = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [placement]))
+            made.grad = distribute_tensor(value.clone(), mesh, [placement])
+        parameters.append(made)
+    return [float(global_num_zeros([*parameters, parameters[0]])), sum(float((value == 0).sum()) for value in values)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_zero_counts_once_be_it_sharded_replicated_plain_or_tied(world_size):
+    for ours, exact in run_ranks(world_size, _zeros_on_a_mesh, world_size):
+        assert ours == exact > 0
+
+
+class Tied(nn.Module):
+    """An embedding of 7 rows of 3, which the output reads too; only rows 0 to 2 and a bias of 3 get gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 3)
+        self.hidden = nn.Linear(3, 3)
+        self.output = nn.Linear(3, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(torch.relu(self.hidden(self.embedding(tokens))))[:, :2]
+
+
+def _zeros_of_a_sharded_model(kind: str) -> list[float]:
+    expected, model = Tied(), Tied()
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+        placements = Placements(
+            dp_axes=("outer", "inner"),
+            parameter=(Replicate(), Flat()),
+            gradient=(Partial("avg"), Flat()),
+            optimizer=(Replicate(), Flat()),
+        )
+    else:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+        placements = Placements.for_strategy(kind)
+    with fully_shard_context("cpu"):
+        fully_shard(model, mesh, placements)
+    tokens = torch.tensor([0, 1, 2, 2])
+    for each in (expected, model):
+        each(tokens).square().sum().backward()
+    zeros = sum(int((each.grad == 0).sum()) for each in expected.parameters())
+    parameters = list(model.parameters())
+    assert float(global_grad_norm(parameters)) == pytest.approx(float(global_grad_norm(expected.parameters())))
+    return [float(global_num_zeros([*parameters, *parameters])), float(zeros)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(1, "optim_grads_params"), (2, "optim_grads_params"), (2, "optim"), (2, "no_shard"), (2, "hsdp")],
+)
+def test_the_padding_of_flat_buffers_is_no_zero_and_tied_weights_count_once(world_size, kind):
+    for ours, exact in run_ranks(world_size, _zeros_of_a_sharded_model, kind):
+        assert ours == exact >= 12

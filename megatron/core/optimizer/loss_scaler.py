@@ -1,0 +1,141 @@
+"""Loss scaling: what keeps fp16 gradients above the smallest number that fp16 has.
+
+The loss is multiplied by a power of two before the backward, gradients are divided by it before they are used. A scale
+that is too large makes gradients infinite; that step is skipped. A dynamic scale (Micikevicius et al. 2017,
+arXiv:1710.03740) follows from that, with the rules and defaults of Megatron's `DynamicGradScaler`:
+
+    window 2, hysteresis 2      clean  clean  inf  inf  inf  clean  clean  inf
+    scale after the step    8     8     16    16    8    4     4      8     8
+    hysteresis left         2     2      2     1    0   -1    -1      2     1
+
+A scaler is a value: `after` gives the scaler of the next step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.core.optimizer.config import OptimizerConfig
+
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+
+
+class LossScaler(Protocol):
+    """See the module's docstring."""
+
+    @property
+    def scale(self) -> float:
+        """What the loss of this step is multiplied with."""
+
+    def after(self, found_inf: bool) -> LossScaler:
+        """The scaler of the next step.
+
+        Args:
+            found_inf: whether the loss or a gradient of this step was not finite; the same on every rank.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What training has changed, as plain data."""
+
+    def from_state(self, state: dict[str, Any]) -> LossScaler:
+        """A scaler with this one's settings that goes on from what `state()` gave, of whichever scaler.
+
+        Raises:
+            ValueError: for something else; a scale that is not positive and finite, say.
+        """
+
+
+@dataclass(frozen=True)
+class ConstantLossScaler:
+    """The scale never changes. Steps that overflow are skipped all the same."""
+
+    scale: float
+
+    def after(self, found_inf: bool) -> ConstantLossScaler:  # noqa: ARG002  nothing is learnt from it
+        """Itself."""
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: all of it is settings."""
+        return {}
+
+    def from_state(self, state: dict[str, Any]) -> ConstantLossScaler:  # noqa: ARG002  a scale that is given holds
+        """Itself: the scale that this run has been given holds."""
+        return self
+
+
+@dataclass(frozen=True)
+class DynamicLossScaler:
+    """Doubles the scale after `window` finite steps in a row, halves it where there have been too many others.
+
+    At `min_scale` a step that is not finite is skipped like any other, and the scale stays: the run goes on, and its
+    count of skipped iterations shows that it comes to nothing.
+
+    Attributes:
+        scale: of this step.
+        min_scale: below which it is not halved.
+        window: finite steps in a row after which it is doubled.
+        hysteresis: steps that may be not finite, from one doubling to the next, before each further one halves it; the
+            last of them does already.
+        growth_tracker: finite steps in a row so far.
+        hysteresis_tracker: what is left of `hysteresis`; zero or less once it is used up.
+    """
+
+    scale: float
+    min_scale: float
+    window: int
+    hysteresis: int
+    growth_tracker: int
+    hysteresis_tracker: int
+
+    def after(self, found_inf: bool) -> DynamicLossScaler:
+        """See `LossScaler`."""
+        if found_inf:
+            left = self.hysteresis_tracker - 1
+            scale = max(self.scale * BACKOFF_FACTOR, self.min_scale) if left <= 0 else self.scale
+            return dataclasses.replace(self, scale=scale, growth_tracker=0, hysteresis_tracker=left)
+        if self.growth_tracker + 1 < self.window:
+            return dataclasses.replace(self, growth_tracker=self.growth_tracker + 1)
+        return dataclasses.replace(
+            self, scale=self.scale * GROWTH_FACTOR, growth_tracker=0, hysteresis_tracker=self.hysteresis
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The scale and both trackers."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
+
+    def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
+        """See `LossScaler`. From a constant scaler's state it begins anew."""
+        if not state:
+            return self
+        numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
+        if numbers.keys() != self.state().keys() or not (math.isfinite(state["scale"]) and state["scale"] > 0):
+            raise ValueError(f"Expected a positive scale and two trackers, got {state}.")
+        return dataclasses.replace(
+            self,
+            scale=float(state["scale"]),
+            growth_tracker=int(state["growth_tracker"]),
+            hysteresis_tracker=int(state["hysteresis_tracker"]),
+        )
+
+
+def build_loss_scaler(config: OptimizerConfig) -> LossScaler:
+    """The scaler that `config` asks for, at its beginning."""
+    if config.loss_scale is not None:
+        return ConstantLossScaler(config.loss_scale)
+    return DynamicLossScaler(
+        scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        growth_tracker=0,
+        hysteresis_tracker=config.hysteresis,
+    )

@@ -1,0 +1,137 @@
+"""What the weights, gradients and optimizer states of a rank take, on the device and in host memory.
+
+How it is counted: memory, not elements, so that padding and what aligns an array count with it, and what two tensors
+share counts once, under the first of the names below. Single numbers, such as a parameter's count of steps, are left
+out. The memory of the CPU as a device counts as the device's; host memory is what `HybridDeviceOptimizer` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.host_memory import format_bytes
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
+_MASTER = "master_param"  # the state that is a parameter's main weight
+_FIRST = (COMPUTE, MAIN, GRADIENTS)
+_SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the names of the device's
+
+
+class StateBytes(NamedTuple):
+    """What one state takes on this rank."""
+
+    device: int
+    host: int
+
+
+def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateBytes]:
+    """The bytes of each state on this rank, between two steps.
+
+    Gradients of parameters outside of FSDP groups count from the start, as large as their parameters. Weights and
+    gradients that have memory only while a group is in use count if it is. States count once the optimizer has them.
+
+    Args:
+        model: plain, FSDP2's, or with FSDP groups; its parameters at rest.
+        optimizer: any, over its parameters.
+
+    Returns:
+        By name, in the order of a table. The host's numbers add up to `HybridDeviceOptimizer.host_bytes`, and the
+        states of other classes than AdamW.
+    """
+    counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
+    hybrid = optimizer if isinstance(optimizer, HybridDeviceOptimizer) else None
+    parameters = list(model.parameters())
+    states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state if hybrid is None else {}
+    if hybrid is not None:
+        for name, nbytes in hybrid.host_bytes_by_state().items():
+            counter.add_host(_SHOWN.get(name, name), nbytes)
+        if hybrid.device_optimizer is not None:
+            states = hybrid.device_optimizer.state
+    for group in _groups_of(parameters):
+        _count_group(counter, group, hybrid)
+    for parameter in parameters:
+        if group_of(parameter) is None:
+            has_main = _MASTER in states.get(parameter, {}) or (hybrid is not None and hybrid.holds(parameter))
+            # FSDP2's shards are cast, and gathered, to be computed with.
+            is_main = isinstance(parameter, DTensor) and not has_main
+            counter.add(MAIN if is_main else COMPUTE, parameter)
+            if parameter.grad is not None:
+                counter.add(GRADIENTS, parameter.grad)
+            elif parameter.requires_grad:
+                counter.add_device(GRADIENTS, local_tensor(parameter).nbytes)
+    for own in states.values():
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                counter.add(MAIN if name == _MASTER else name, value)
+    return counter.table()
+
+
+def format_state_memory(table: Mapping[str, StateBytes]) -> str:
+    """Aligned lines: a state, its bytes on the device, and in host memory; and the sums."""
+    total = StateBytes(sum(row.device for row in table.values()), sum(row.host for row in table.values()))
+    rows = [("", "device", "host")]
+    rows += [(name, _shown(row.device), _shown(row.host)) for name, row in (*table.items(), ("in all", total))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{name:{widths[0]}}  {device:>{widths[1]}}  {host:>{widths[2]}}" for name, device, host in rows]
+    return "\n".join(lines)
+
+
+def _shown(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+class _Counter:
+    """Adds up memory by name and side, every storage once."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._seen: set[tuple[torch.device, int]] = set()
+        self._device: dict[str, int] = {}
+        self._host: dict[str, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, *, is_on_host: bool = False) -> None:
+        """Takes in the whole memory that a tensor lies in."""
+        local = local_tensor(tensor)
+        storage = local.untyped_storage()
+        key = (local.device, storage.data_ptr())
+        if storage.nbytes() and key not in self._seen:
+            self._seen.add(key)
+            is_on_host |= local.device.type == "cpu" and self._device_type != "cpu"
+            (self.add_host if is_on_host else self.add_device)(name, storage.nbytes())
+
+    def add_device(self, name: str, nbytes: int) -> None:
+        self._device[name] = self._device.get(name, 0) + nbytes
+
+    def add_host(self, name: str, nbytes: int) -> None:
+        self._host[name] = self._host.get(name, 0) + nbytes
+
+    def table(self) -> dict[str, StateBytes]:
+        """What has been added: weights and gradients first, the rest by name."""
+        names = self._device.keys() | self._host.keys()
+        ordered = [*_FIRST, *sorted(names.difference(_FIRST))]
+        table = {name: StateBytes(self._device.get(name, 0), self._host.get(name, 0)) for name in ordered}
+        return {name: row for name, row in table.items() if any(row)}
+
+
+def _groups_of(parameters: Iterable[torch.Tensor]) -> list[FsdpParameterGroup]:
+    groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
+    return list({id(group): group for group in groups}.values())
+
+
+def _count_group(counter: _Counter, group: FsdpParameterGroup, hybrid: HybridDeviceOptimizer | None) -> None:
+    for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
+        counter.add(COMPUTE, weight.local_buffer)
+    if hybrid is None or not group.is_delivered_by(hybrid):
+        counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
+    if group.gradients is not None:
+        for gradient in (group.gradients.main, group.gradients.unsharded, group.gradients.partial):
+            if gradient is not None:
+                counter.add(GRADIENTS, gradient.local_buffer)

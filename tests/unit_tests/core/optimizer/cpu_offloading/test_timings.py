@@ -1,0 +1,311 @@
+"""What the offloaded optimizer's lanes take: recorded where they work, and changing nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.device import Device, InlineLane, RelayedEvent, delays, relay
+from megatron.core.distributed.fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.cpu_offloading.timings import D2H, H2D, HOST, OffloadTimings, TimingRecorder
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from tests.ranks import run_ranks
+
+CPU = Device("cpu")
+BF16 = torch.bfloat16
+ALL = {"overlap_step_with_forward": True, "fetch_during_backward": True}
+OVERLAPS: dict[str, dict[str, Any]] = {"in order": {"overlap_cpu_optimizer_d2h_h2d": False}, "lanes": {}, "all": ALL}
+
+
+# The recorder, by a clock of its own
+
+
+class Clock:
+    """Goes on by a number of seconds whenever a piece of work asks for that."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            self.now += seconds
+
+        return work
+
+
+def done(work: Callable[[], object]) -> RelayedEvent:
+    lane = InlineLane(CPU)
+    return relay(lane, lambda: lane.enqueue(work))
+
+
+def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
+    clock = Clock()
+    recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)
+    for host in (3.0, 5.0):
+        early = recorder.coming.timed(D2H, clock.taking(1.0))
+        early()
+        step = recorder.begin()
+        step.timed(D2H, clock.taking(0.5))()
+        for part in (1.0, host - 1.0):
+            step.timed(HOST, clock.taking(part), host_bytes=20)()
+        step.timed(H2D, clock.taking(0.25))()
+        with step.waiting(D2H):
+            clock.now += 0.75
+        with step.waiting(HOST):
+            clock.now += 2.0
+        step.wait(done(lambda: None))
+        recorder.end()
+    got = recorder.collect()
+    assert got == OffloadTimings(
+        num_steps=2, d2h=1.5, host=4.0, h2d=0.25, waited_d2h=0.75, waited_host=2.0, waited_h2d=0.0, host_bytes=40.0
+    )
+    assert got.host_bytes_per_second == 10.0
+    assert recorder.collect() is None, "each step counts once"
+
+
+def test_a_step_counts_when_nothing_of_it_is_left_to_do():
+    clock = Clock()
+    recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)
+    first = recorder.begin()
+    work = first.timed(HOST, clock.taking(1.0))
+    assert recorder.collect() is None
+    work()
+    assert recorder.collect() is None, "the forward may still wait for it"
+    second = recorder.begin()
+    late = second.timed(HOST, clock.taking(3.0))
+    assert recorder.collect().host == 1.0
+    recorder.begin()
+    assert recorder.collect() is None
+    late()
+    got = recorder.collect()
+    assert (got.num_steps, got.host) == (1, 3.0)
+
+
+def test_without_lanes_the_computation_waits_for_all_of_it():
+    clock = Clock()
+    recorder = TimingRecorder(CPU, has_lanes=False, clock=clock)
+    step = recorder.begin()
+    for lane, seconds in ((D2H, 1.0), (HOST, 2.0), (H2D, 4.0)):
+        step.timed(lane, clock.taking(seconds))()
+    recorder.end()
+    got = recorder.collect()
+    assert (got.waited_d2h, got.waited_host, got.waited_h2d) == (got.d2h, got.host, got.h2d) == (1.0, 2.0, 4.0)
+    assert got.host_bytes_per_second is None, "of bytes that are not known"
+
+
+def test_waits_of_lanes_that_are_threads_are_not_the_computations():
+    clock = Clock()
+    recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)
+
+    class Slow(RelayedEvent):
+        def __init__(self) -> None:
+            """Of nothing."""
+
+        wait_first = staticmethod(clock.taking(2.0))
+        wait = staticmethod(clock.taking(4.0))
+        synchronize = staticmethod(clock.taking(8.0))
+
+    event = recorder.begin().awaited(Slow())
+    event.synchronize()
+    event.wait()
+    assert clock.now == 14.0
+    recorder.end()
+    got = recorder.collect()
+    assert (got.waited_d2h, got.waited_host, got.waited_h2d) == (0.0, 2.0, 0.0)
+
+
+def test_work_that_fails_raises_what_it_raised():
+    step = TimingRecorder(CPU, has_lanes=True).begin()
+
+    def fail() -> None:
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work"):
+        step.timed(HOST, fail)()
+    assert step.is_complete
+
+
+# The optimizer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 6)))
+        self.to(BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def make(fraction: float = 1.0, **settings: Any) -> tuple[Net, HybridDeviceOptimizer]:
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(main_grads_dtype=BF16)
+    with fully_shard_context("cpu"):
+        for module in (*model.layers, model):
+            fully_shard(module, mesh, Placements.for_strategy("optim_grads_params"), policy)
+    return model, HybridDeviceOptimizer(model.parameters(), fraction, lr=0.05, **settings)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> None:
+    for number in range(num_steps):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        (model(torch.randn(4, 6, generator=generator).to(BF16)).float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [local_tensor(value).detach().clone() for value in model.state_dict().values()]
+
+
+def _bits(settings: dict[str, Any]) -> None:
+    initial = weights(make()[0])
+    for fraction in (0.0, 0.5, 1.0):
+        results = []
+        for records, seed in ((False, None), (True, None), (True, 1), (True, 2)):
+            model, optimizer = make(fraction, records_timings=records, **settings)
+            with nullcontext() if seed is None else delays(seed):
+                train(model, optimizer)
+                results.append(weights(model))
+                optimizer.synchronize()
+            timings = optimizer.timings()
+            assert (timings is not None) == records
+            if timings is not None:
+                assert timings.num_steps == (3 if settings == ALL else 4)
+                assert (timings.host > 0) == (fraction > 0)
+        for other in results[1:]:
+            assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+        assert not any(torch.equal(*pair) for pair in zip(results[0], initial, strict=True) if pair[0].numel())
+
+
+@pytest.mark.parametrize("settings", OVERLAPS.values(), ids=OVERLAPS)
+def test_recording_changes_no_bit_at_any_fraction_under_delays(settings):
+    run_ranks(2, _bits, settings)
+
+
+INJECTED = 0.02  # seconds
+
+
+@contextmanager
+def slow(owner: type, name: str, after: threading.Event | None = None) -> Iterator[None]:
+    """Makes a method take INJECTED seconds more; `after` an event, if there is one."""
+    original = getattr(owner, name)
+
+    def slowed(*args: Any) -> Any:
+        if after is not None:
+            assert after.wait(60)
+        time.sleep(INJECTED)
+        return original(*args)
+
+    setattr(owner, name, slowed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _waits() -> None:
+    """Each lane in turn is slow: the computation is seen to wait for that one, and not for the one before."""
+    is_waiting = threading.Event()
+    original = FsdpParameterGroup.wait_unsharded
+
+    def wait_unsharded(group: FsdpParameterGroup) -> None:
+        is_waiting.set()
+        original(group)
+
+    FsdpParameterGroup.wait_unsharded = wait_unsharded
+    try:
+        found = {}
+        slowed: dict[str, tuple[type, str, threading.Event | None]] = {
+            D2H: (GroupLink, "fetch", None),
+            HOST: (HostAdam, "run", is_waiting),
+            H2D: (GroupLink, "send", is_waiting),
+        }
+        for lane, (owner, name, after) in slowed.items():
+            model, optimizer = make(records_timings=True, overlap_step_with_forward=True)
+            train(model, optimizer, 1)
+            optimizer.synchronize()
+            is_waiting.clear()
+            with slow(owner, name, after):
+                train(model, optimizer, 1)
+                is_waiting.clear()
+                model.eval()
+                with torch.no_grad():
+                    model(torch.ones(1, 6, dtype=BF16))
+                optimizer.synchronize()
+            train(model, optimizer, 1)
+            found[lane] = optimizer.timings()
+    finally:
+        FsdpParameterGroup.wait_unsharded = original
+    for lane, timings in found.items():
+        assert timings.num_steps == 2
+        num_buckets = 3
+        assert getattr(timings, f"waited_{lane}") > INJECTED / 4, (lane, timings)
+        if lane != D2H:
+            assert timings._asdict()[lane] >= num_buckets * INJECTED / 2, "of the mean over two steps"
+    assert found[HOST].waited_h2d < found[HOST].waited_host
+    assert found[H2D].waited_host < found[H2D].waited_h2d
+
+
+def test_the_computation_is_seen_to_wait_for_the_lane_that_is_slow():
+    run_ranks(1, _waits)
+
+
+def _traffic() -> None:
+    model, optimizer = make(records_timings=True)
+    train(model, optimizer, 3)
+    timings = optimizer.timings()
+    numel = sum(local_tensor(parameter).numel() for parameter in model.parameters())
+    # Per element: gradient and new weight in bf16, main weight and both moments in fp32 and both ways.
+    assert timings.host_bytes == 28 * numel
+    assert timings.host_bytes_per_second == timings.host_bytes / timings.host
+    sgd = torch.optim.SGD
+    model, optimizer = make(records_timings=True, cpu_optimizer_cls=sgd, gpu_optimizer_cls=sgd)
+    train(model, optimizer, 1)
+    timings = optimizer.timings()
+    assert timings.host > 0
+    assert timings.host_bytes_per_second is None, "nobody knows what other optimizers read"
+
+
+def test_the_pass_over_bf16_gradients_moves_28_bytes_an_element():
+    run_ranks(2, _traffic)
+
+
+def _nothing_kept() -> None:
+    model, optimizer = make(records_timings=True, **ALL)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    recorder = optimizer._timings
+    references = [weakref.ref(each) for bucket in optimizer._buckets for each in (bucket, bucket.arrays, bucket.sent)]
+    assert all(reference() is not None for reference in references)
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+    assert recorder.collect().num_steps == 1
+
+
+def test_the_recorder_keeps_neither_buckets_nor_events():
+    run_ranks(1, _nothing_kept)

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp import FsdpModule, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.megatron_fsdp import shard_model
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer, offloaded_units
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.init import seeded_reset
+from tests.ranks import run_ranks
+
+OFFLOAD = {"optimizer_cpu_offload": True}
+
+
+class Model(nn.Module):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, device=device) for _ in range(3))
+        self.head = nn.Linear(6, 1, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def backward(model: nn.Module, number: int = 0, factor: float = 1.0) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+    ((model(x) - 1).square().mean() * factor).backward()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [local_tensor(value).detach().clone() for value in model.state_dict().values()]
+
+
+# Choices
+
+
+@pytest.mark.parametrize(
+    ("settings", "cls"),
+    [
+        ({}, FusedAdam),
+        ({"gpu_optimizer": "native"}, FusedAdam),
+        ({"gpu_optimizer": "torch"}, torch.optim.AdamW),
+        ({"optimizer": "sgd"}, torch.optim.SGD),
+        ({"optimizer": "sgd", "gpu_optimizer": "torch"}, torch.optim.SGD),
+        (OFFLOAD, HybridDeviceOptimizer),
+        ({**OFFLOAD, "optimizer": "sgd"}, HybridDeviceOptimizer),
+    ],
+)
+def test_the_optimizer_behind_is_the_one_that_is_asked_for(settings, cls):
+    built = build_optimizer(Model(), OptimizerConfig(**settings), lr=0.3, num_local_ranks=1)
+    assert type(built.optimizer) is cls
+    assert (built.plan is not None) == (cls is HybridDeviceOptimizer)
+    assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.3, 0.01), (0.3, 0.0)]
+    assert [len(group["params"]) for group in built.param_groups] == [4, 4], "matrices, and biases"
+
+
+def test_the_constants_reach_both_sides():
+    config = OptimizerConfig(
+        **OFFLOAD,
+        optimizer_offload_fraction=0.5,
+        adam_beta1=0.8,
+        adam_beta2=0.7,
+        adam_eps=1e-5,
+        weight_decay=0.3,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    )
+    model = Model()
+    built = build_optimizer(model, config, lr=0.5, num_local_ranks=1)
+    assert 0 < built.plan.host_numel < built.plan.total_numel
+    group = built.param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
+    states = built.optimizer.state
+    assert len(states) == 8
+    assert {state[name].dtype for state in states.values() for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    expected = Model()
+    other = build_optimizer(
+        expected,
+        OptimizerConfig(
+            adam_beta1=0.8,
+            adam_beta2=0.7,
+            adam_eps=1e-5,
+            weight_decay=0.3,
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype="bf16",
+            exp_avg_sq_dtype="bf16",
+        ),
+        lr=0.5,
+        num_local_ranks=1,
+    )
+    for number in range(3):
+        for each, optimizer in ((model, built), (expected, other)):
+            backward(each, number)
+            assert optimizer.step(float(optimizer.grad_norm()))
+            optimizer.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(weights(model), weights(expected), strict=True))
+
+
+@pytest.mark.parametrize("choice", ["te", "apex"])
+def test_others_implementations_are_refused_on_the_cpu_and_where_they_are_not_installed(choice, monkeypatch):
+    config = OptimizerConfig(gpu_optimizer=choice)
+    with pytest.raises(ConfigError, match=f"expected auto, native or torch on the CPU, got {choice}"):
+        build_optimizer(Model(), config, lr=0.1, num_local_ranks=1)
+    for name in ("TEFusedAdam", "ApexFusedAdam"):
+        monkeypatch.setattr(f"megatron.core.optimizer.distrib_optimizer.{name}", None)
+    # Not on the CPU, at least.
+    with pytest.raises(ConfigError, match=f"to be installed for {choice}, got no such package"):
+        build_optimizer(Model("meta"), config, lr=0.1, num_local_ranks=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer_offload_fraction": 0.5},
+        {"overlap_cpu_optimizer_d2h_h2d": True},
+        {"pin_cpu_grads": False},
+        {**OFFLOAD, "overlap_optimizer_with_forward": True},
+        {**OFFLOAD, "gpu_optimizer": "te"},
+        {**OFFLOAD, "optimizer_offload_fraction": 1.5},
+        {**OFFLOAD, "optimizer_offload_fraction": math.nan},
+        {"optimizer": "sgd", "gpu_optimizer": "native"},
+        {"optimizer": "sgd", "exp_avg_dtype": "bf16"},
+        {"gpu_optimizer": "torch", "exp_avg_sq_dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_settings_that_nothing_would_honour_are_refused(settings):
+    with pytest.raises(ConfigError, match="--"):
+        OptimizerConfig(**settings)
+
+
+# Clipping
+
+
+def shard(model: nn.Module) -> None:
+    with fully_shard_context("cpu"):
+        for module in (*model.layers, model):
+            fully_shard(module, build_mesh("cpu", dist.get_world_size()), Placements.for_strategy("optim_grads_params"))
+
+
+CONFIGS = [
+    {},
+    {"gpu_optimizer": "torch"},
+    {"optimizer": "sgd"},
+    {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True, "overlap_optimizer_with_forward": True},
+    {**OFFLOAD, "optimizer_offload_fraction": 0.5},
+    {**OFFLOAD, "optimizer_offload_fraction": 0.5, "optimizer": "sgd"},
+]
+
+
+def _clips(settings: dict[str, Any], is_sharded: bool) -> None:
+    def run(clip_grad: float, own: bool) -> list[torch.Tensor]:
+        model = Model()
+        if is_sharded:
+            shard(model)
+        config = {name: value for name, value in settings.items() if own or name in ("optimizer", "gpu_optimizer")}
+        optimizer = build_optimizer(model, OptimizerConfig(**config, clip_grad=clip_grad), lr=0.1, num_local_ranks=1)
+        for number in range(4):
+            backward(model, number, factor=10.0)
+            norm = optimizer.grad_norm()
+            if own:
+                assert optimizer.step(float(norm))
+            else:
+                total = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf, foreach=False)
+                total = total.full_tensor() if is_sharded else total
+                torch.testing.assert_close(total.double(), norm, rtol=1e-6, atol=0)
+                optimizer.optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    for clip_grad in (0.05, 0.0):
+        for mine, theirs in zip(run(clip_grad, own=True), run(clip_grad, own=False), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    pairs = zip(run(0.05, own=True), run(0.0, own=True), strict=True)
+    if settings.get("optimizer") == "sgd":
+        assert not any(torch.allclose(*pair) for pair in pairs if pair[0].numel()), "clipping matters"
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+def test_clipping_is_that_of_torch(settings):
+    _clips(settings, is_sharded=False)
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+def test_clipping_of_a_sharded_model_is_that_of_torch(settings):
+    run_ranks(2, _clips, settings, True)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+def test_a_norm_that_is_not_finite_steps_nothing(settings, norm):
+    model = Model()
+    optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
+    before = weights(model)
+    backward(model)
+    assert optimizer.step(norm) is False
+    optimizer.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
+    assert {float(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state} <= {0.0}
+    assert optimizer.step(1.0) is True
+    assert not any(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_makes_the_norm_so():
+    model = Model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+    backward(model)
+    assert math.isfinite(float(optimizer.grad_norm()))
+    model.head.weight.grad[0, 3] = math.inf
+    assert not math.isfinite(float(optimizer.grad_norm()))
+
+
+# What is offloaded, before and after sharding
+
+
+def gpt(num_layers: int, **changes: Any) -> GPTModel:
+    dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    with torch.device("meta"):
+        return GPTModel(TransformerConfig(num_layers, 16, 2, ffn_hidden_size=24, **dropout, **changes), 40)
+
+
+FRACTIONS = (0.0, 0.01, 0.3, 0.5, 0.8, 0.99, 1.0)
+
+
+def _units_agree(num_layers: int, is_untied: bool) -> list[list[bool]]:
+    """That sharding as offloaded_units says suits the optimizer, which refuses what does not, at every fraction."""
+    plans = []
+    for fraction in FRACTIONS:
+        config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)
+        model = gpt(num_layers, untie_embeddings_and_output_weights=is_untied)
+        units = offloaded_units(model, config)
+        shard_model(
+            model,
+            build_mesh("cpu", dist.get_world_size()),
+            Device("cpu"),
+            DataParallelConfig(),
+            compute_dtype=torch.bfloat16,
+            reset_parameters=seeded_reset(model, "cpu", seed=3),
+            offloaded=units,
+        )
+        modules = [module for module in model.modules() if isinstance(module, FsdpModule)]
+        from_the_start = {module for module in modules if all(g.is_on_host for g in module.parameter_groups)}
+        assert from_the_start == set(units)
+        plan = build_optimizer(model, config, lr=0.1, num_local_ranks=1).plan
+        assert {module for module in modules if module.parameter_groups[0].is_on_host} == set(units)
+        assert plan.host_numel == sum(units.values())
+        assert sum(group.is_on_host for group in plan.groups) == len(units)
+        plans.append([group.is_on_host for group in plan.groups])
+    return plans
+
+
+@pytest.mark.parametrize("is_untied", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_units_that_are_offloaded_are_known_before_a_model_is_sharded(num_layers, is_untied):
+    plans, *others = run_ranks(2, _units_agree, num_layers, is_untied)
+    assert others == [plans]
+    assert plans[0] == [False] * (num_layers + 1)
+    assert plans[-1] == [True] * (num_layers + 1)
+    assert len({sum(plan) for plan in plans}) >= min(3, num_layers + 2), "fractions in between do something else"
+    assert run_ranks(1, _units_agree, num_layers, is_untied) == [plans]
+
+
+def test_nothing_is_offloaded_unless_it_is_asked_for():
+    assert offloaded_units(gpt(2), OptimizerConfig()) == {}

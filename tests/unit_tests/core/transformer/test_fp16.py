@@ -1,0 +1,71 @@
+"""Where fp16's range or digits would not do, the arithmetic is fp32: the results are those of fp32, rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.cross_entropy import vocab_cross_entropy
+from megatron.core.transformer.norms import LayerNorm, RMSNorm
+from megatron.core.transformer.rotary import apply_rotary, rotary_angles
+
+CPU = torch.device("cpu")
+LARGEST = torch.finfo(torch.float16).max
+
+
+def noise(*shape: int, scale: float) -> torch.Tensor:
+    """In fp16, and so that fp32 has the same values."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * scale).half()
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norms_add_up_squares_that_fp16_cannot_hold(kind):
+    norm, x = kind(64, 1e-5), noise(4, 64, scale=3000.0)
+    assert not x.square().isfinite().all(), "in fp16 they overflow"
+    torch.testing.assert_close(norm.half()(x).float(), norm.float()(x.float()), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_attention_takes_scores_that_fp16_cannot_hold(dropout, grouped):
+    groups = {"group_query_attention": True, "num_query_groups": 2} if grouped else {}
+    config = TransformerConfig(1, 32, 4, attention_dropout=dropout, **groups)
+    attention = SelfAttention(config).train()
+    query, key, value = noise(3, 2, 4, 16, 8, scale=200.0).unbind()
+    key, value = key[:, : config.num_key_value_heads], value[:, : config.num_key_value_heads]
+    scores = query.double() @ key.double().repeat_interleave(4 // key.shape[1], dim=1).transpose(-1, -2)
+    assert scores.abs().max() > LARGEST
+    wide = attention._core_attention(query.float(), key.float(), value.float())
+    narrow = attention._core_attention(query, key, value)
+    assert narrow.dtype == torch.float16
+    torch.testing.assert_close(narrow.float(), wide, rtol=5e-3, atol=2.0)
+
+
+def test_rotary_angles_turn_fp16_in_fp32():
+    config = TransformerConfig(1, 32, 2, position_embedding_type="rope")
+    angles = rotary_angles(config, 3000, CPU)
+    x = noise(1, 3000, 2, 16, scale=1.0)
+    turned = apply_rotary(x, angles.cos, angles.sin)
+    assert turned.dtype == torch.float16
+    assert torch.equal(turned, apply_rotary(x.float(), angles.cos, angles.sin).half())
+
+
+def test_the_loss_of_fp16_logits_is_fp32_and_a_scale_saves_gradients_that_would_be_zero():
+    flat = noise(8, 1000, scale=4.0)
+    labels = torch.arange(8)
+
+    def loss_and_gradient(values: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = values.clone().requires_grad_()
+        losses = vocab_cross_entropy(leaf * 1.0, labels)
+        (losses.mean() * scale).backward()
+        return losses.detach(), leaf.grad
+
+    exact, gradient = loss_and_gradient(flat.float(), 1.0)
+    losses, scaled = loss_and_gradient(flat, 2.0**16)
+    _, unscaled = loss_and_gradient(flat, 1.0)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, exact)
+    assert int((unscaled == 0).sum()) > 10 * int((scaled == 0).sum())
+    torch.testing.assert_close(scaled.float() / 2.0**16, gradient, rtol=2e-3, atol=1e-12)
