@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -144,6 +145,7 @@ class FsdpParameterGroup:
         self._is_updated = True
         self._seen_versions = 0
         self._delivery: Event | None = None
+        self._failure: tuple[Exception, TracebackType | None] | None = None
         self._before_use: Callable[[], None] | None = None  # of the delivery
         self._before_wait: Callable[[], None] | None = None  # of the delivery that the weights in the making wait for
         self._main_weight_ready: Event | None = None
@@ -246,7 +248,10 @@ class FsdpParameterGroup:
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
     def unshard(self, lane: Lane) -> None:
-        """Begins to bring the full parameters up to date, if they are not."""
+        """Begins to bring the full parameters up to date, if they are not. Raises what has kept them from it before."""
+        if self._failure is not None:
+            error, traceback = self._failure
+            raise error.with_traceback(traceback)
         versions = self._versions()
         is_overwritten = self._is_updated or versions != self._seen_versions
         delivery = self._delivery
@@ -273,9 +278,14 @@ class FsdpParameterGroup:
         if self._weights_ready is not None:
             event, self._weights_ready = self._weights_ready, None
             before_wait, self._before_wait = self._before_wait, None
-            if before_wait is not None:
-                before_wait()
-            event.wait()
+            try:
+                if before_wait is not None:
+                    before_wait()
+                event.wait()
+            except Exception as error:
+                # The weights are not what they should be, whoever asks for them next.
+                self._failure = error, error.__traceback__
+                raise
 
     def reshard(self) -> None:
         """Frees the full parameters' memory, if it is not also the compute weights'."""
