@@ -4,9 +4,10 @@
     OMP_NUM_THREADS=2 python benchmarks/host_adam.py
 
 bf16 gradients, fp32 weights and moments unless the name says otherwise; every side gives the same threads the same
-arrays. `skeleton` reads and writes what the side above it does, by the same code, without the arithmetic. All sides run
-interleaved, in an order drawn anew each round; prints medians, and the fastest rounds beside them: where the two are
-far apart, the machine was busy. `--write` keeps both in benchmarks/results.
+arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have their own. `skeleton` reads and writes
+what the side above it does, by the same code, without the arithmetic. All sides run interleaved, in an order drawn anew
+each round; prints medians, and the fastest rounds beside them: where the two are far apart, the machine was busy.
+`--write` keeps both in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -146,6 +147,14 @@ def torch_sides(arrays: Arrays) -> dict[str, Side]:
     return sides
 
 
+def ordinary_sides(numel: int) -> dict[str, Side]:
+    """torch's fused AdamW, whole and by tensors, on memory as torch allocates it: what those have who use it."""
+    arrays = Arrays(numel, in_slabs=False)
+    return {
+        f"{name}, ordinary pages": side for name, side in torch_sides(arrays).items() if name.startswith("torch fused")
+    }
+
+
 def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each round. Each runs twice before, untimed: first touches of memory are slow."""
     for side in sides.values():
@@ -159,12 +168,12 @@ def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
 
 def show(title: str, sides: dict[str, Side], milliseconds: dict[str, float], numel: int) -> None:
     """Prints a table."""
-    print(f"{title:>52} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one pass's time")
+    print(f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one pass's time")
     for name, side in sides.items():
         time, rate = milliseconds[name], numel / milliseconds[name] / 1e6
         ceiling = f"{milliseconds[side.skeleton] / time:.1%}" if side.skeleton else ""
         columns = f"{side.num_bytes:4} {time:7.1f} {rate:6.2f} {rate * side.num_bytes:6.1f}"
-        print(f"{name:>52} {columns}  {ceiling:>15} {time / milliseconds['one pass']:22.2f}")
+        print(f"{name:>64} {columns}  {ceiling:>15} {time / milliseconds['one pass']:22.2f}")
 
 
 def main() -> None:
@@ -182,6 +191,8 @@ def main() -> None:
     kernel = HostAdam(arguments.threads, body=arguments.body)
     arrays = Arrays(arguments.elements, in_slabs=not arguments.ordinary_pages)
     sides = {**kernel_sides(kernel, arrays), **torch_sides(arrays)}
+    if not arguments.ordinary_pages:
+        sides |= ordinary_sides(arguments.elements)
     times = measure(sides, arguments.rounds)
     medians, fastest = report.medians(times), {name: min(values) for name, values in times.items()}
     print(f"{arguments.elements} elements, {arguments.threads} threads, {kernel.body}")
