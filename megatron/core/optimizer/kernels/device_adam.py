@@ -1,6 +1,6 @@
 """Adam over flat arrays on a GPU, in Triton: one launch for each piece, the bits of [Note: arithmetic] in adam.py.
 
-Where there is no Triton, as with torch built for CPUs, importing this is fine and stepping a GPU tensor is an error.
+Where there is no Triton, or no GPU, importing this is fine and stepping a GPU tensor is an error.
 
 [Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on where they see one, so
 `enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is meant. Division and square root are the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -19,10 +20,14 @@ import torch
 
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
+# 70 MiB that a machine without a GPU has no use for, unless somebody has it already.
+if torch.accelerator.is_available() or "triton" in sys.modules:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        triton = None
+else:
     triton = None
 
 _BLOCK_NUMEL = 1024

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import sys
 from collections import Counter
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.optimizer.kernels import device_adam
+from megatron.core.optimizer.kernels import device_adam as device_adam_as_imported
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 
@@ -25,6 +26,20 @@ triton = pytest.importorskip("triton", reason="the dev extra has it on Linux")
 compiler = pytest.importorskip("triton.compiler")
 backends = pytest.importorskip("triton.backends.compiler")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+
+def load(name: str) -> ModuleType:
+    """A copy of the module made while Triton is there: without a GPU, the module itself leaves it alone."""
+    assert "triton" in sys.modules
+    spec = importlib.util.spec_from_file_location(name, device_adam_as_imported.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+device_adam = load("device_adam_with_triton")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -71,12 +86,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spec = importlib.util.spec_from_file_location("interpreted_device_adam", device_adam.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("interpreted_device_adam")
 
 
 def make_piece(step: AdamStep, form: tuple[Any, ...], numel: int, seed: int = 0) -> AdamPiece:
