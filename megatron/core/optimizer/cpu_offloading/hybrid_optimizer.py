@@ -74,9 +74,8 @@ class _Bucket:
         self.link = arrays.link
         self.update = update
         self.timings = timings
-        self.sent: RelayedEvent | None = (
-            None  # its weights have gone up: the arrays of gradients and weights are free again
-        )
+        # Its weights have gone up: the arrays of gradients and weights are free again.
+        self.sent: RelayedEvent | None = None
 
     def stepped(self) -> list[tuple[int, Slot]]:
         """The slots whose parameters have a gradient, with their numbers."""
