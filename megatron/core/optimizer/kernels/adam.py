@@ -23,6 +23,7 @@ these go the other way in rounding to nearest even. A NaN becomes the one whose 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -91,6 +92,44 @@ class AdamStep:
     def correction2(self) -> float:
         """What divides `exp_avg_sq`."""
         return 1.0 - self.beta2**self.step if self.bias_correction else 1.0
+
+
+class AdamScalars(NamedTuple):
+    """The scalars of [Note: arithmetic] as kernels take them: computed in fp64, rounded to fp32 once."""
+
+    grad_scale: float
+    l2: float  # the weight decay that is added to the gradient
+    decay: float  # what the weight is multiplied with
+    lerp: float  # of exp_avg towards the gradient, or, with lerps_from_grad, of the gradient towards exp_avg
+    square: float
+    beta2: float
+    minus_step_size: float
+    sqrt_correction2: float
+    eps: float
+    lerps_from_grad: bool
+
+    @classmethod
+    def of(cls, step: AdamStep) -> AdamScalars:
+        """Those of a step."""
+        lerp = _rounded(1.0 - step.beta1)
+        lerps_from_grad = lerp >= 0.5
+        return cls(
+            grad_scale=_rounded(step.grad_scale),
+            l2=0.0 if step.adam_w_mode else _rounded(step.weight_decay),
+            decay=_rounded(1.0 - step.lr * step.weight_decay) if step.adam_w_mode else 1.0,
+            lerp=lerp - 1.0 if lerps_from_grad else lerp,
+            square=_rounded(1.0 - step.beta2),
+            beta2=_rounded(step.beta2),
+            minus_step_size=_rounded(-(step.lr / step.correction1)),
+            sqrt_correction2=_rounded(math.sqrt(step.correction2)),
+            eps=_rounded(step.eps),
+            lerps_from_grad=lerps_from_grad,
+        )
+
+
+def _rounded(value: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(value).value
 
 
 class AdamPiece(NamedTuple):

@@ -9,8 +9,6 @@ correctly rounded ones; Triton's plain ones on fp32 are approximations.
 
 from __future__ import annotations
 
-import ctypes
-import math
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamScalars
 
 # 70 MiB that a machine without a GPU has no use for, unless somebody has it already.
 if torch.accelerator.is_available() or "triton" in sys.modules:
@@ -67,43 +65,20 @@ def _launch(piece: AdamPiece) -> None:
         piece.weight if remainder is None else remainder,
         piece.weight if out is None else out,
     )
+    scalars = AdamScalars.of(piece.step)
     grid = (-(-piece.numel // _BLOCK_NUMEL),)
     # Triton launches on the current device.
     with nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
         _adam_kernel[grid](
             *arguments,
             piece.numel,
-            **_scalars(piece.step),
+            **scalars._asdict(),
+            has_l2=scalars.l2 != 0.0,
             is_split=is_split,
             has_out=out is not None,
             block_numel=_BLOCK_NUMEL,
             enable_fp_fusion=False,
         )
-
-
-def _scalars(step: AdamStep) -> dict[str, Any]:
-    """The constants of [Note: arithmetic], computed in fp64 and rounded to fp32 once; the flags choose code."""
-    lerp = _rounded(1.0 - step.beta1)
-    lerps_from_grad = lerp >= 0.5
-    l2 = 0.0 if step.adam_w_mode else _rounded(step.weight_decay)
-    return {
-        "grad_scale": _rounded(step.grad_scale),
-        "l2": l2,
-        "decay": _rounded(1.0 - step.lr * step.weight_decay) if step.adam_w_mode else 1.0,
-        "lerp": lerp - 1.0 if lerps_from_grad else lerp,
-        "square": _rounded(1.0 - step.beta2),
-        "beta2": _rounded(step.beta2),
-        "minus_step_size": _rounded(-(step.lr / step.correction1)),
-        "sqrt_correction2": _rounded(math.sqrt(step.correction2)),
-        "eps": _rounded(step.eps),
-        "has_l2": l2 != 0.0,
-        "lerps_from_grad": lerps_from_grad,
-    }
-
-
-def _rounded(value: float) -> float:
-    """The nearest fp32 number."""
-    return ctypes.c_float(value).value
 
 
 def _adam(  # type: ignore[no-untyped-def]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.optimizer.kernels import torch_adam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamScalars, AdamStep
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class _Arrays(ctypes.Structure):
 
 
 class _Scalars(ctypes.Structure):
-    """`Scalars` of host_adam.cpp."""
+    """`Scalars` of host_adam.cpp: the fields of `AdamScalars`, in their order."""
 
     _fields_ = (
         ("grad_scale", ctypes.c_float),
@@ -67,7 +66,7 @@ class _Scalars(ctypes.Structure):
         ("minus_step_size", ctypes.c_float),
         ("sqrt_correction2", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("lerp_from_grad", ctypes.c_int32),
+        ("lerps_from_grad", ctypes.c_int32),
     )
 
 
@@ -276,21 +275,7 @@ def _described(piece: AdamPiece) -> _Piece:
 
 @functools.lru_cache(maxsize=16)
 def _scalars(step: AdamStep) -> _Scalars:
-    """Computed in fp64; the struct's fields round them to fp32 once. See [Note: arithmetic]."""
-    lerp = ctypes.c_float(1.0 - step.beta1).value
-    lerp_from_grad = lerp >= 0.5
-    return _Scalars(
-        grad_scale=step.grad_scale,
-        l2=0.0 if step.adam_w_mode else step.weight_decay,
-        decay=1.0 - step.lr * step.weight_decay if step.adam_w_mode else 1.0,
-        lerp=lerp - 1.0 if lerp_from_grad else lerp,
-        square=1.0 - step.beta2,
-        beta2=step.beta2,
-        minus_step_size=-(step.lr / step.correction1),
-        sqrt_correction2=math.sqrt(step.correction2),
-        eps=step.eps,
-        lerp_from_grad=lerp_from_grad,
-    )
+    return _Scalars(*AdamScalars.of(step))
 
 
 def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
