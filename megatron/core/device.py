@@ -292,9 +292,10 @@ class RelayedEvent:
         self._first = first
         self._ends = ends
 
-    def wait_first(self) -> None:
-        """This thread waits for the work on the first lane, on any device. Raises what it raised, if it failed."""
-        self._first.synchronize()
+    @property
+    def first(self) -> Event:
+        """Done when the work on the first lane is."""
+        return self._first
 
     def wait(self) -> None:
         self._first.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -36,6 +36,22 @@ def build_torch_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) 
     return torch.optim.AdamW(
         groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
     )
+
+
+@runtime_checkable
+class _Allocating(Protocol):
+    """An optimizer that allocates its states without stepping."""
+
+    def init_state(self) -> None:
+        """Allocates what there is not yet."""
+
+
+def init_states(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped just that."""
+    if isinstance(optimizer, _Allocating):
+        optimizer.init_state()
+    else:
+        init_torch_states(optimizer)
 
 
 def init_torch_states(optimizer: torch.optim.Optimizer) -> None:

@@ -61,6 +61,7 @@ from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
+from megatron.core.optimizer.state_units import StateUnit, one_unit
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
 _IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
@@ -76,14 +77,30 @@ class _Bucket:
         self.timings = timings
         # Its weights have gone up: the arrays of gradients and weights are free again.
         self.sent: RelayedEvent | None = None
+        # Its states and main weights have been read by somebody on another thread.
+        self.reads: list[Event] = []
 
     def stepped(self) -> list[tuple[int, Slot]]:
         """The slots whose parameters have a gradient, with their numbers."""
         return [(index, slot) for index, slot in enumerate(self.link.slots) if slot.parameter.grad is not None]
 
-    def fetch(self, lane: Lane, work: Callable[[], object], after: Event) -> Event:
+    def fetch(self, lane: Lane, work: Callable[[], object], after: Sequence[Event]) -> Event:
         """Queues work that writes gradients into the bucket."""
-        return lane.enqueue(work, after=[after] if self.sent is None else [after, self.sent])
+        return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
+
+    def take_reads(self) -> list[Event]:
+        """What the next update waits for."""
+        reads, self.reads = self.reads, []
+        return reads
+
+    def unit(self, optimizer: torch.optim.Optimizer) -> StateUnit:
+        """The bucket as what may be read by itself."""
+        parameters = [slot.parameter for slot in self.link.slots]
+        states = [self.update.states(index) for index in range(len(parameters))]
+        updated: Event | None = self.sent
+        if self.sent is not None and self.link.delivers:
+            updated = self.sent.first  # its parameters are the main weights themselves
+        return StateUnit(optimizer, parameters, states, updated, self.reads.append)
 
     def fetch_early(self, lane: Lane) -> None:
         """From here on, gradients come down as soon as they are reduced, for the last microbatch of every step."""
@@ -97,7 +114,7 @@ class _Bucket:
                     return reduced
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
-                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad)), reduced)
+                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad)), [reduced])
 
             self.link.group.send_main_grad(send_down)
 
@@ -267,6 +284,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if bucket.sent is not None:
                 bucket.sent.synchronize()
 
+    def state_units(self) -> list[StateUnit]:
+        """The device side, and each bucket, as what may be read while the others are being updated."""
+        if not self._is_flat:
+            self.synchronize()  # what other optimizers count, they count as they update
+        device = [] if self._device_optimizer is None else [one_unit(self._device_optimizer)]
+        return device + [bucket.unit(self) for bucket in self._buckets]
+
     def timings(self) -> OffloadTimings | None:
         """Means over the steps that have been completed since the last call; None if there are none, or no records.
 
@@ -280,7 +304,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Writes by single operations and by `load_state_dict` are noticed; those through `.data` and those by foreach
         operations on DTensors are not.
         """
-        self.synchronize()
+        self._wait_until_free()
         for bucket in self._buckets:
             if isinstance(bucket.link, GroupLink):
                 bucket.link.group.mark_updated()
@@ -312,6 +336,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             AdamStep.of(group, 1, 1.0, True)
         saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for group in self.param_groups for p in group["params"]}
         saved.update(states_by_parameter(self.param_groups, state_dict))
+        self._wait_until_free()
         self.init_state()
         optimizer = self._device_optimizer
         for parameter, states in saved.items():
@@ -440,6 +465,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     # A step
 
+    def _wait_until_free(self) -> None:
+        """Waits until nobody updates the host side, or reads it."""
+        self.synchronize()
+        for bucket in self._buckets:
+            for read in bucket.take_reads():
+                read.synchronize()
+
     def _check_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None, "asked of what has one"
@@ -469,7 +501,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
 
         prepared.begin()
-        fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), now)
+        reads = bucket.take_reads()
+        # Main weights that are not the parameters themselves may be taken over from these, and so written to.
+        before_fetch = [now] if isinstance(link, GroupLink) else [now, *reads]
+        fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), before_fetch)
         h2d = self._h2d
         work = _timed(timings, HOST, prepared.work, prepared.nbytes)
         send = _timed(timings, H2D, lambda: link.send(arrays.weight, slots))
@@ -479,7 +514,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(send, after=[now])
 
-        bucket.sent = relay(self._update_lane, update, after=[fetched])
+        bucket.sent = relay(self._update_lane, update, after=[fetched, *reads])
         if isinstance(link, GroupLink):
             if timings is None:
                 link.group.deliver(bucket.sent)

@@ -75,7 +75,7 @@ class StepTimings:
     def wait(self, updated: RelayedEvent) -> None:
         """`updated.wait()`, the update and the way up apart."""
         with self.waiting(HOST):
-            updated.wait_first()
+            updated.first.synchronize()
         with self.waiting(H2D):
             updated.wait()
 
@@ -109,7 +109,7 @@ class _Awaited:
 
     def wait(self) -> None:
         with self._step.waiting(HOST):
-            self._updated.wait_first()
+            self._updated.first.synchronize()
         self._updated.wait()
 
     def synchronize(self) -> None:

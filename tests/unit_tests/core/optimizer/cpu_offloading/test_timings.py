@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_waits_of_lanes_that_are_threads_are_not_the_computations():
         def __init__(self) -> None:
             """Of nothing."""
 
-        wait_first = staticmethod(clock.taking(2.0))
+        first = SimpleNamespace(synchronize=clock.taking(2.0))
         wait = staticmethod(clock.taking(4.0))
         synchronize = staticmethod(clock.taking(8.0))
 

@@ -1,0 +1,79 @@
+"""What of an optimizer's state is updated together, and may be read while other parts are being updated.
+
+Whoever reads state on another thread waits for a unit's `updated`, and has its next update held until it has read:
+
+    for unit in state_units(optimizer):
+        unit.hold(lane.enqueue(lambda: read(unit), after=[unit.updated]))
+
+`HybridDeviceOptimizer` has a unit for each bucket, so that a step waits for one bucket's reader at a time. Any other
+optimizer is one unit, and its next step waits for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from megatron.core.device import Event
+
+# The attribute of an optimizer that keeps what its next step waits for; read it with `_reads_of`.
+_READS = "_pending_reads"
+
+
+class StateUnit(NamedTuple):
+    """See the module's docstring.
+
+    Attributes:
+        optimizer: whose states these are.
+        parameters: in the order of forward; their values, main weights, are part of the unit.
+        states: of each parameter by name, as in `optimizer.state`; not copies.
+        updated: after this event parameters and states may be read; None: now, on this thread's stream.
+        hold: the unit is not written to before this event, which must not fail, by any later `step`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.Tensor]
+    states: Sequence[Mapping[str, Any]]
+    updated: Event | None
+    hold: Callable[[Event], None]
+
+
+@runtime_checkable
+class _InUnits(Protocol):
+    """An optimizer that knows its units."""
+
+    def state_units(self) -> list[StateUnit]:
+        """In the order of forward."""
+
+
+def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
+    """The units of an optimizer, whose states must have been allocated, in the order of forward."""
+    if isinstance(optimizer, _InUnits):
+        return optimizer.state_units()
+    return [one_unit(optimizer)]
+
+
+def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
+    """All of an optimizer that updates in `step` itself."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+
+    return StateUnit(optimizer, parameters, states, None, _reads_of(optimizer).append)
+
+
+def _reads_of(optimizer: torch.optim.Optimizer) -> list[Event]:
+    """What the next step of an optimizer waits for."""
+    found: list[Event] | None = vars(optimizer).get(_READS)
+    if found is not None:
+        return found
+    reads: list[Event] = []
+
+    def wait(*_: Any) -> None:
+        while reads:
+            reads.pop().synchronize()
+
+    optimizer.register_step_pre_hook(wait)
+    vars(optimizer)[_READS] = reads
+    return reads
