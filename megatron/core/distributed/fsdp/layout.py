@@ -19,6 +19,7 @@ gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to t
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,12 @@ class GlobalLayout:
             end = max(end, offset + numel)
         return tuple(found)
 
+    @cached_property
+    def _by_offset(self) -> tuple[list[int], list[int]]:
+        """Where tensors with elements begin, ascending, and which these are."""
+        taken = sorted((offset, i) for i, offset in enumerate(self.tensor_to_offset) if self.numel(i))
+        return [offset for offset, _ in taken], [i for _, i in taken]
+
     def numel(self, tensor: int) -> int:
         """Elements of a tensor."""
         return math.prod(self.tensor_shapes[tensor])
@@ -134,7 +141,11 @@ class GlobalLayout:
 
     def chunks(self, piece: FlatRange) -> list[Chunk]:
         """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left out."""
-        found = (self.chunk(tensor, piece) for tensor in range(len(self.tensor_shapes)))
+        offsets, tensors = self._by_offset
+        # The tensor that begins last before the piece may reach into it; those before that one end before it begins.
+        first = max(bisect.bisect_right(offsets, piece.start) - 1, 0)
+        last = bisect.bisect_left(offsets, piece.stop)
+        found = (self.chunk(tensor, piece) for tensor in sorted(tensors[first:last]))
         return [chunk for chunk in found if chunk.num_rows]
 
     def chunk(self, tensor: int, piece: FlatRange) -> Chunk:
