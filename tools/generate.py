@@ -17,7 +17,9 @@ import torch
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manager import checkpoint_folder, latest_iteration, read_train_state
+from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration
+from megatron.core.dist_checkpointing.small_files import read_train_state
+from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
@@ -59,19 +61,20 @@ def load_model(root: str, iteration: int | None) -> tuple[GPTModel, Tokenizer, i
 
     Of the checkpoint's configuration only this is used: the data and the devices it was trained with may be gone.
     """
-    iteration = latest_iteration(root) if iteration is None else iteration
+    store = open_store(root)
+    iteration = latest_iteration(store) if iteration is None else iteration
     if iteration is None:
         raise CheckpointError(f"Expected a checkpoint in {root}, got none.")
-    folder = checkpoint_folder(root, iteration)
-    values = read_train_state(folder).get("config")
+    name = checkpoint_name(iteration)
+    values = read_train_state(store, name).get("config")
     if not isinstance(values, dict) or not isinstance(values.get("seq_length"), int):
-        raise CheckpointError(f"Expected the run's configuration in {folder}, got none.")
+        raise CheckpointError(f"Expected the run's configuration in {root}/{name}, got none.")
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
     with torch.device("meta"):
         model = GPTModel(section_from_values(TransformerConfig, values), padded_vocab_size(tokenizer_config, tokenizer))
     materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
-    load_weights(folder, model)
+    load_weights(store, name, model)
     return model.eval(), tokenizer, values["seq_length"]
 
 

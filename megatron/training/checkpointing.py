@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,19 +20,20 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.config import CheckpointConfig
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manager import (
-    checkpoint_folder,
-    latest_iteration,
-    load_tensors,
-    on_first_rank,
-    published_iterations,
-    read_metadata,
-    read_train_state,
-    save_checkpoint,
-)
+from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.entries import Entry
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE, TRAIN_STATE_FILE, manifest_file
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.state import DCPState
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata, save_checkpoint
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
@@ -40,7 +45,17 @@ logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 1
 # Settings that may differ between a checkpoint and the run that loads it without a word.
-_UNREMARKABLE = {"save", "load", "metrics_jsonl", "tensorboard_dir", "progress_bar", "log_interval", "exit_interval"}
+_UNREMARKABLE = {
+    "save",
+    "load",
+    "ckpt_format",
+    "async_save",
+    "metrics_jsonl",
+    "tensorboard_dir",
+    "progress_bar",
+    "log_interval",
+    "exit_interval",
+}
 
 
 @dataclass
@@ -63,13 +78,107 @@ class RunState:
     progress: Progress
 
 
-def save_run(config: RunConfig, state: RunState, device: Device) -> None:
-    """Publishes a checkpoint of the present state under `--save`. Called by all ranks together."""
+class Checkpointer:
+    """Saves a run's state, and remembers how that went; a context manager, made by all ranks together."""
+
+    def __init__(self, config: RunConfig, device: Device) -> None:
+        """
+        Raises:
+            CheckpointError: on all ranks, if what earlier runs left unfinished cannot be looked through.
+        """
+        checkpoint = config.checkpoint
+        self._config = config
+        self._device = device
+        self._has_failed = False
+        self._manager: CheckpointManager | None = None
+        if checkpoint.save is not None and checkpoint.ckpt_format == FSDP_DTENSOR:
+            self._manager = CheckpointManager.start(
+                checkpoint.save,
+                device,
+                dist.get_rank(),
+                dist.get_world_size(),
+                retention=Retention(checkpoint.save_keep_last, checkpoint.save_retain_interval),
+                timeout_seconds=60.0 * checkpoint.save_timeout_minutes,
+            )
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def votes(self) -> tuple[float, float]:
+        """(a save is under way on this rank, one has failed since this was last asked), 0 or 1."""
+        if self._manager is not None:
+            self._note(self._manager.failure())
+        has_failed, self._has_failed = self._has_failed, False
+        return float(self._manager is not None and self._manager.is_busy), float(has_failed)
+
+    def save(self, state: RunState, num_busy: float) -> None:
+        """Saves at an interval: all ranks call it together. A failure is logged, and shows in the next votes.
+
+        Args:
+            num_busy: ranks that have said in `votes` that they are still saving, summed in this very iteration: so
+                that all of them skip this save, or none.
+        """
+        checkpoint = self._config.checkpoint
+        if num_busy and checkpoint.async_save_busy == "skip":
+            logger.warning("iteration %d is not saved: the save before is still under way", state.progress.iteration)
+            return
+        if self._manager is None:
+            save_torch_dcp(self._config, state, self._device)
+            return
+        try:
+            self._begin(self._manager, state)
+            if not checkpoint.async_save:
+                self._manager.finish()
+        except CheckpointError as failure:
+            self._note(failure)
+
+    def save_last(self, state: RunState) -> None:
+        """Saves at the end of a run, and waits for it. CheckpointError if it came to nothing."""
+        if self._manager is None:
+            save_torch_dcp(self._config, state, self._device)
+            return
+        try:
+            self._begin(self._manager, state)
+        except CheckpointError as failure:
+            self._note(failure)  # of the save before
+        self._manager.finish()
+
+    def _begin(self, manager: CheckpointManager, state: RunState) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        contents = collect(
+            state.model,
+            state.optimizer.optimizer,
+            with_states=self._config.checkpoint.save_optim,
+            private=_private(rng_state(self._device)),
+            rank=rank,
+            world_size=world_size,
+        )
+        manager.save(state.progress.iteration, contents, _train_state(self._config, state))
+
+    def _note(self, failure: CheckpointError | None) -> None:
+        if failure is not None:
+            logger.error("%s", failure)
+            self._has_failed = True
+
+
+def save_torch_dcp(config: RunConfig, state: RunState, device: Device) -> None:
+    """Publishes a `torch_dcp` checkpoint of the present state under `--save`. Called by all ranks together."""
     if config.checkpoint.save is None:
         raise RuntimeError("Expected --save to be set where a checkpoint is saved, got none.")
     start = time.perf_counter()
     optimizer = state.optimizer.optimizer if config.checkpoint.save_optim else None
     tensors = {**DCPState(state.model, optimizer).state_dict(), **_rng_entry(rng_state(device))}
+    folder = save_checkpoint(config.checkpoint.save, state.progress.iteration, tensors, _train_state(config, state))
+    logger.info("saved checkpoint %s in %.2f s", folder, time.perf_counter() - start)
+
+
+def _train_state(config: RunConfig, state: RunState) -> dict[str, Any]:
     train_state = {
         "format_version": _FORMAT_VERSION,
         "progress": vars(state.progress),
@@ -80,70 +189,59 @@ def save_run(config: RunConfig, state: RunState, device: Device) -> None:
     }
     if state.optimizer.loss_scaler is not None:
         train_state["loss_scaler"] = state.optimizer.loss_scaler.state()
-    folder = save_checkpoint(config.checkpoint.save, state.progress.iteration, tensors, train_state)
-    logger.info("saved checkpoint %s in %.2f s", folder, time.perf_counter() - start)
+    return train_state
 
 
 def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
+
+    One that turns out to be damaged is passed over, loudly, for the one before it, unless `--ckpt-step` names it.
 
     Returns:
         Whether there was one. `--load` may name a folder without any, unless `--exit-on-missing-checkpoint` is set.
 
     Raises:
         CheckpointError: for a checkpoint that is there but cannot be loaded; `state` has not been changed unless a
-            data file turned out to be unreadable.
+            data file turned out to be unreadable or damaged, and no earlier checkpoint was whole.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
     checkpoint, root = config.checkpoint, config.checkpoint.load
     if root is None:
         return False
-    iteration = on_first_rank(lambda: _wanted_iteration(checkpoint, root), f"looking for checkpoints in {root}")
-    if iteration is None:
+    store = open_store(root)
+    wanted = on_first_rank(lambda: _wanted_iterations(checkpoint, store), f"looking for checkpoints in {root}")
+    if not wanted:
         logger.info("no checkpoint found in %s, starting from the beginning", root)
         return False
-    folder = checkpoint_folder(root, iteration)
-    train_state = read_train_state(folder)
-    # Read and checked first, installed last: a refusal must leave the run as it was.
-    progress = _progress(train_state, str(folder))
-    schedule = (
-        state.schedule if checkpoint.finetune else _schedule(config.schedule, state.schedule, train_state, str(folder))
-    )
-    loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
-    scaler = state.optimizer.loss_scaler
-    if loads_optimizer:
-        scaler = _loss_scaler(scaler, train_state, str(folder))
-    app = DCPState(state.model, state.optimizer.optimizer if loads_optimizer else None)
-    tensors = app.state_dict()
-    metadata = read_metadata(folder)
-    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)
-    if own_rng is not None:
-        tensors |= _rng_entry(own_rng)
-    load_tensors(folder, metadata, tensors, ("rng.",) if loads_optimizer else ("rng.", "optim."))
-    # What the flags say of weight decay, betas and the like holds; the checkpoint's groups would silently undo it.
-    constants = [{key: group[key] for key in group if key != "params"} for group in state.optimizer.param_groups]
-    app.load_state_dict(tensors)
-    for group, own_constants in zip(state.optimizer.param_groups, constants, strict=True):
-        group.update(own_constants)
-    state.optimizer.loss_scaler = scaler
-    if own_rng is not None:
-        set_rng_state(device, own_rng)
-    if not checkpoint.finetune:
-        state.schedule = schedule
-        vars(state.progress).update(vars(progress))
-        _report_differences(config, train_state)
-    logger.info(
-        "loaded checkpoint %s; this run begins after iteration %d and %d samples",
-        folder,
-        state.progress.iteration,
-        state.progress.consumed_samples,
-    )
-    return True
+    failures: list[CheckpointDamagedError] = []
+    for iteration in wanted:
+        name = checkpoint_name(iteration)
+        try:
+            train_state = _load_any(config, state, device, store, name)
+        except CheckpointDamagedError as failure:
+            logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, failure)
+            failures.append(failure)
+            continue
+        if not checkpoint.finetune:
+            _report_differences(config, train_state)
+        logger.info(
+            "loaded checkpoint %s/%s; this run begins after iteration %d and %d samples",
+            root,
+            name,
+            state.progress.iteration,
+            state.progress.consumed_samples,
+        )
+        return True
+    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {failures[0]}") from failures[0]
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
+def load_weights(store: Store, name: str, model: nn.Module) -> None:
     """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
-    app = DCPState(model)
+    if _format_of(store, name) == FSDP_DTENSOR:
+        checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
+        load_entries(checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*")))
+        return
+    folder, app = Path(store.root) / name, DCPState(model)
     tensors = app.state_dict()
     load_tensors(folder, read_metadata(folder), tensors, ("rng.", "optim."))
     app.load_state_dict(tensors)
@@ -161,13 +259,17 @@ def check_save_folder(config: CheckpointConfig, start_iteration: int) -> None:
 
 
 def _check_save_folder(root: str, start_iteration: int) -> None:
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as failure:
-        raise ConfigError(f"--save: expected a folder that can be written, got {root} ({failure.strerror}).") from None
-    newer = [iteration for iteration in published_iterations(root) if iteration > start_iteration]
+    store = open_store(root)
+    if store.is_rename_atomic:
+        try:
+            Path(store.root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=store.root):
+                pass
+        except OSError as failure:
+            raise ConfigError(
+                f"--save: expected a folder that can be written, got {root} ({failure.strerror})."
+            ) from None
+    newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
     if newer:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "
@@ -175,18 +277,137 @@ def _check_save_folder(root: str, start_iteration: int) -> None:
         )
 
 
-def _wanted_iteration(config: CheckpointConfig, root: str) -> int | None:
+def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
+    """The checkpoints to try, in this order; none if there are none."""
+    published = published_iterations(store)
     if config.ckpt_step is not None:
-        published = published_iterations(root)
         if config.ckpt_step not in published:
-            raise ConfigError(f"--ckpt-step: expected one of {published}, which are in {root}, got {config.ckpt_step}.")
-        return config.ckpt_step
-    iteration = latest_iteration(root)
-    if iteration is None and config.exit_on_missing_checkpoint:
+            raise ConfigError(
+                f"--ckpt-step: expected one of {published}, which are in {store.root}, got {config.ckpt_step}."
+            )
+        return [config.ckpt_step]
+    newest = latest_iteration(store)
+    if newest is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
-            f"--load: expected a checkpoint in {root}, got none, and --exit-on-missing-checkpoint is set."
+            f"--load: expected a checkpoint in {store.root}, got none, and --exit-on-missing-checkpoint is set."
         )
-    return iteration
+    return published[::-1]
+
+
+def _format_of(store: Store, name: str) -> str:
+    """The format of a checkpoint, also of one that has lost files."""
+    if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
+        return FSDP_DTENSOR
+    try:
+        train_state = json.loads(store.read(f"{name}/{TRAIN_STATE_FILE}"))
+        return str(train_state["config"]["ckpt_format"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return TORCH_DCP
+
+
+def _load_any(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
+    """Loads one checkpoint of either format. Returns its `train_state.json`."""
+    if on_first_rank(lambda: _format_of(store, name), f"looking at {name}") == FSDP_DTENSOR:
+        return _load_fsdp_dtensor(config, state, device, store, name)
+    return _load_torch_dcp(config, state, device, store, name)
+
+
+class _Plain(NamedTuple):
+    """What of a checkpoint is plain data, read and checked; installed once the tensors are there."""
+
+    progress: Progress
+    schedule: LRSchedule
+    loss_scaler: LossScaler | None
+    loads_optimizer: bool
+
+    @classmethod
+    def read(cls, config: RunConfig, state: RunState, train_state: dict[str, Any], folder: str) -> _Plain:
+        """CheckpointError, ConfigError for what cannot be taken over; `state` stays as it is."""
+        checkpoint = config.checkpoint
+        progress, schedule = _progress(train_state, folder), state.schedule
+        if not checkpoint.finetune:
+            schedule = _schedule(config.schedule, state.schedule, train_state, folder)
+        loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
+        scaler = state.optimizer.loss_scaler
+        if loads_optimizer:
+            scaler = _loss_scaler(scaler, train_state, folder)
+        return cls(progress, schedule, scaler, loads_optimizer)
+
+    def install(self, config: RunConfig, state: RunState) -> None:
+        state.optimizer.loss_scaler = self.loss_scaler
+        if not config.checkpoint.finetune:
+            state.schedule = self.schedule
+            vars(state.progress).update(vars(self.progress))
+
+
+def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
+    flags, optimizer = config.checkpoint, state.optimizer.optimizer
+    checkpoint = on_all_ranks(lambda: PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint))
+    plain = _Plain.read(config, state, checkpoint.train_state, checkpoint.path)
+    own_rng = None
+    if not flags.finetune and flags.load_rng:
+        own_rng = _saved_rng(checkpoint.metadata, device)
+    contents = collect(
+        state.model,
+        optimizer,
+        with_states=plain.loads_optimizer,
+        private={} if own_rng is None else _private(own_rng),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    skip = [*flags.load_skip_keys, *(() if own_rng is not None else ("rng.*",))]
+    if not plain.loads_optimizer:
+        skip.append("optimizer.*")
+
+    def check() -> tuple[list[Entry], Any]:
+        entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
+        has_groups = PARAM_GROUPS in contents.plain and PARAM_GROUPS in checkpoint.plain_keys()
+        return entries, checkpoint.read_plain(PARAM_GROUPS) if has_groups else None
+
+    entries, groups = on_all_ranks(check)
+    on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
+    if groups is not None:
+        loaded = {entry.key for entry in entries}
+        names = {
+            parameter: own
+            for parameter, own in contents.names.items()
+            if all(f"model.{name}" in loaded for name in own)
+        }
+        with _own_constants(optimizer):
+            install_param_groups(optimizer, names, groups)
+    plain.install(config, state)
+    if own_rng is not None:
+        set_rng_state(device, own_rng)
+    return checkpoint.train_state
+
+
+def _load_torch_dcp(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
+    checkpoint, folder = config.checkpoint, Path(store.root) / name
+    train_state = read_train_state(store, name)
+    # Read and checked first, installed last: a refusal must leave the run as it was.
+    plain = _Plain.read(config, state, train_state, str(folder))
+    app = DCPState(state.model, state.optimizer.optimizer if plain.loads_optimizer else None)
+    tensors = app.state_dict()
+    metadata = read_metadata(folder)
+    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)
+    if own_rng is not None:
+        tensors |= _rng_entry(own_rng)
+    load_tensors(folder, metadata, tensors, ("rng.",) if plain.loads_optimizer else ("rng.", "optim."))
+    with _own_constants(state.optimizer.optimizer):
+        app.load_state_dict(tensors)
+    plain.install(config, state)
+    if own_rng is not None:
+        set_rng_state(device, own_rng)
+    return train_state
+
+
+@contextmanager
+def _own_constants(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """What the flags say of weight decay, betas and the like holds; a checkpoint's groups would silently undo it."""
+    constants = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, own_constants in zip(optimizer.param_groups, constants, strict=True):
+        group.update(own_constants)
 
 
 def _progress(train_state: dict[str, Any], folder: str) -> Progress:
@@ -229,6 +450,11 @@ def _loss_scaler(own: LossScaler | None, train_state: dict[str, Any], folder: st
         return own.from_state(train_state["loss_scaler"])
     except (AttributeError, ValueError) as failure:
         raise CheckpointError(f"Expected the state of a loss scaler in {folder}, got {failure}.") from None
+
+
+def _private(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random generators are each rank's own."""
+    return {f"rng.{kind}": tensor for kind, tensor in states.items()}
 
 
 def _rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:

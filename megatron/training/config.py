@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.device import DeviceConfig
-from megatron.core.dist_checkpointing.config import CheckpointConfig
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
@@ -72,7 +72,13 @@ class RunConfig:
         """
         batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
         training = dataclasses.replace(self.training, global_batch_size=batch)
-        config = dataclasses.replace(self, training=training, parallel=self._resolve_main_grads())
+        default_format = TORCH_DCP if self.parallel.use_torch_fsdp2 else FSDP_DTENSOR
+        config = dataclasses.replace(
+            self,
+            training=training,
+            parallel=self._resolve_main_grads(),
+            checkpoint=self.checkpoint.resolve(default_format),
+        )
         config._check_batch(world_size)
         config._check_model()
         config._check_engine(world_size)
@@ -170,6 +176,12 @@ class RunConfig:
             "--overlap-optimizer-with-forward",
             "--use-megatron-fsdp, whose layers wait for their own weights",
             self.parallel.engine,
+        )
+        expect(
+            not (self.parallel.use_torch_fsdp2 and self.checkpoint.ckpt_format == FSDP_DTENSOR),
+            "--ckpt-format",
+            f"{TORCH_DCP} with --use-torch-fsdp2",
+            self.checkpoint.ckpt_format,
         )
         if self.parallel.is_sharded:
             return

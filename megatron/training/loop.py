@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
 from megatron.core.device import Device
-from megatron.training.checkpointing import Progress, RunState, save_run
+from megatron.training.checkpointing import Checkpointer, Progress, RunState
 from megatron.training.config import RunConfig
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult, evaluate, train_step
@@ -31,6 +31,7 @@ class Surroundings:
     forward_step: ForwardStep
     metrics: Metrics
     stop: StopConditions
+    checkpoints: Checkpointer
 
     @property
     def num_microbatches(self) -> int:
@@ -66,6 +67,7 @@ def train(
 
     Raises:
         NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
+        CheckpointError: if the last state could not be saved. Failures before that are logged, and training goes on.
     """
     config, progress = surroundings.config, state.progress
     checkpoint, training = config.checkpoint, config.training
@@ -73,12 +75,17 @@ def train(
     surroundings.metrics.resume_clock()
     while progress.iteration < training.train_iters:
         result = _run_iteration(state, surroundings, batches)
-        reason = surroundings.stop.reason(progress.iteration, result.stop_votes)
+        *stop_votes, num_busy, num_failed = result.votes
+        reason = surroundings.stop.reason(progress.iteration, stop_votes)
+        if num_failed and checkpoint.exit_on_save_failure:
+            reason = reason or "a checkpoint could not be saved"
         is_last = reason is not None or progress.iteration == training.train_iters
         if valid_data is not None and _is_due(progress, training.eval_interval) and not is_last:
             report_evaluation(state, surroundings, valid_data, "validation")
-        if checkpoint.save is not None and (_is_due(progress, checkpoint.save_interval) or is_last):
-            save_run(config, state, surroundings.device)
+        if checkpoint.save is not None and is_last:
+            surroundings.checkpoints.save_last(state)
+        elif checkpoint.save is not None and _is_due(progress, checkpoint.save_interval):
+            surroundings.checkpoints.save(state, num_busy)
         surroundings.metrics.resume_clock()
         if reason is not None and progress.iteration < training.train_iters:
             state.optimizer.synchronize()
@@ -131,7 +138,7 @@ def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterato
         num_microbatches=surroundings.num_microbatches,
         device=surroundings.device.torch_device,
         mesh=surroundings.mesh,
-        stop_votes=surroundings.stop.votes,
+        votes=lambda: (*surroundings.stop.votes(), *surroundings.checkpoints.votes()),
     )
     progress.iteration += 1
     progress.consumed_samples += config.global_batch_size

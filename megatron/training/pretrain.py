@@ -27,7 +27,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
-from megatron.training.checkpointing import Progress, RunState, check_save_folder, load_run
+from megatron.training.checkpointing import Checkpointer, Progress, RunState, check_save_folder, load_run
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch, process_group
 from megatron.training.loop import Surroundings, num_train_samples, report_evaluation, train
@@ -81,8 +81,11 @@ def pretrain(
         if not config.training.skip_train:
             check_save_folder(config.checkpoint, state.progress.iteration)
         datasets = datasets_provider(config, _num_samples(config, state.progress))
-        with _metrics(config, launch, state.progress, flops_per_sequence) as metrics:
-            surroundings = Surroundings(config, device, mesh, forward_step, metrics, stop)
+        with (
+            _metrics(config, launch, state.progress, flops_per_sequence) as metrics,
+            Checkpointer(config, device) as checkpoints,
+        ):
+            surroundings = Surroundings(config, device, mesh, forward_step, metrics, stop, checkpoints)
             return _run(state, surroundings, datasets)
 
 

@@ -1,7 +1,7 @@
 """One training step, and evaluation: what happens to a global batch.
 
 A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another the loss and the
-votes to stop; one transfer brings all of it to the host, and then all ranks step or none does.
+votes; one transfer brings all of it to the host, and then all ranks step or none does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepResult:
     grad_norm: float  # global L2 norm, unscaled, before clipping
     is_skipped: bool  # nothing was stepped, since the loss or the norm was not finite
     bad_ranks: tuple[int, ...]  # ranks whose own loss was not finite
-    stop_votes: tuple[float, float]  # summed over ranks
+    votes: tuple[float, ...]  # summed over ranks
     loss_scale: float | None = None  # of the next step; None: the loss is not scaled
     num_zeros: int | None = None  # zeros among the elements of all gradients; None: not asked for
 
@@ -53,13 +53,13 @@ def train_step(
     num_microbatches: int,
     device: torch.device,
     mesh: DeviceMesh,
-    stop_votes: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    votes: Callable[[], tuple[float, ...]] = tuple,
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
     A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
     the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
-    `stop_votes` is asked after the backward, so that a signal counts in the step that it came in.
+    `votes` is asked after the backward, so that a signal counts in the step that it came in.
     Gradients are cleared before the function returns.
     """
     model.train()
@@ -72,7 +72,9 @@ def train_step(
             optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
-    loss_sum, num_bad, vote, other_vote, norm, *zeros = _agree(loss, measures, stop_votes(), mesh)
+    own_votes = votes()
+    loss_sum, num_bad, *rest = _agree(loss, measures, own_votes, mesh)
+    summed_votes, (norm, *zeros) = tuple(rest[: len(own_votes)]), rest[len(own_votes) :]
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
     has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan)
     optimizer.zero_grad()
@@ -81,7 +83,7 @@ def train_step(
         grad_norm=norm,
         is_skipped=not has_stepped,
         bad_ranks=bad_ranks,
-        stop_votes=(vote, other_vote),
+        votes=summed_votes,
         loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
     )
@@ -114,7 +116,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
-    stop_votes: tuple[float, float],
+    own_votes: Sequence[float],
     mesh: DeviceMesh,
 ) -> tuple[float, ...]:
     """(sum of losses, number of ranks whose loss is not finite, *summed votes, *measures), the same on every rank.
@@ -123,7 +125,7 @@ def _agree(
     at the end is the only synchronisation of the step.
     """
     is_bad = (~torch.isfinite(loss)).double()
-    votes = [torch.full_like(loss, vote) for vote in stop_votes]
+    votes = [torch.full_like(loss, vote) for vote in own_votes]
     shared = torch.stack([loss, is_bad, *votes])
     dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -58,7 +58,7 @@ class StopConditions:
         is_late = limit is not None and self._clock() - self._start > 60.0 * limit
         return float(self._is_signalled), float(is_late)
 
-    def reason(self, iteration: int, votes: tuple[float, float]) -> str | None:
+    def reason(self, iteration: int, votes: Sequence[float]) -> str | None:
         """Why the run ends after `iteration` iterations, given the votes summed over ranks; None: it goes on."""
         signalled, late = votes
         if signalled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_checkpoint_of_another_model_names_missing_and_unasked_for_keys(saved)
     kind, message = refusal("--load", saved, "--disable-bias-linear", "--untie-embeddings-and-output-weights")
     assert kind == "CheckpointError"
     assert "it lacks model.output_layer.weight" in message
-    assert "the model has no model.decoder.layers.0" in message
+    assert "nothing here takes model.decoder.layers.0" in message
 
 
 def test_another_schedule_is_refused_until_a_flag_chooses(saved, tmp_path):
@@ -137,6 +138,49 @@ def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_erro
     assert "--exit-on-missing-checkpoint is set" in message
 
 
+@pytest.mark.parametrize("formats", [("fsdp_dtensor", "torch_dcp"), ("torch_dcp", "fsdp_dtensor")])
+def test_a_run_goes_on_from_a_checkpoint_of_either_format(saved, tmp_path, formats):
+    first, second = formats
+    pretrain("--ckpt-format", first, "--exit-interval", 2, "--save", tmp_path / "first")
+    more = ["--exit-interval", 3, "--save", tmp_path / "second"]
+    pretrain("--load", tmp_path / "first", "--ckpt-format", second, *more)
+    pretrain("--load", tmp_path / "second", "--ckpt-format", "fsdp_dtensor", "--save", tmp_path / "last")
+    assert_same_tensors(read_checkpoint(tmp_path / "last"), read_checkpoint(saved))
+
+
+def test_saving_beside_the_training_changes_nothing_and_keeps_what_it_was_told_to(saved, tmp_path):
+    flags = ["--async-save", "--save", tmp_path, "--save-interval", 1, "--save-keep-last", 1]
+    pretrain(*flags, "--save-retain-interval", 2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002", "iter_0000004"]
+    assert_same_tensors(read_checkpoint(tmp_path), read_checkpoint(saved))
+
+
+def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
+    more = ["--untie-embeddings-and-output-weights", "--load", saved]
+    assert "it lacks model.output_layer.weight" in refusal(*more)[1]
+    pretrain(*more, "--ckpt-step", 2, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "untied")
+    assert train_state(tmp_path / "untied", 4)["progress"]["iteration"] == 4
+    fewer = ["--load", tmp_path / "untied"]
+    assert "nothing here takes model.output_layer.weight" in refusal(*fewer)[1]
+    pretrain(*fewer, "--dist-ckpt-strictness", "raise_unexpected", "--save", tmp_path / "tied")
+    pretrain(*fewer, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "skipped")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    data = tmp_path / "copy" / "iter_0000004" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[4096] ^= 1  # the first byte of the first tensor
+    data.write_bytes(content)
+    metrics = tmp_path / "metrics.jsonl"
+    pretrain("--load", tmp_path / "copy", "--save", tmp_path / "again", "--metrics-jsonl", metrics)
+    assert sorted(losses(metrics)) == [3, 4], "it went on from iteration 2"
+    assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
+    kind, message = refusal("--load", tmp_path / "copy", "--ckpt-step", 4)
+    assert kind == "CheckpointError"
+    assert "that is whole" in message
+
+
 def test_a_step_that_is_not_there_is_named_with_those_that_are(saved):
     kind, message = refusal("--load", saved, "--ckpt-step", 3)
     assert kind == "ConfigError"
@@ -163,12 +207,12 @@ def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
 def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path):
     pretrain("--load", saved, "--ckpt-step", 2, "--no-load-optim", "--no-save-optim", "--save", tmp_path / "bare")
     bare = read_checkpoint(tmp_path / "bare")
-    assert not [key for key in bare if key.startswith("optim.")]
+    assert not [key for key in bare if key.startswith("optimizer.")]
     weights = read_checkpoint(saved)
     assert not all(torch.equal(bare[key], weights[key]) for key in bare), "a fresh optimizer steps differently"
     kind, message = refusal("--load", tmp_path / "bare")
     assert kind == "CheckpointError"
-    assert "it lacks optim." in message
+    assert "it lacks optimizer." in message
 
 
 def test_this_runs_weight_decay_holds_over_the_checkpoints(saved, tmp_path):
@@ -197,25 +241,27 @@ def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused
     assert end_of("resumed", tmp_path / "fp16") == doubled == train_state(tmp_path / "fp16", 4)["loss_scaler"]
     assert end_of("fresh", tmp_path / "fp16", "--no-load-optim") == scaler
     assert end_of("from_fp32", saved) == scaler, "which had none"
-    state_file = tmp_path / "fp16" / "iter_0000004" / "train_state.json"
+    # Of the format without digests: the other would notice the file before its content.
+    other = ["--load", tmp_path / "fp16", "--ckpt-step", 2, "--ckpt-format", "torch_dcp"]
+    pretrain(*flags, *other, "--save", tmp_path / "fp16_dcp")
+    state_file = tmp_path / "fp16_dcp" / "iter_0000004" / "train_state.json"
     state = json.loads(state_file.read_text())
     state_file.write_text(json.dumps({**state, "loss_scaler": {"scale": "large"}}))
-    kind, message = refusal(*flags, "--load", tmp_path / "fp16")
+    kind, message = refusal(*flags, "--load", tmp_path / "fp16_dcp")
     assert kind == "CheckpointError"
     assert "Expected the state of a loss scaler in" in message
 
 
-def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
-    (tmp_path / "copy").mkdir()
-    for source in sorted((saved / "iter_0000004").iterdir()):
-        target = tmp_path / "copy" / "iter_0000004" / source.name
-        target.parent.mkdir(exist_ok=True)
-        target.write_bytes(source.read_bytes())
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
+def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, ckpt_format):
+    pretrain("--load", saved, "--ckpt-step", 2, "--ckpt-format", ckpt_format, "--save", tmp_path / "copy")
     state_file = tmp_path / "copy" / "iter_0000004" / "train_state.json"
     state_file.write_text(state_file.read_text()[:-20])
     kind, message = refusal("--load", tmp_path / "copy")
     assert kind == "CheckpointError"
     assert "train_state.json" in message
+    if ckpt_format == "fsdp_dtensor":
+        return  # whatever is in the file, it is not what was written
     state_file.write_text('{"format_version": 1, "progress": {}}')
     kind, message = refusal("--load", tmp_path / "copy")
     assert "Expected a learning-rate schedule in" in message

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.manager import latest_iteration
+from megatron.core.dist_checkpointing.folders import latest_iteration
+from megatron.core.dist_checkpointing.store import open_store
 from tests.functional_tests.test_checkpoints import SETTINGS, losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +127,7 @@ def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_p
     assert process.returncode == 0
     assert "SIGTERM was received" in rest
     assert "validation loss" not in rest
-    assert latest_iteration(tmp_path) > 0
+    assert latest_iteration(open_store(tmp_path)) > 0
 
 
 def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_path):
@@ -137,7 +138,7 @@ def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert "SIGTERM was received" in rest
-    assert latest_iteration(tmp_path) > 0
+    assert latest_iteration(open_store(tmp_path)) > 0
 
 
 def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(tmp_path):

@@ -1,66 +1,289 @@
-"""Which part of a tensor a rank holds, said in DCP's words.
+"""Which rank holds which part of a tensor, and which rank writes it. Integers only: nobody is asked.
 
-DCP takes the shards of a DTensor to be even. Those over flat buffers are whole rows, but as many as the layout says; a
-DTensor's local tensor may tell DCP so itself, through three methods that DCP looks for on it.
+A *chunk* is a hyper-rectangle of a global tensor. From the layout of a flat buffer, the shape of the mesh and the
+placements, any rank computes every rank's chunks; checkpoints without communication rest on this.
+
+What several ranks hold alike is written once. [Note: owners] All chunks that the same ranks hold are laid end to end
+and cut into as many parts of equal bytes as there are ranks, between rows. Three tensors of 2, 4 and 3 rows of equal
+size, held by three ranks alike:
+
+            P0      P1              P2
+    rows    0   1 | 0   1   2   3 | 0   1   2
+    owner   0   0   0 | 1   1   1 | 2   2   2
+
+So ranks write the same number of bytes to within a row, and a rank computes what it writes from its own chunks alone.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
-import torch
-from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
-from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout
 
 
-def describe_shards(model: nn.Module, weights: Mapping[str, Any], states: Any) -> None:
-    """Lets the DTensors that belong to `model`'s sharded parameters tell DCP which rows they hold.
+class Holding(NamedTuple):
+    """A chunk, and the ranks that hold it."""
 
-    Parameters that are not over a flat buffer, and what has another shape than its parameter, are left as they are.
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Holdings(Protocol):
+    """How one tensor lies on the ranks."""
+
+    def holdings(self, rank: int | None = None) -> Iterable[Holding]:
+        """The chunks of the tensor, in an order that is the same on every rank; none without elements.
+
+        Args:
+            rank: only those that this rank holds, in time that does not grow with the number of ranks.
+        """
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """Which rank stands where in a mesh, as integers."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]  # row by row, the last axis running fastest
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> RankMesh:
+        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    def coordinate(self, place: int) -> tuple[int, ...]:
+        """Of the rank at this place in `ranks`."""
+        found = []
+        for size in reversed(self.shape):
+            place, index = divmod(place, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+    def place(self, rank: int) -> int | None:
+        """Of a rank in `ranks`; None if it is not in the mesh."""
+        return self._places.get(rank)
+
+
+class _Rows(NamedTuple):
+    """Rows of a tensor, and the ranks that hold them."""
+
+    first_row: int
+    num_rows: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FlatShards:
+    """How a flat buffer of tensors lies on the ranks of a mesh.
+
+    Attributes:
+        layout: where the tensors lie in the whole buffer.
+        mesh: the ranks.
+        is_sharded: for each axis whether it cuts the buffer; those that do are the last ones.
+    """
+
+    layout: GlobalLayout
+    mesh: RankMesh
+    is_sharded: tuple[bool, ...]
+
+    @cached_property
+    def _num_pieces(self) -> int:
+        return math.prod(size for size, cuts in zip(self.mesh.shape, self.is_sharded, strict=True) if cuts)
+
+    def _piece(self, number: int) -> tuple[FlatRange, tuple[int, ...]]:
+        """The piece of the ranks at the places `number`, `number` + the number of pieces, ...: they differ on the
+        outer axes only, which do not cut."""
+        piece = self.layout.local_range(self.mesh.shape, self.is_sharded, self.mesh.coordinate(number))
+        return piece, tuple(sorted(self.mesh.ranks[number :: self._num_pieces]))
+
+    @cached_property
+    def _all_rows(self) -> list[list[_Rows]]:
+        """Of each tensor, in the order of its rows."""
+        rows: list[list[_Rows]] = [[] for _ in self.layout.tensor_shapes]
+        for number in range(self._num_pieces):
+            piece, ranks = self._piece(number)
+            for chunk in self.layout.chunks(piece):
+                rows[chunk.tensor].append(_Rows(chunk.first_row, chunk.num_rows, ranks))
+        for each in rows:
+            each.sort()
+        return rows
+
+    def rows(self, tensor: int, rank: int | None) -> Sequence[_Rows]:
+        """The rows of a tensor by the ranks that hold them; with `rank`, only its own."""
+        if rank is None:
+            return self._all_rows[tensor]
+        place = self.mesh.place(rank)
+        if place is None:
+            return ()
+        piece, ranks = self._piece(place % self._num_pieces)
+        chunk = self.layout.chunk(tensor, piece)
+        return (_Rows(chunk.first_row, chunk.num_rows, ranks),) if chunk.num_rows else ()
+
+
+class FlatTensor:
+    """One tensor of a flat buffer."""
+
+    def __init__(self, shards: FlatShards, tensor: int) -> None:
+        self._shards = shards
+        self._tensor = tensor
+        self._tail = shards.layout.tensor_shapes[tensor][1:]
+
+    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+        zeros = (0,) * len(self._tail)
+        for first_row, num_rows, ranks in self._shards.rows(self._tensor, rank):
+            yield Holding((first_row, *zeros), (num_rows, *self._tail), ranks)
+
+
+class Section:
+    """Consecutive rows of a tensor, as a tensor of their own: one of the matrices in a fused weight."""
+
+    def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:
+        self._whole = whole
+        self._first_row = first_row
+        self._num_rows = num_rows
+
+    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+        for offsets, sizes, ranks in self._whole.holdings(rank):
+            start = max(offsets[0] - self._first_row, 0)
+            stop = min(offsets[0] + sizes[0] - self._first_row, self._num_rows)
+            if start < stop:
+                yield Holding((start, *offsets[1:]), (stop - start, *sizes[1:]), ranks)
+
+
+class EvenShards:
+    """A tensor as PyTorch's DTensor shards it: evenly, the first ranks one more where that does not work out."""
+
+    def __init__(self, shape: Sequence[int], mesh: RankMesh, sharded_dims: Sequence[int | None]) -> None:
+        """
+        Args:
+            shape: of the whole tensor.
+            mesh: the ranks.
+            sharded_dims: for each axis of the mesh the dim that it shards; None: it replicates.
+        """
+        self._shape = tuple(shape)
+        self._mesh = mesh
+        self._sharded_dims = tuple(sharded_dims)
+
+    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+        cuts = [
+            range(size) if dim is not None else (0,)
+            for size, dim in zip(self._mesh.shape, self._sharded_dims, strict=True)
+        ]
+        own = None
+        if rank is not None:
+            place = self._mesh.place(rank)
+            if place is None:
+                return
+            coordinate = self._mesh.coordinate(place)
+            own = tuple(
+                index if dim is not None else 0 for index, dim in zip(coordinate, self._sharded_dims, strict=True)
+            )
+        for coordinate in itertools.product(*cuts) if own is None else [own]:
+            offsets, sizes = self._box(coordinate)
+            if math.prod(sizes):
+                yield Holding(offsets, sizes, self._ranks(coordinate))
+
+    def _box(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        offsets, sizes = [0] * len(self._shape), list(self._shape)
+        for index, num_ranks, dim in zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True):
+            if dim is not None:
+                most = -(-sizes[dim] // num_ranks)
+                start = min(index * most, sizes[dim])
+                offsets[dim], sizes[dim] = offsets[dim] + start, min(most, sizes[dim] - start)
+        return tuple(offsets), tuple(sizes)
+
+    def _ranks(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        """All that are where this one is on the axes that shard."""
+        places = [0]
+        for index, num_ranks, dim in zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True):
+            indices = range(num_ranks) if dim is None else (index,)
+            places = [place * num_ranks + i for place in places for i in indices]
+        return tuple(sorted(self._mesh.ranks[place] for place in places))
+
+
+class Replicated:
+    """A tensor that some ranks hold whole: all of them, or one whose own it is."""
+
+    def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
+        self._holding = Holding((0,) * len(shape), tuple(shape), tuple(ranks))
+
+    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+        if self._holding.numel and (rank is None or rank in self._holding.ranks):
+            yield self._holding
+
+
+class Share(NamedTuple):
+    """A chunk with the one rank that writes it."""
+
+    tensor: int  # its number among those that were given
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+
+
+def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> Iterator[Share]:
+    """Who writes which part of the tensors. See [Note: owners].
 
     Args:
-        weights: {parameter's name: tensor}.
-        states: {parameter's name: {state's name: tensor or else}}, the optimizer's.
+        tensors: how each lies on the ranks, and the bytes of one element, in the same order on every rank.
+        rank: only what this rank writes, computed from its own chunks alone.
+
+    Yields:
+        The shares, in the order of the tensors.
     """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        group = group_of(parameter)
-        if group is not None:
-            first_row = group.main_weight.chunk(group.index_of(parameter)).first_row
-            for tensor in (weights.get(name), *states.get(name, {}).values()):
-                if isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-                    _describe(tensor, first_row)
+    held = [
+        (number, holding, holding.numel * itemsize)
+        for number, (tensor, itemsize) in enumerate(tensors)
+        for holding in tensor.holdings(rank)
+    ]
+    totals: dict[tuple[int, ...], int] = {}
+    for _, holding, nbytes in held:
+        if len(holding.ranks) > 1:
+            totals[holding.ranks] = totals.get(holding.ranks, 0) + nbytes
+    before = dict.fromkeys(totals, 0)
+    for number, holding, nbytes in held:
+        ranks = holding.ranks
+        if len(ranks) == 1:
+            yield Share(number, holding.offsets, holding.sizes, ranks[0])
+            continue
+        yield from _cut(number, holding, nbytes, before[ranks], totals[ranks], rank)
+        before[ranks] += nbytes
 
 
-def _describe(tensor: DTensor, first_row: int) -> None:
-    """Attaches DCP's three methods to the local tensor, which has the rows from `first_row` on; maybe none."""
-    local = local_tensor(tensor)
-    offsets = torch.Size([first_row, *[0] * (tensor.dim() - 1)])
-    chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
-    size, properties = tensor.size(), TensorProperties.create_from_tensor(local)
-    # Weakly: the methods are the tensor's own, and would keep it alive until the garbage collector comes.
-    reference = weakref.ref(local)
-
-    def create_write_items(fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in chunks
-        ]
-
-    methods = {
-        "__create_chunk_list__": lambda: chunks,
-        "__create_write_items__": create_write_items,
-        "__get_tensor_shard__": lambda _: reference(),
-    }
-    for name, method in methods.items():
-        setattr(local, name, method)
+def _cut(number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None) -> Iterator[Share]:
+    """One chunk that several ranks hold, `before` bytes from the beginning of the `total` that they do."""
+    num_rows = holding.sizes[0] if holding.sizes else 1
+    row_bytes, num_ranks = nbytes // num_rows, len(holding.ranks)
+    # The first part that may have something of the chunk, to begin with; a row belongs where it begins.
+    part = before * num_ranks // total
+    row = 0
+    while row < num_rows:
+        stop = num_rows
+        if part < num_ranks - 1:
+            end_bytes = -(-(part + 1) * total // num_ranks) - before
+            stop = min(num_rows, -(-end_bytes // row_bytes))
+        if stop > row:
+            owner = holding.ranks[part]
+            if rank is None or owner == rank:
+                if holding.sizes:
+                    offsets = (holding.offsets[0] + row, *holding.offsets[1:])
+                    yield Share(number, offsets, (stop - row, *holding.sizes[1:]), owner)
+                else:
+                    yield Share(number, (), (), owner)
+            row = stop
+        part += 1

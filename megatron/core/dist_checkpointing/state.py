@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,19 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from megatron.core.dist_checkpointing.chunks import describe_shards
+from megatron.core.dist_checkpointing.dcp_hooks import describe_shards
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.optimizer.torch_optimizer import init_torch_states
+from megatron.core.optimizer.torch_optimizer import init_states
 
 _MAX_NAMES_SHOWN = 8
-
-
-@runtime_checkable
-class _Allocating(Protocol):
-    """An optimizer that allocates its states without stepping."""
-
-    def init_state(self) -> None:
-        """Allocates what there is not yet."""
 
 
 class DCPState(Stateful):
@@ -50,7 +42,7 @@ class DCPState(Stateful):
             model_state = get_model_state_dict(self.model)
             describe_shards(self.model, model_state, {})
             return {"model": model_state}
-        _allocate_states(self.optimizer)
+        init_states(self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         describe_shards(self.model, model_state, optimizer_state["state"])
         return {"model": model_state, "optim": optimizer_state}
@@ -68,14 +60,6 @@ class DCPState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
         )
-
-
-def _allocate_states(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped just that."""
-    if isinstance(optimizer, _Allocating):
-        optimizer.init_state()
-    else:
-        init_torch_states(optimizer)
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -117,7 +117,17 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         ),
         (["--lr-warmup-iters", "9"], "--lr-warmup-iters: expected at most the 4 decay iterations, got 9."),
         (["--data-path", "/nowhere/data"], "--data-path"),
-        (["--ckpt-format", "zarr"], "--ckpt-format: expected one of torch_dcp, got 'zarr'."),
+        (["--ckpt-format", "zarr"], "--ckpt-format: expected one of fsdp_dtensor, torch_dcp, got 'zarr'."),
+        (
+            ["--use-torch-fsdp2", "--ckpt-format", "fsdp_dtensor"],
+            "--ckpt-format: expected torch_dcp with --use-torch-fsdp2, got 'fsdp_dtensor'.",
+        ),
+        (["--async-save"], "--save: expected a folder, since --async-save is given"),
+        (
+            ["--save", "x", "--ckpt-format", "torch_dcp", "--async-save"],
+            "--async-save: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
+        ),
+        (["--save", "x", "--async-save-busy", "skip"], "--async-save-busy: expected --async-save, got 'skip'."),
         (["--lr"], "argument --lr: expected one argument"),
     ],
 )

@@ -33,7 +33,7 @@ class Recorder:
 
 
 def result(loss: float = 2.0, *, skipped: bool = False) -> StepResult:
-    return StepResult(loss=loss, grad_norm=1.5, is_skipped=skipped, bad_ranks=(), stop_votes=(0.0, 0.0))
+    return StepResult(loss=loss, grad_norm=1.5, is_skipped=skipped, bad_ranks=(), votes=(0.0, 0.0))
 
 
 def report(metrics: Metrics, iteration: int, loss: float = 2.0) -> None:

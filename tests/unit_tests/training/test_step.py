@@ -69,7 +69,7 @@ def run_step(
         num_microbatches=len(mine),
         device=CPU,
         mesh=build_mesh("cpu", dist.get_world_size()),
-        stop_votes=lambda: votes,
+        votes=lambda: votes,
     )
 
 
@@ -142,7 +142,7 @@ def _voting_step() -> StepResult:
 
 
 def test_votes_are_summed_over_ranks():
-    assert [outcome.stop_votes for outcome in run_ranks(2, _voting_step)] == [(1.0, 0.0), (1.0, 0.0)]
+    assert [outcome.votes for outcome in run_ranks(2, _voting_step)] == [(1.0, 0.0), (1.0, 0.0)]
 
 
 # A scaled loss

@@ -1,3 +1,5 @@
+"""`torch_dcp` checkpoints, and the folders of both formats."""
+
 from __future__ import annotations
 
 import json
@@ -8,21 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import manager
+from megatron.core.dist_checkpointing import folders, torch_dcp
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manager import (
-    TRACKER_FILE,
-    checkpoint_folder,
-    latest_iteration,
-    load_tensors,
-    on_first_rank,
-    published_iterations,
-    read_metadata,
-    read_train_state,
-    save_checkpoint,
-)
-from megatron.core.options import ConfigError
+from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.small_files import read_train_state
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata, save_checkpoint
 from tests.ranks import run_ranks
+
+
+def latest_iteration(root: Path) -> int | None:
+    return folders.latest_iteration(open_store(root))
+
+
+def published_iterations(root: Path) -> list[int]:
+    return folders.published_iterations(open_store(root))
+
+
+def checkpoint_folder(root: Path, iteration: int) -> Path:
+    return root / checkpoint_name(iteration)
 
 
 def save(root: Path, iteration: int, value: float = 0.0) -> Path:
@@ -42,7 +48,7 @@ def test_what_is_saved_is_found_and_read_back(tmp_path):
     assert published_iterations(tmp_path) == [5, 10]
     folder = checkpoint_folder(tmp_path, 10)
     assert folder.name == "iter_0000010"
-    assert read_train_state(folder) == {"iteration": 10}
+    assert read_train_state(open_store(folder.parent), folder.name) == {"iteration": 10}
     assert torch.equal(load(folder, w=torch.zeros(3))["w"], torch.full((3,), 2.5))
 
 
@@ -108,13 +114,13 @@ def test_a_failure_while_publishing_leaves_the_old_checkpoint_the_newest(tmp_pat
     def fail(*_args):
         raise OSError("disk full")
 
-    real_write = manager._write_durably
+    real_write = torch_dcp._write_durably
     if step == "rename":
         real_rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda p, to: fail() if p.suffix == ".saving" else real_rename(p, to))
     else:
         failing = {"draft": "train_state.json", "tracker": TRACKER_FILE}[step]
-        monkeypatch.setattr(manager, "_write_durably", lambda p, t: fail() if p.name == failing else real_write(p, t))
+        monkeypatch.setattr(torch_dcp, "_write_durably", lambda p, t: fail() if p.name == failing else real_write(p, t))
     with pytest.raises(CheckpointError, match=r"publishing .*iter_0000010.*disk full"):
         save(tmp_path, 10)
     assert (tmp_path / TRACKER_FILE).read_text() == "5\n"
@@ -151,10 +157,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     folder = save(tmp_path, 5)
     (folder / "train_state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"train_state\.json, got JSONDecodeError"):
-        read_train_state(folder)
+        read_train_state(open_store(folder.parent), folder.name)
     (folder / "train_state.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"train_state\.json, got list"):
-        read_train_state(folder)
+        read_train_state(open_store(folder.parent), folder.name)
     (data,) = folder.glob("*.distcp")
     data.unlink()
     with pytest.raises(CheckpointError, match=r"distcp"):
@@ -195,24 +201,6 @@ def test_all_ranks_hear_of_what_rank_zero_could_not_do(tmp_path):
     for message in run_ranks(2, _rank_zero_cannot_prepare, str(tmp_path / "file")):
         assert "preparing" in message
         assert "NotADirectoryError" in message or "FileExistsError" in message
-
-
-def _different_views() -> list[str]:
-    found = [on_first_rank(lambda: f"seen by {dist.get_rank()}", "looking")]
-    for error in (ConfigError("--x: y"), OSError("gone")):
-        with pytest.raises((ConfigError, CheckpointError)) as raised:
-            on_first_rank(lambda error=error: _raise(error), "looking")
-        found.append(f"{type(raised.value).__name__}: {raised.value}")
-    return found
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def test_all_ranks_get_what_rank_zero_found():
-    expected = ["seen by 0", "ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
-    assert run_ranks(2, _different_views) == [expected, expected]
 
 
 def test_the_plain_data_is_readable_json(tmp_path):

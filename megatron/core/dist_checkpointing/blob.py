@@ -1,0 +1,196 @@
+"""What `torch.save` writes around a tensor's data, without the tensor.
+
+DCP stores each chunk of a tensor as one blob: what `torch.save` makes of the tensor, a zip archive with a small pickle,
+the raw data in a record of its own, and a directory. Its length can be computed, so that one rank can say where the
+blobs of all ranks lie; and header and footer can be made apart from the data, so that the data is written straight from
+where it is.
+
+[Note: blob lengths] Nothing in a blob but the data has a length that depends on the numbers themselves. The pickle has
+the sizes, the strides, and the number of elements or bytes of the storage; an integer takes 2, 3, 5 or more bytes by
+its magnitude alone. So all tensors of one dtype and number of dimensions whose integers take the same number of bytes
+together have headers of the same length. Records begin on multiples of 64 bytes, so the footer's length depends on how
+far the data reaches beyond one.
+
+    | record with the pickle | small records | record's head .. |  data  | .. small records | directory |
+    0                                                           ^ 64 * k
+    <------------------ header_nbytes ------------------------->< data_nbytes ><-------- footer -------->
+
+Lengths are not written down here but learned from `torch.save`, one call for each class. It is asked about the very
+shape where the zip format changes: for tensors without data, which have no data record to speak of, and for those
+of about 4 GiB and more, whose offsets and sizes take more room.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_RECORD_ALIGNMENT = 64  # bytes
+_ZIP64_NBYTES = (1 << 32) - (1 << 16)  # from here on some offset behind the data may not fit 32 bits
+
+
+def _pickled_nbytes(bits: int) -> int:
+    """Bytes that an integer of at least 0 with so many bits takes in a pickle of torch.save's protocol 2."""
+    if bits <= 8:
+        return 2
+    if bits <= 16:
+        return 3
+    return 5 if bits <= 31 else 2 + bits // 8 + 1
+
+
+_PICKLED_NBYTES = [_pickled_nbytes(bits) for bits in range(256)]  # by `int.bit_length`
+
+# Learned from torch.save. See [Note: blob lengths].
+_header_nbytes: dict[tuple[torch.dtype, int, int, int], int] = {}  # by dtype, dimensions, bytes of the integers
+_footer_nbytes: dict[int, int] = {}  # by bytes of the data beyond a multiple of the alignment
+
+# Not bytes: those without content do not load with weights_only.
+_PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype)
+
+
+class BlobLayout(NamedTuple):
+    """Lengths of the parts of a blob, in bytes."""
+
+    header_nbytes: int
+    data_nbytes: int
+    nbytes: int  # of the whole blob, with the footer
+
+
+def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
+    """The lengths of the blob of a contiguous CPU tensor, by arithmetic. See [Note: blob lengths].
+
+    Raises:
+        ValueError: for a negative size.
+    """
+    if shape and min(shape) < 0:
+        raise ValueError(f"Expected sizes of at least 0, got {tuple(shape)}.")
+    integers_nbytes, stride = 0, 1
+    for size in reversed(shape):
+        integers_nbytes += _PICKLED_NBYTES[size.bit_length()] + _PICKLED_NBYTES[stride.bit_length()]
+        stride *= size or 1
+    data_nbytes = stride * dtype.itemsize
+    if data_nbytes >= _ZIP64_NBYTES or 0 in shape:
+        return _measured_layout(dtype, tuple(shape))
+    # The storage's length is given in elements for some dtypes and in bytes for others.
+    integers_nbytes += _PICKLED_NBYTES[stride.bit_length()]
+    header_class = (dtype, len(shape), integers_nbytes, _PICKLED_NBYTES[data_nbytes.bit_length()])
+    footer_class = data_nbytes % _RECORD_ALIGNMENT
+    header_nbytes, footer_nbytes = _header_nbytes.get(header_class), _footer_nbytes.get(footer_class)
+    if header_nbytes is None or footer_nbytes is None:
+        measured = _measured_layout(dtype, tuple(shape))
+        header_nbytes, footer_nbytes = measured.header_nbytes, measured.nbytes - measured.header_nbytes - data_nbytes
+        _header_nbytes[header_class], _footer_nbytes[footer_class] = header_nbytes, footer_nbytes
+    return BlobLayout(header_nbytes, data_nbytes, header_nbytes + data_nbytes + footer_nbytes)
+
+
+def blob_frame(dtype: torch.dtype, shape: Sequence[int]) -> tuple[bytes, bytes]:
+    """What stands before and behind the data in the blob of a contiguous CPU tensor.
+
+    No memory is needed for the data, however large. A tensor without elements has all of its blob in the header.
+    The CRC-32 of the data is left 0; torch does not check it.
+
+    Raises:
+        ValueError: for a negative size.
+        RuntimeError: if this version of torch does not follow [Note: blob lengths].
+    """
+    layout = blob_layout(dtype, shape)
+    header, footer = _frame(dtype, tuple(shape))
+    got = BlobLayout(len(header), layout.data_nbytes, len(header) + layout.data_nbytes + len(footer))
+    if got != layout:
+        raise RuntimeError(
+            f"Expected torch.save of {dtype} {tuple(shape)} to write {layout}, got {got} "
+            f"from torch {torch.__version__}."
+        )
+    return header, footer
+
+
+def plain_blob(value: object) -> bytes:
+    """What `torch.save` makes of plain data; `torch.load` reads it with `weights_only`.
+
+    The same value gives the same bytes, whichever of its parts are one object.
+
+    Args:
+        value: None, numbers, strings, dtypes, tensors, and lists, tuples and dicts of these. Tensors are saved as
+            contiguous CPU tensors without the rest of their storage.
+
+    Raises:
+        ValueError: if there is anything else in it, with its place.
+    """
+    stream = io.BytesIO()
+    torch.save(_canonical(value, "the value", {}), stream)
+    return stream.getvalue()
+
+
+def _measured_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> BlobLayout:
+    header, footer = _frame(dtype, shape)
+    data_nbytes = math.prod(shape) * dtype.itemsize
+    return BlobLayout(len(header), data_nbytes, len(header) + data_nbytes + len(footer))
+
+
+@lru_cache(maxsize=4096)  # 2 KB each
+def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Header and footer as torch.save writes them around the data of a tensor that is in nobody's memory."""
+    sink = _FrameSink()
+    with torch.serialization.skip_data(materialize_fake_tensors=True), FakeTensorMode():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
+    data_nbytes = math.prod(shape) * dtype.itemsize
+    if sink.skipped_nbytes != data_nbytes:
+        raise RuntimeError(
+            f"Expected torch.save of {dtype} {shape} to leave room for {data_nbytes} bytes, got "
+            f"{sink.skipped_nbytes} from torch {torch.__version__}."
+        )
+    return bytes(sink.header), bytes(sink.footer)
+
+
+class _FrameSink:
+    """A file for torch.save under skip_data: it keeps what is written, and how far the one seek over the data goes."""
+
+    def __init__(self) -> None:
+        self.header = bytearray()
+        self.footer = bytearray()
+        self.skipped_nbytes = 0
+
+    def write(self, content: bytes) -> int:
+        part = self.footer if self.skipped_nbytes else self.header
+        part += content
+        return len(content)
+
+    def seek(self, offset: int, whence: int) -> int:
+        if whence != io.SEEK_CUR or self.skipped_nbytes:
+            raise RuntimeError(
+                f"Expected one seek from the current place over the data, got another of {offset} bytes "
+                f"with whence {whence} from torch {torch.__version__}."
+            )
+        self.skipped_nbytes = offset
+        return 0
+
+    def flush(self) -> None:
+        pass
+
+
+def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
+    """A copy of plain data in which equal strings are one object and nothing else is.
+
+    A pickle refers back to an object that it has seen, so its bytes would depend on which of two equal ones it was.
+    """
+    kind = type(value)
+    if kind in _PLAIN_LEAVES:
+        return value
+    if isinstance(value, str) and kind is str:
+        return strings.setdefault(value, value)
+    if isinstance(value, list | tuple) and kind in (list, tuple):
+        return kind(_canonical(item, f"{place}[{i}]", strings) for i, item in enumerate(value))
+    if isinstance(value, dict) and kind is dict:
+        return {
+            _canonical(key, f"a key of {place}", strings): _canonical(item, f"{place}[{key!r}]", strings)
+            for key, item in value.items()
+        }
+    if isinstance(value, torch.Tensor) and kind is torch.Tensor:
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    raise ValueError(f"Expected plain data at {place}, got a {kind.__module__}.{kind.__qualname__}.")

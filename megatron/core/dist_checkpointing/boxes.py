@@ -1,0 +1,157 @@
+"""Boxes of a tensor: where they overlap, and in which ranges of memory they lie. Integers only.
+
+A chunk is a box of its tensor and lies row-major in its file. A box that a rank wants may overlap several chunks, and
+what it wants of one of them need not lie together there: the first two columns of a chunk of shape (3, 5) are
+
+    0 1 . . .       0 1 . . . 5 6 . . . 10 11 . . .
+    5 6 . . .       ^-----------------------^ one range of 12 elements, with gaps of 3, or
+   10 11. . .       ^-^       ^-^       ^---^ three ranges of 2
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle of a tensor; a scalar's has no dims."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What lies in both; None if nothing does."""
+        starts, sizes = [], []
+        for start, size, other_start, other_size in zip(*self, *other, strict=True):
+            begin, end = max(start, other_start), min(start + size, other_start + other_size)
+            if begin >= end:
+                return None
+            starts.append(begin)
+            sizes.append(end - begin)
+        return Box(tuple(starts), tuple(sizes))
+
+    def covers(self, other: Box) -> bool:
+        """Whether all of `other` lies in this box."""
+        return all(
+            start <= other_start and other_start + other_size <= start + size
+            for start, size, other_start, other_size in zip(*self, *other, strict=True)
+        )
+
+    def within(self, origin: Sequence[int]) -> Box:
+        """The same box, seen from `origin`."""
+        return Box(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """As an index of a tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
+
+
+class BoxIndex:
+    """Boxes of one tensor, of which those that overlap another are found without looking at all of them.
+
+    What is looked at are the boxes that overlap in the first dim, which is where nearly all tensors are cut.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = sorted(boxes, key=lambda box: box.offsets[:1])
+        self._starts = [_rows(box)[0] for box in self.boxes]
+        # The furthest that any box up to this one reaches: ascending, whatever the boxes are.
+        self._reaches = list(accumulate((_rows(box)[1] for box in self.boxes), max))
+
+    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The boxes that overlap `box`: their places in `boxes`, and what lies in both."""
+        start, stop = _rows(box)
+        for place in range(bisect_right(self._reaches, start), bisect_left(self._starts, stop)):
+            overlap = box.overlap(self.boxes[place])
+            if overlap is not None:
+                yield place, overlap
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """First and one behind the last in the first dim; a scalar counts as a row."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """In elements, of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+class Range(NamedTuple):
+    """Where the elements of a box lie in a row-major piece of memory."""
+
+    box: Box
+    start: int  # of the first element
+    span: int  # from the first to the last, gaps included
+
+    @property
+    def is_gapless(self) -> bool:
+        return self.span == self.box.numel
+
+
+def range_of(box: Box, whole: Sequence[int]) -> Range:
+    """Where all of a box lies in a contiguous tensor of sizes `whole`. The box must have elements."""
+    strides = row_major_strides(whole)
+    start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return Range(box, start, _span(box.sizes, strides))
+
+
+def ranges(box: Box, whole: Sequence[int], *, max_span: int, max_gap: int) -> Iterator[Range]:
+    """Cuts a box into parts that lie in short ranges of a contiguous tensor, in the order of memory.
+
+    Args:
+        box: it must have elements.
+        whole: the sizes of the tensor.
+        max_span: elements, at least 1; no range is longer.
+        max_gap: elements; no gap within a range is longer.
+    """
+    strides = row_major_strides(whole)
+    start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    yield from _cut(Range(box, start, _span(box.sizes, strides)), strides, 0, max_span, max_gap)
+
+
+def _cut(part: Range, strides: tuple[int, ...], dim: int, max_span: int, max_gap: int) -> Iterator[Range]:
+    """Cuts along `dim` and those behind it; the part has one index in each before it."""
+    offsets, sizes = part.box
+    gap = max((_gap(sizes, strides, inner) for inner in range(dim, len(sizes))), default=0)
+    if part.span <= max_span and gap <= max_gap:
+        yield part
+        return
+    assert dim < len(sizes), "a part with one index in every dim is one element"
+    if sizes[dim] == 1:
+        yield from _cut(part, strides, dim + 1, max_span, max_gap)
+        return
+    one = _span(sizes[dim + 1 :], strides[dim + 1 :])
+    # As many indices as fit; one at a time if what belongs to a single one must be cut further.
+    count = 1 if gap > max_gap or one > max_span else (max_span - one) // strides[dim] + 1
+    for index in range(0, sizes[dim], count):
+        size = min(count, sizes[dim] - index)
+        box = Box(_replaced(offsets, dim, offsets[dim] + index), _replaced(sizes, dim, size))
+        span = (size - 1) * strides[dim] + one
+        yield from _cut(Range(box, part.start + index * strides[dim], span), strides, dim, max_span, max_gap)
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a box."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _gap(sizes: Sequence[int], strides: Sequence[int], dim: int) -> int:
+    """Elements left out between one index of `dim` and the next."""
+    return strides[dim] - _span(sizes[dim + 1 :], strides[dim + 1 :]) if sizes[dim] > 1 else 0
+
+
+def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])

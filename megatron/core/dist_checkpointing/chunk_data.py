@@ -1,0 +1,115 @@
+"""The bytes of one chunk in a data file, read in parts and held against their digests."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.dist_checkpointing.boxes import Box, Range, range_of, ranges, row_major_strides
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, ChunkRecord, digests_of
+from megatron.core.dist_checkpointing.small_files import path_of, system_errors
+from megatron.core.dist_checkpointing.store import Store
+
+_READ_BYTES = 16 * BLOCK_BYTES  # at a time
+_STAGING_BYTES = 16 * BLOCK_BYTES  # for what cannot be read straight to where it belongs
+_PAGE_BYTES = 4096  # bytes left out within a page are read along: the system reads whole pages
+
+
+class ChunkData:
+    """One chunk, to read from; by one thread. Ranges are best asked for in ascending order.
+
+    Attributes:
+        num_read: bytes read so far.
+    """
+
+    def __init__(self, store: Store, path: str, record: ChunkRecord, *, verify: bool) -> None:
+        """
+        Args:
+            path: of the data file in the store.
+            record: what the manifest says of the chunk.
+            verify: whether to read whole blocks and hold them against their digests.
+        """
+        self.num_read = 0
+        self._store = store
+        self._path = path
+        self._record = record
+        self._verify = verify
+        self._edge = (-1, memoryview(b""))  # the last block that was needed in part: its number and its bytes
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Reads the bytes of the data from `begin` on, as many as `into` holds.
+
+        Raises:
+            CheckpointDamagedError: if they are not those that were written; `into` may have been filled.
+        """
+        if not self._verify:
+            self._read_raw(begin, into)
+            return
+        nbytes, end, position = self._record.data_nbytes, begin + into.nbytes, begin
+        while position < end:
+            block, skipped = divmod(position, BLOCK_BYTES)
+            block_end = min((block + 1) * BLOCK_BYTES, nbytes)
+            if skipped or block_end > end or block == self._edge[0]:
+                stop = min(block_end, end)
+                into[position - begin : stop - begin] = self._block(block)[skipped : skipped + stop - position]
+            else:
+                whole_end = end if end == nbytes else end // BLOCK_BYTES * BLOCK_BYTES
+                stop = min(whole_end, position + _READ_BYTES)
+                self._read_blocks(block, into[position - begin : stop - begin])
+            position = stop
+
+    def read_box(self, box: Box, target: torch.Tensor) -> None:
+        """Fills `target` with a box of the chunk, straight from the file where both lie together in host memory.
+
+        Args:
+            box: seen from the chunk's origin; it must have elements.
+            target: of the shape of the box and the dtype of the chunk, on any device.
+
+        Raises:
+            CheckpointDamagedError: as `read`.
+        """
+        sizes, itemsize = self._record.sizes, target.element_size()
+        whole = range_of(box, sizes)
+        if whole.is_gapless and target.is_cpu and target.is_contiguous():
+            self.read(whole.start * itemsize, bytes_of(target))
+            return
+        max_span = _STAGING_BYTES // itemsize
+        # A gap shorter than a block has no block of its own.
+        max_gap = ((BLOCK_BYTES if self._verify else _PAGE_BYTES) - 1) // itemsize
+        staging = torch.empty(min(max_span, whole.span), dtype=target.dtype)
+        for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
+            self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
+
+    def _read_part(self, part: Range, staging: torch.Tensor, target: torch.Tensor) -> None:
+        self.read(part.start * staging.element_size(), bytes_of(staging[: part.span]))
+        target.copy_(staging.as_strided(part.box.sizes, row_major_strides(self._record.sizes)))
+
+    def _block(self, number: int) -> memoryview:
+        """One whole block; the last that was asked for is kept."""
+        if self._edge[0] != number:
+            begin = number * BLOCK_BYTES
+            content = memoryview(bytearray(min(BLOCK_BYTES, self._record.data_nbytes - begin)))
+            self._read_blocks(number, content)
+            self._edge = (number, content)
+        return self._edge[1]
+
+    def _read_blocks(self, first: int, into: memoryview) -> None:
+        """Reads whole blocks and holds them against their digests."""
+        self._read_raw(first * BLOCK_BYTES, into)
+        record = self._record
+        for number, got in enumerate(digests_of(into), start=first):
+            if got != record.digests[number]:
+                raise CheckpointDamagedError(
+                    f"Expected digest {record.digests[number]} of block {number} of {record.key!r} at "
+                    f"{record.offsets} in {path_of(self._store, self._path)}, got {got}."
+                )
+
+    def _read_raw(self, begin: int, into: memoryview) -> None:
+        with system_errors(path_of(self._store, self._path)):
+            self._store.read_into(self._path, self._record.data_offset + begin, into)
+        self.num_read += into.nbytes
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to read and to write."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

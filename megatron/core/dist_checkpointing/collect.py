@@ -1,0 +1,308 @@
+"""From a model, its optimizer and a trainer's tensors to the entries of a checkpoint, and back for what is plain data.
+
+Names come from the model's parameters; how they lie on the ranks, from the layout of their FSDP group, from the DTensor
+they are, or they are whole on every rank. What a fused weight's sections are called, its module says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron.core.dist_checkpointing.chunks import (
+    EvenShards,
+    FlatShards,
+    FlatTensor,
+    Holdings,
+    RankMesh,
+    Replicated,
+    Section,
+)
+from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, ScaledValues, Values
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.file_plan import SavedAs
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.placement import sharded_axes
+from megatron.core.optimizer import scaled_states
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.state_units import StateUnit, state_units
+from megatron.core.optimizer.torch_optimizer import init_states
+from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
+
+PARAM_GROUPS = "optimizer.param_groups"
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    with_states: bool = True,
+    private: Mapping[str, torch.Tensor] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Contents:
+    """What a checkpoint of these holds. Copies nothing; states that are not there yet are allocated.
+
+    Args:
+        model: sharded or plain.
+        optimizer: over its parameters.
+        with_states: whether the optimizer's states are part of it; else it only says when weights may be read.
+        private: tensors on the CPU that are each rank's own, `rng.<name>` for the key `rng.<rank>.<name>`; all ranks
+            have the same names, dtypes and shapes.
+        rank, world_size: among all ranks that save or load together.
+
+    Raises:
+        ValueError: for parameters that several modules share under one canonical name.
+        CheckpointError: for states that the format does not know.
+    """
+    collector = _Collector(model, rank, world_size)
+    groups = [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers(), True)]
+    plain = {}
+    if optimizer is not None:
+        if with_states:
+            init_states(optimizer)
+            plain[PARAM_GROUPS] = [
+                collector.plain_group(group, number) for number, group in enumerate(optimizer.param_groups)
+            ]
+        groups += [EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)]
+    groups.append(EntryGroup(None, collector.private(private or {})))
+    contents = Contents(groups, plain, collector.names)
+    keys = [entry.key for entry in contents.entries]
+    if len(set(keys)) < len(keys):
+        doubled = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"Expected one tensor for each name in a checkpoint, got several for {doubled}.")
+    return contents
+
+
+class _Collector:
+    """Makes the entries of one model."""
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
+        self._model = model
+        self._rank = rank
+        self._ranks = tuple(range(world_size))
+        self._fused = fused_weights(model)
+        self._shards: dict[int, FlatShards] = {}  # by id of the group
+        self._places: dict[torch.Tensor, _Place] = {}
+        self.names: dict[torch.Tensor, list[str]] = {}
+        for fqn, parameter in model.named_parameters():
+            self._places[parameter] = self._place(parameter)
+            self.names[parameter] = [section.name for section in _sections(fqn, parameter, self._fused.get(fqn))]
+        self._fqns: dict[torch.Tensor, str] = {parameter: fqn for fqn, parameter in model.named_parameters()}
+
+    def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
+        """Weights that the optimizer does not update; all, if there is none."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        return [entry for p in self._fqns if id(p) not in updated for entry in self._weight(p)]
+
+    def buffers(self) -> list[Entry]:
+        """Buffers that belong to a state dict."""
+        found: list[Entry] = []
+        seen: set[int] = set()
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                is_kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+                if is_kept and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found += self._whole(f"model.{name}", buffer, self._ranks)
+        return found
+
+    def unit(self, unit: StateUnit, with_states: bool) -> list[Entry]:
+        """The weights of a unit and its states, parameter by parameter."""
+        found: list[Entry] = []
+        for parameter, states in zip(unit.parameters, unit.states, strict=True):
+            if parameter not in self._fqns:
+                raise ValueError(
+                    f"Expected an optimizer over the model's parameters, got another of shape {tuple(parameter.shape)}."
+                )
+            found += self._weight(parameter)
+            for name in sorted(states) if with_states else ():
+                found += self._state(unit.optimizer, parameter, name, states[name])
+        return found
+
+    def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+        """What is each rank's own. Other ranks' are there too, without values."""
+        found = []
+        for name, tensor in sorted(tensors.items()):
+            kind, _, rest = name.partition(".")
+            for rank in self._ranks:
+                found += self._whole(f"{kind}.{rank}.{rest}", tensor, (rank,))
+        return found
+
+    def plain_group(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """A parameter group as plain data: names in the place of parameters."""
+        options = {
+            name: _as_plain(value, f"{name} of parameter group {number}")
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        return {"params": [name for parameter in group["params"] for name in self.names[parameter]], **options}
+
+    def _weight(self, parameter: torch.Tensor) -> list[Entry]:
+        return self._like(parameter, Values(local_tensor(parameter).detach()), "model.", "")
+
+    def _state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, value: Any) -> list[Entry]:
+        fqn = self._fqns[parameter]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"Expected optimizer states that are tensors, got {type(value).__name__} for {name} of {fqn}; "
+                "--ckpt-format torch_dcp takes others."
+            )
+        if value.shape == parameter.shape and value.dim():
+            values = Values(local_tensor(value).detach())
+            if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
+                values = ScaledValues(optimizer, parameter, name)
+            return self._like(parameter, values, "optimizer.state.", f".{name}")
+        if isinstance(parameter, DTensor) and value.numel() > 1:
+            raise CheckpointError(
+                f"Expected optimizer states of one element or of their parameter's shape {tuple(parameter.shape)}, got "
+                f"{tuple(value.shape)} for {name} of {fqn}; --ckpt-format torch_dcp takes others."
+            )
+        # Its sections share one memory.
+        values = Values(local_tensor(value).detach())
+        found = []
+        for section in self.names[parameter]:
+            found += self._whole(f"optimizer.state.{section}.{name}", values, self._ranks)
+        return found
+
+    def _like(self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str) -> list[Entry]:
+        """The entries, one for each section, of a weight or of a state that lies as the weight does."""
+        fqn, place, shape = self._fqns[parameter], self._places[parameter], tuple(parameter.shape)
+        found = []
+        for section in _sections(fqn, parameter, self._fused.get(fqn)):
+            key = f"{prefix}{section.name}{suffix}"
+            if section.num_rows is None:
+                saved_as = SavedAs(key, values.dtype, shape, place.holdings)
+                found.append(Entry(saved_as, place.offsets, values, parameter))
+                continue
+            holdings: Holdings = Section(place.holdings, section.first_row, section.num_rows)
+            saved_as = SavedAs(key, values.dtype, (section.num_rows, *shape[1:]), holdings)
+            begin = max(place.offsets[0], section.first_row)
+            end = min(place.offsets[0] + place.sizes[0], section.first_row + section.num_rows)
+            num_rows = max(end - begin, 0)
+            first_row = begin - place.offsets[0] if num_rows else 0
+            offsets = (begin - section.first_row if num_rows else 0, *place.offsets[1:])
+            found.append(Entry(saved_as, offsets, values, parameter, first_row, num_rows))
+        return found
+
+    def _whole(self, key: str, tensor: torch.Tensor | Values, ranks: tuple[int, ...]) -> list[Entry]:
+        values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
+        shape = tuple(values.target().shape)
+        saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
+        return [Entry(saved_as, (0,) * len(shape), values, values.target(), is_own=self._rank in ranks)]
+
+    def _place(self, parameter: torch.Tensor) -> _Place:
+        group = group_of(parameter)
+        holdings: Holdings
+        if group is not None:
+            index = group.index_of(parameter)
+            holdings = FlatTensor(self._shards_of(group), index)
+        elif isinstance(parameter, DTensor):
+            holdings = EvenShards(parameter.shape, RankMesh.of(parameter.device_mesh), _sharded_dims(parameter))
+        else:
+            holdings = Replicated(parameter.shape, self._ranks)
+        for own in holdings.holdings(self._rank):
+            return _Place(holdings, own.offsets, own.sizes)
+        return _Place(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
+
+    def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
+        if id(group) not in self._shards:
+            self._shards[id(group)] = FlatShards(
+                group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer)
+            )
+        return self._shards[id(group)]
+
+
+class _Place(NamedTuple):
+    """How a parameter lies on the ranks, and which chunk of it is this rank's."""
+
+    holdings: Holdings
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Section(NamedTuple):
+    """Rows of a parameter under a name of their own; None: all of it, without rows."""
+
+    name: str
+    first_row: int
+    num_rows: int | None
+
+
+def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> list[_Section]:
+    if fused is None:
+        return [_Section(fqn, 0, None)]
+    if fused.num_rows != parameter.shape[0]:
+        raise ValueError(f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got {parameter.shape[0]}.")
+    module, _, name = fqn.rpartition(".")
+    parent = module.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    return [_Section(f"{prefix}{s}.{name}", fused.row_range(s)[0], num) for s, num in fused.sections]
+
+
+def _sharded_dims(parameter: DTensor) -> list[int | None]:
+    dims: list[int | None] = []
+    for placement in parameter.placements:
+        if type(placement) is Shard:
+            dims.append(placement.dim)
+        elif isinstance(placement, Replicate):
+            dims.append(None)
+        else:
+            raise CheckpointError(f"Expected DTensors that are sharded or replicated, got {placement}.")
+    return dims
+
+
+def _as_plain(value: Any, what: str) -> Any:
+    """Numbers, strings, lists and dicts; a tensor of one element is its number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_as_plain(item, what) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(f"Expected plain data, got {type(value).__name__} for {what}.")
+
+
+def install_param_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Takes over the options of saved parameter groups, found by the names of their parameters.
+
+    Args:
+        names: of the parameters whose options are wanted; see `Contents`.
+        saved: what a checkpoint has under PARAM_GROUPS.
+
+    Raises:
+        CheckpointError: for a parameter without a saved group, or a group whose parameters had different options; the
+            optimizer is as it was.
+    """
+    by_name = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in saved
+        for name in group["params"]
+    }
+    found: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        wanted = [name for parameter in group["params"] for name in names.get(parameter, ())]
+        if missing := [name for name in wanted if name not in by_name]:
+            raise CheckpointError(f"Expected a saved parameter group for every parameter, got none for {missing}.")
+        options = [by_name[name] for name in wanted]
+        if any(other != options[0] for other in options[1:]):
+            raise CheckpointError(
+                f"Expected saved options that are alike for the parameters of group {number}, got "
+                f"{wanted[0]}: {options[0]} and others."
+            )
+        found.append(options[0] if options else {})
+    for group, chosen in zip(optimizer.param_groups, found, strict=True):
+        for key, value in chosen.items():
+            own = group.get(key)
+            if isinstance(own, torch.Tensor):
+                own.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(own, tuple) else value

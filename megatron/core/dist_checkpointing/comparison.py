@@ -1,0 +1,123 @@
+"""How two checkpoints differ, key by key, piece by piece: no tensor is ever in memory as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.formats import (
+    ReadableCheckpoint,
+    nbytes_of,
+    pieces_of,
+    read_piece,
+    tensors_of,
+)
+
+Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "only in B"]
+
+
+@dataclass(frozen=True)
+class KeyComparison:
+    """What has become of one key from A to B.
+
+    Attributes:
+        outcome: equal to the bit, or what is different; `kind`: a tensor in one and plain data in the other.
+        num_different: elements that are not equal to the bit, of a tensor in both.
+        max_difference: the largest absolute difference of elements; infinity if one is infinite or no number.
+        detail: the two shapes, or dtypes; or values, of plain data.
+    """
+
+    key: str
+    outcome: Outcome
+    num_different: int = 0
+    max_difference: float | None = None
+    detail: str = ""
+
+
+def compare(
+    a: ReadableCheckpoint, b: ReadableCheckpoint, keys: Sequence[str], progress: Callable[[int], object]
+) -> Iterator[KeyComparison]:
+    """Compares what two checkpoints have under these keys, in their order.
+
+    Args:
+        keys: each of one of them at least.
+        progress: called with the bytes of A's tensors that have been compared, or need not be.
+    """
+    ours, theirs = tensors_of(a), tensors_of(b)
+    for key in keys:
+        if key not in a.metadata.state_dict_metadata:
+            yield KeyComparison(key, "only in B")
+        elif key in ours and key in theirs:
+            yield _compare_tensor(a, b, key, ours[key], theirs[key], progress)
+        elif key not in b.metadata.state_dict_metadata or key in ours or key in theirs:
+            yield KeyComparison(key, "kind" if key in b.metadata.state_dict_metadata else "only in A")
+            progress(nbytes_of(ours[key]) if key in ours else 0)
+        else:
+            yield _compare_plain(key, a.read_plain(key), b.read_plain(key))
+
+
+def _compare_tensor(
+    a: ReadableCheckpoint,
+    b: ReadableCheckpoint,
+    key: str,
+    ours: TensorStorageMetadata,
+    theirs: TensorStorageMetadata,
+    progress: Callable[[int], object],
+) -> KeyComparison:
+    if ours.size != theirs.size or ours.properties.dtype != theirs.properties.dtype:
+        progress(nbytes_of(ours))
+        if ours.size != theirs.size:
+            return KeyComparison(key, "shape", detail=f"{tuple(ours.size)} and {tuple(theirs.size)}")
+        return KeyComparison(key, "dtype", detail=f"{ours.properties.dtype} and {theirs.properties.dtype}")
+    num_different, largest = 0, 0.0
+    for box in pieces_of(ours):
+        one_piece, other_piece = read_piece(a, key, box), read_piece(b, key, box)
+        number, difference = _differences(one_piece, other_piece)
+        num_different, largest = num_different + number, max(largest, difference)
+        progress(one_piece.nbytes)
+    if not num_different:
+        return KeyComparison(key, "equal", 0, 0.0)
+    return KeyComparison(key, "values", num_different, largest)
+
+
+def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
+    """How many elements differ in a bit, and the largest difference."""
+    itemsize = one.element_size()
+    bits = [tensor.reshape(-1).view(torch.uint8).reshape(-1, itemsize) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return 0, 0.0
+    differs = (bits[0] != bits[1]).any(dim=1)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    values = [tensor.reshape(-1)[differs].to(wide) for tensor in (one, other)]
+    # Differences of infinities and of what is no number are none; equal ones were left out.
+    largest = (values[0] - values[1]).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()
+    return int(differs.sum()), float(largest)
+
+
+def _compare_plain(key: str, one: object, other: object) -> KeyComparison:
+    if _is_equal(one, other):
+        return KeyComparison(key, "equal")
+    return KeyComparison(key, "values", detail=f"{_shown(one)} and {_shown(other)}")
+
+
+def _is_equal(one: object, other: object) -> bool:
+    """Whether plain data, which may hold tensors, is the same; values that are no numbers are equal to each other."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _differences(one, other)[0] == 0
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return type(one) is type(other) and one == other
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]} ..."

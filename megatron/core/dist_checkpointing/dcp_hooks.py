@@ -1,0 +1,66 @@
+"""Which part of a tensor a rank holds, said in DCP's words.
+
+DCP takes the shards of a DTensor to be even. Those over flat buffers are whole rows, but as many as the layout says; a
+DTensor's local tensor may tell DCP so itself, through three methods that DCP looks for on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.parameter_group import group_of
+
+
+def describe_shards(model: nn.Module, weights: Mapping[str, Any], states: Any) -> None:
+    """Lets the DTensors that belong to `model`'s sharded parameters tell DCP which rows they hold.
+
+    Parameters that are not over a flat buffer, and what has another shape than its parameter, are left as they are.
+
+    Args:
+        weights: {parameter's name: tensor}.
+        states: {parameter's name: {state's name: tensor or else}}, the optimizer's.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        group = group_of(parameter)
+        if group is not None:
+            first_row = group.main_weight.chunk(group.index_of(parameter)).first_row
+            for tensor in (weights.get(name), *states.get(name, {}).values()):
+                if isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+                    describe(tensor, (first_row, *[0] * (tensor.dim() - 1)))
+
+
+def describe(tensor: DTensor, begin: Sequence[int]) -> None:
+    """Attaches DCP's three methods to the local tensor, which holds the chunk that begins there; maybe nothing."""
+    local = local_tensor(tensor)
+    offsets = torch.Size(begin)
+    chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
+    size, properties = tensor.size(), TensorProperties.create_from_tensor(local)
+    # Weakly: the methods are the tensor's own, and would keep it alive until the garbage collector comes.
+    reference = weakref.ref(local)
+
+    def create_write_items(fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in chunks
+        ]
+
+    methods = {
+        "__create_chunk_list__": lambda: chunks,
+        "__create_write_items__": create_write_items,
+        "__get_tensor_shard__": lambda _: reference(),
+    }
+    for name, method in methods.items():
+        setattr(local, name, method)

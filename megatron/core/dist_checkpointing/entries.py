@@ -1,0 +1,190 @@
+"""What a `fsdp_dtensor` checkpoint holds: the tensors of a model, an optimizer and a trainer, under canonical keys.
+
+    model.<fqn>                      main weights, once; persistent buffers
+    optimizer.state.<fqn>.<name>     each with its parameter's global shape
+    optimizer.param_groups           plain data, by parameters' names
+    rng.<rank>.<name>                what is each rank's own
+
+Keys and shapes are the same however the model is sharded and how much of it is offloaded. A fused weight is stored as
+its sections, each under the name it would have as a layer of its own beside the fused one: rows of
+`attention.linear_qkv.weight` as `attention.query.weight` and so on, and so are all states.
+
+An `Entry` is one tensor under one key, with what this rank holds of it: memory of the live state, not a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron.core.dist_checkpointing.dcp_hooks import describe
+from megatron.core.dist_checkpointing.file_plan import SavedAs
+from megatron.core.distributed.fsdp.dbuffer import dtensor_over
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.state_tensors import like
+from megatron.core.optimizer.state_units import StateUnit
+
+_SMALL_NBYTES = 4096  # what is copied when a save begins, rather than guarded: counters and the like
+
+
+class Values:
+    """What this rank holds of a state, as memory that may be read and written in place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values, as they are saved."""
+        return self._tensor.dtype
+
+    def read(self) -> torch.Tensor:
+        """The values, which alias the state where they can."""
+        return self._tensor
+
+    def target(self) -> torch.Tensor:
+        """What loaded values are to be written to."""
+        return self._tensor
+
+    def install(self) -> None:
+        """Takes over what has been written to `target`."""
+
+
+class ScaledValues(Values):
+    """A state in a format with a scale, whose values are saved in fp32."""
+
+    def __init__(self, optimizer: FusedAdam, parameter: torch.Tensor, name: str) -> None:
+        super().__init__(local_tensor(optimizer.state[parameter][name]))
+        self._place = (optimizer, parameter, name)
+        self._loaded: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def read(self) -> torch.Tensor:
+        optimizer, parameter, name = self._place
+        return local_tensor(optimizer.get_unscaled_state(parameter, name))
+
+    def target(self) -> torch.Tensor:
+        if self._loaded is None:
+            self._loaded = torch.empty_like(self._tensor, dtype=torch.float32)
+        return self._loaded
+
+    def install(self) -> None:
+        if self._loaded is not None:
+            optimizer, parameter, name = self._place
+            optimizer.set_scaled_state(parameter, name, like(parameter, self._loaded))
+            self._loaded = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor under one key.
+
+    Attributes:
+        saved_as: key, dtype, global shape, and how it lies on all ranks.
+        offsets: where this rank's part begins in the global tensor.
+        values: this rank's part and, in a fused weight, what it has of the other sections.
+        first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
+        source: the tensor whose mesh and placements it has.
+        is_own: False for what belongs to another rank alone, and has no values here.
+    """
+
+    saved_as: SavedAs
+    offsets: tuple[int, ...]
+    values: Values
+    source: torch.Tensor
+    first_row: int = 0
+    num_rows: int | None = None
+    is_own: bool = True
+
+    @property
+    def key(self) -> str:
+        return self.saved_as.key
+
+    @property
+    def is_small(self) -> bool:
+        """Whether copying this rank's part costs next to nothing."""
+        part = self.part_of(self.values.target())
+        return part.numel() * self.values.dtype.itemsize <= _SMALL_NBYTES
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows of `values.read()` or `values.target()` that are this entry's."""
+        return values if self.num_rows is None else values.narrow(0, self.first_row, self.num_rows)
+
+    def frozen(self) -> Entry:
+        """The entry with its present values, whatever becomes of the state."""
+        part = Values(self.part_of(self.values.read()).detach().clone())
+        return Entry(self.saved_as, self.offsets, part, self.source, is_own=self.is_own)
+
+    def tensor(self) -> torch.Tensor:
+        """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain tensor."""
+        part = self.part_of(self.values.read()).detach()
+        if not isinstance(self.source, DTensor):
+            return part
+        spec = self.source._spec
+        assert spec.tensor_meta is not None, "every DTensor that holds data has one"
+        shape = torch.Size(self.saved_as.shape)
+        if not any(isinstance(placement, Shard) for placement in spec.placements) or not shape:
+            placements: tuple[Any, ...] = tuple(Replicate() for _ in spec.placements)
+        else:
+            placements = spec.placements
+        strides = torch.empty(shape, device="meta").stride()
+        meta = spec.tensor_meta._replace(shape=shape, stride=strides, dtype=part.dtype)
+        dtensor = dtensor_over(part, type(spec)(spec.mesh, placements, tensor_meta=meta))
+        describe(dtensor, self.offsets)
+        return dtensor
+
+
+class EntryGroup(NamedTuple):
+    """Entries that may be written while the others are being updated.
+
+    Attributes:
+        unit: what keeps them as they are while they are read; None: nothing but a forward changes them.
+        entries: in the order in which they are written.
+        is_copied: whether a save copies them when it begins.
+    """
+
+    unit: StateUnit | None
+    entries: list[Entry]
+    is_copied: bool = False
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds besides `train_state.json`, in the order in which it is written.
+
+    Attributes:
+        groups: the entries.
+        plain: what is not a tensor, by key; the same on every rank: numbers, strings, lists and dicts.
+        names: of every parameter its canonical names, one for each section.
+    """
+
+    groups: list[EntryGroup]
+    plain: dict[str, Any]
+    names: dict[torch.Tensor, list[str]]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for group in self.groups for entry in group.entries]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its key, for PyTorch DCP: nothing is copied, and no rank is asked."""
+        return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
+
+    def frozen(self) -> Contents:
+        """The same, with copies of what is small or changes without notice."""
+        groups = [
+            EntryGroup(
+                group.unit,
+                [entry.frozen() if group.is_copied or entry.is_small else entry for entry in group.entries],
+            )
+            for group in self.groups
+        ]
+        return Contents(groups, copy.deepcopy(self.plain), self.names)

@@ -1,0 +1,66 @@
+"""Where every rank's shares of a state lie in its data file. Arithmetic: rank 0 knows all files, and has seen one.
+
+A file is blobs as `torch.save` writes them, one for each share, in the order of the state. Each is placed so that its
+data begins at a multiple of 4096 bytes, as direct I/O wants it; what lies between blobs is zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.blob import BlobLayout, blob_layout
+from megatron.core.dist_checkpointing.chunks import Holdings, shares
+from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+
+
+class SavedAs(NamedTuple):
+    """A tensor as a checkpoint knows it."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    holdings: Holdings
+
+
+class Placed(NamedTuple):
+    """A share, and its blob's place in the file of the rank that writes it."""
+
+    tensor: int  # its number among those that were given
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+    blob_offset: int  # bytes
+    blob: BlobLayout
+
+    @property
+    def data_offset(self) -> int:
+        """Bytes from the beginning of the file to the data, a multiple of 4096."""
+        return self.blob_offset + self.blob.header_nbytes
+
+    @property
+    def stop(self) -> int:
+        """Bytes from the beginning of the file to the end of the blob."""
+        return self.blob_offset + self.blob.nbytes
+
+
+def place(tensors: Sequence[SavedAs], rank: int | None = None) -> Iterator[Placed]:
+    """The blobs of all files, or of one rank's, in the order of the tensors.
+
+    Args:
+        tensors: the same on every rank.
+        rank: whose file; None: all.
+    """
+    ends: dict[int, int] = {}
+    for share in shares([(tensor.holdings, tensor.dtype.itemsize) for tensor in tensors], rank):
+        blob = blob_layout(tensors[share.tensor].dtype, share.sizes)
+        data_offset = _round_up(ends.get(share.rank, 0) + blob.header_nbytes)
+        placed = Placed(*share, data_offset - blob.header_nbytes, blob)
+        ends[share.rank] = placed.stop
+        yield placed
+
+
+def _round_up(offset: int) -> int:
+    return -(-offset // DATA_ALIGNMENT) * DATA_ALIGNMENT

@@ -1,0 +1,182 @@
+"""A single file of tensors, from `torch.save` or in safetensors, as a published checkpoint of one rank.
+
+A file may be flat, {key: tensor or plain data}, or nested, as `dcp_to_torch_save` makes it of a checkpoint: dicts are
+opened as long as there are tensors in them, and what has none is plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.blob import plain_blob
+from megatron.core.dist_checkpointing.chunks import Replicated
+from megatron.core.dist_checkpointing.data_file import BufferPool
+from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, Values
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.file_plan import SavedAs
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.publisher import publish
+from megatron.core.dist_checkpointing.safetensors_file import read_safetensors
+from megatron.core.dist_checkpointing.small_files import path_of
+from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
+from megatron.core.dist_checkpointing.writer import Draft, RankWriter
+
+SAFETENSORS_SUFFIX = ".safetensors"
+
+
+class FileContent(NamedTuple):
+    """What a file holds, by the keys that it is to have in a checkpoint."""
+
+    tensors: dict[str, torch.Tensor]  # over the mapped file: read when they are used
+    plain: dict[str, object]
+    train_state: dict[str, Any] | None  # None: the file says nothing of one
+
+
+def read_file(path: Path, prefix: str = "") -> FileContent:
+    """Maps a file; its suffix says of which kind it is.
+
+    Args:
+        prefix: of the keys, to be put before those in the file: "model.", for a model's state dict.
+
+    Raises:
+        CheckpointError: for a file that cannot be read without running code, and for what no checkpoint holds.
+        OSError: if it cannot be read.
+    """
+    state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
+    train_state = state.pop(TRAIN_STATE_KEY, None)
+    if train_state is not None and not isinstance(train_state, dict):
+        raise CheckpointError(f"Expected a dict {TRAIN_STATE_KEY!r} in {path}, got {type(train_state).__name__}.")
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, object] = {}
+    for key, value in _flat(state, prefix):
+        if key in tensors or key in plain:
+            raise CheckpointError(f"Expected each key once in {path}, got several of {key!r}.")
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or value.is_quantized:
+                raise CheckpointError(f"Expected a dense tensor {key!r} in {path}, got {value.layout}, {value.dtype}.")
+            tensors[key] = value.detach()
+        else:
+            plain[key] = _checked(path, key, value)
+    return FileContent(tensors, plain, train_state)
+
+
+def publish_content(
+    store: Store, iteration: int, content: FileContent, train_state: Mapping[str, Any], progress: Progress
+) -> None:
+    """Writes and publishes the checkpoint of this iteration.
+
+    Raises:
+        CheckpointError: if there is one already, or it cannot be written; nothing is left of it then.
+    """
+    final = checkpoint_name(iteration)
+    if store.exists(final):
+        raise CheckpointError(f"Expected no checkpoint yet at {path_of(store, final)}, got one.")
+    token = secrets.token_hex(8)
+    draft = Draft(store, store.draft_name(final, token), final, token, iteration, 1, threading.Event())
+    try:
+        _write(draft, content, train_state, progress)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            store.remove(draft.name)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"Expected to write {path_of(store, final)}, got {error}.") from error
+        raise
+
+
+def _write(draft: Draft, content: FileContent, train_state: Mapping[str, Any], progress: Progress) -> None:
+    # A group for each, so that there is something to report in between.
+    groups = [EntryGroup(None, [_entry(key, tensor)]) for key, tensor in content.tensors.items()]
+    contents = Contents(groups, dict(content.plain), {})
+    device = Device("cpu")
+    disk = device.host_lane("checkpoint disk")
+    try:
+        writer = RankWriter(draft, contents, 0, BufferPool(device), disk)
+        for number, tensor in enumerate(content.tensors.values()):
+            writer.write_group(number)
+            progress(tensor.nbytes)
+        writer.finish()
+    finally:
+        disk.close()
+    if writer.failure is not None:
+        raise writer.failure
+    assert writer.manifest is not None, "there is one if nothing has failed"
+    text = json.dumps(train_state, indent=1) + "\n"
+    publish(draft, contents, text.encode(), writer.manifest, timeout_seconds=0.0)
+
+
+def _entry(key: str, tensor: torch.Tensor) -> Entry:
+    shape = tuple(tensor.shape)
+    saved_as = SavedAs(key, tensor.dtype, shape, Replicated(shape, [0]))
+    return Entry(saved_as, (0,) * len(shape), Values(tensor), tensor)
+
+
+def _read_torch_save(path: Path) -> dict[str, object]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # unpickling raises almost anything
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(
+            f"Expected what torch.save writes in {path}, got {type(error).__name__}: {reason}"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"Expected a dict in {path}, got {type(state).__name__}.")
+    return dict(state)
+
+
+def _read_safetensors(path: Path) -> dict[str, object]:
+    """Plain data stands in the metadata as JSON."""
+    found = read_safetensors(path)
+    state: dict[str, object] = dict(found.tensors)
+    for key, text in found.metadata.items():
+        if key == "format":
+            continue
+        if key in state:
+            raise CheckpointError(f"Expected each key once in {path}, got several of {key!r}.")
+        try:
+            state[key] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"Expected JSON in the metadata {key!r} of {path}, got {text[:60]!r}.") from error
+    return state
+
+
+def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, object]]:
+    """Opens dicts as long as there are tensors in them."""
+    for name, value in state.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _checked(path: Path, key: str, value: object) -> object:
+    """Plain data, once it is certain that a checkpoint can hold it."""
+    plain = _without_subclasses(value)
+    try:
+        plain_blob(plain)
+    except ValueError as error:
+        raise CheckpointError(f"Expected plain data {key!r} in {path}, got: {error}") from error
+    return plain
+
+
+def _without_subclasses(value: object) -> object:
+    """The same with dicts where it has ordered ones, and the like."""
+    if isinstance(value, Mapping):
+        return {key: _without_subclasses(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_without_subclasses(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

@@ -1,0 +1,176 @@
+"""What makes a checkpoint of all ranks' files: rank 0 composes the metadata, waits for the manifests, and publishes.
+
+What each rank must have written is arithmetic, so a manifest is held against it: key by key, offset by offset.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron.core.dist_checkpointing.entries import Contents, Entry
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.file_plan import Placed, place
+from megatron.core.dist_checkpointing.folders import TRACKER_FILE
+from megatron.core.dist_checkpointing.manifest import (
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    FileRecord,
+    Manifest,
+    Marker,
+    data_file,
+    digest,
+    manifest_file,
+)
+from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, read_reason, write_reason
+
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
+
+
+def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float) -> None:
+    """Rank 0's part of a save, once its own file and manifest are written.
+
+    Args:
+        train_state: the content of `train_state.json`.
+        own: rank 0's manifest.
+        timeout_seconds: how long to wait for the other ranks.
+
+    Raises:
+        CheckpointError: naming the rank that could not write, or has not within this time, and why. Nothing has been
+            published then, unless all that failed was the tracker file, which comes after.
+        OSError: if the file system failed here.
+    """
+    plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
+    metadata, expected = _compose(contents, plain)
+    files = {}
+    for name, content in ((METADATA_FILE, metadata), (TRAIN_STATE_FILE, train_state)):
+        draft.store.write(draft.path(name), content)
+        files[name] = FileRecord(len(content), digest(content))
+    _await_manifests(draft, timeout_seconds)
+    entries = contents.entries
+    for rank in range(draft.world_size):
+        content = draft.store.read(draft.path(manifest_file(rank)))
+        manifest = Manifest.from_bytes(content, draft.path(manifest_file(rank)))
+        _check(draft, entries, manifest, rank, expected[rank], plain if rank == 0 else [])
+        files[manifest_file(rank)] = FileRecord(len(content), digest(content))
+        files[data_file(rank)] = FileRecord(manifest.nbytes, None)
+    marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
+    draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
+    draft.check()
+    draft.store.publish(draft.name, draft.final)
+    draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
+
+
+def abandon(draft: Draft, reason: str) -> None:
+    """Tells the other ranks that a save has come to nothing."""
+    write_reason(draft, ABANDONED_FILE, reason)
+
+
+def await_outcome(draft: Draft, timeout_seconds: float) -> None:
+    """What the other ranks do instead of `publish`: returns once the checkpoint is published.
+
+    Raises:
+        CheckpointError: with rank 0's reason for giving the save up; if it gives no sign within this time.
+    """
+
+    def look() -> bool:
+        reason = read_reason(draft, ABANDONED_FILE)
+        if reason is not None:
+            raise CheckpointError(reason)
+        return _is_published(draft)
+
+    _poll(draft, look, timeout_seconds, lambda: f"{draft.store.root}/{draft.final} to be published by rank 0")
+
+
+def _is_published(draft: Draft) -> bool:
+    try:
+        content = draft.store.read(f"{draft.final}/{MARKER_FILE}")
+    except FileNotFoundError:
+        return False
+    return Marker.from_bytes(content, draft.final).save_id == draft.save_id
+
+
+def _await_manifests(draft: Draft, timeout_seconds: float) -> None:
+    """Returns once every rank has a manifest. CheckpointError, naming ranks, if one has failed or says nothing."""
+    missing: set[int] = set(range(draft.world_size))
+
+    def look() -> bool:
+        names = set(draft.store.files(draft.name))
+        missing.intersection_update({rank for rank in missing if manifest_file(rank) not in names})
+        for rank in missing:
+            reason = read_reason(draft, failure_file(rank)) if failure_file(rank) in names else None
+            if reason is not None:
+                raise CheckpointError(f"Expected every rank to write its part, got from rank {rank}: {reason}")
+        return not missing
+
+    def describe() -> str:
+        return f"a manifest of every rank in {draft.store.root}/{draft.name}, got none of {_ranks(missing)}"
+
+    _poll(draft, look, timeout_seconds, describe)
+
+
+def _poll(draft: Draft, look: Callable[[], bool], timeout_seconds: float, describe: Callable[[], str]) -> None:
+    """Looks until there is what is looked for, less and less often. CheckpointError after the timeout."""
+    deadline, pause = time.monotonic() + timeout_seconds, _SHORTEST_WAIT
+    while not look():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"Expected {describe()} within {timeout_seconds:g} s.")
+        draft.is_cancelled.wait(pause)
+        draft.check()
+        pause = min(2 * pause, _LONGEST_WAIT)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    shown = sorted(ranks)
+    return "rank " + ", ".join(map(str, shown[:8])) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[int, list[Placed]]]:
+    """The content of `.metadata`, and what each rank must have written."""
+    entries = contents.entries
+    expected: dict[int, list[Placed]] = defaultdict(list)
+    chunks: list[list[SavedChunk]] = [[] for _ in entries]
+    for placed in place([entry.saved_as for entry in entries]):
+        expected[placed.rank].append(placed)
+        chunks[placed.tensor].append(
+            SavedChunk(placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes)
+        )
+    tensors = [
+        SavedTensor(entry.key, entry.saved_as.dtype, entry.saved_as.shape, own)
+        for entry, own in zip(entries, chunks, strict=True)
+    ]
+    return compose_metadata(tensors, plain), expected
+
+
+def _check(
+    draft: Draft,
+    entries: Sequence[Entry],
+    manifest: Manifest,
+    rank: int,
+    expected: list[Placed],
+    plain: list[SavedPlain],
+) -> None:
+    """Holds a rank's manifest, and the size of its file, against arithmetic. CheckpointError if they differ."""
+    source = f"{draft.store.root}/{draft.path(manifest_file(rank))}"
+    if manifest.save_id != draft.save_id or manifest.rank != rank:
+        raise CheckpointError(
+            f"Expected save {draft.save_id} of rank {rank} in {source}, got {manifest.save_id} of rank "
+            f"{manifest.rank}: another run saves into this folder."
+        )
+    wanted = [(entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected] + [
+        (p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain
+    ]
+    got = [(c.key, c.offsets, c.sizes, c.blob_offset, c.blob_nbytes) for c in manifest.chunks]
+    for one, other in zip(wanted, got, strict=False):
+        if one != other:
+            raise CheckpointError(f"Expected rank {rank} to have written {one}, got {other} in {source}.")
+    if len(wanted) != len(got):
+        raise CheckpointError(f"Expected {len(wanted)} chunks of rank {rank}, got {len(got)} in {source}.")
+    nbytes = draft.store.size(draft.path(data_file(rank)))
+    if nbytes != manifest.nbytes:
+        raise CheckpointError(
+            f"Expected {manifest.nbytes} bytes in {draft.store.root}/{draft.path(data_file(rank))}, got {nbytes}."
+        )

@@ -1,0 +1,152 @@
+"""Loading: from a published checkpoint straight into the memory where model and optimizer have their states.
+
+First everything is compared, then everything is read: a checkpoint of another model is refused before a byte has been
+written. Digests are verified as the bytes come, so that damage is found while loading; what has been loaded until then
+is no state to go on with.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.entries import Contents, Entry
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 8
+_NUM_THREADS = 2  # that read: while one copies and hashes, another waits for the disk
+
+
+def check_contents(
+    checkpoint: PublishedCheckpoint, contents: Contents, skip: Sequence[str] = (), strictness: str = "raise_all"
+) -> list[Entry]:
+    """Compares a checkpoint with what is to be loaded from it. Touches nothing.
+
+    Args:
+        skip: patterns of keys, as in a shell, that are not loaded, nor missed on either side.
+        strictness: `raise_all`: both must have the same keys; `raise_unexpected`: the checkpoint may have more. The
+            names are Megatron's, for which a key is unexpected that the checkpoint does not have.
+
+    Returns:
+        The entries to load.
+
+    Raises:
+        CheckpointError: listing missing and unexpected keys, and other shapes and dtypes.
+    """
+    wanted = {entry.key: entry for entry in contents.entries if not _is_among(entry.key, skip)}
+    saved = {key: value for key, value in checkpoint.metadata.state_dict_metadata.items() if not _is_among(key, skip)}
+    problems = []
+    plain = [key for key in contents.plain if not _is_among(key, skip)]
+    if missing := [key for key in [*plain, *wanted] if key not in saved]:
+        problems.append(f"it lacks {_names(missing)}")
+    if strictness == "raise_all":
+        extra = [key for key in saved if key not in wanted and key not in plain]
+        if extra:
+            problems.append(f"nothing here takes {_names(extra)}")
+    for key, entry in wanted.items():
+        if key in saved:
+            problems += _differences(entry, saved[key])
+    if problems:
+        shown, more = problems[:_MAX_SHOWN], len(problems) - _MAX_SHOWN
+        raise CheckpointError(
+            f"Expected a checkpoint of this model in {checkpoint.path}, got another: "
+            + "; ".join(shown)
+            + (f"; and {more} more differences" if more > 0 else "")
+            + "."
+        )
+    return [entry for entry in wanted.values() if entry.is_own]
+
+
+def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]) -> int:
+    """Reads this rank's part of the entries, in place.
+
+    Args:
+        contents: of live objects, with no save of them under way.
+        entries: what `check_contents` has found.
+
+    Returns:
+        The bytes read from the checkpoint's files.
+
+    Raises:
+        CheckpointDamagedError: for bytes that are not those that were written. The state is then neither what it was
+            nor what was saved.
+    """
+    chosen = {id(entry) for entry in entries}
+
+    def load(shared: list[Entry]) -> int:
+        return _load(checkpoint, shared)
+
+    num_bytes = 0
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader") as pool:
+        # Group by group, so that what some states are put together from is not there for all of them at once.
+        for group in contents.groups:
+            if group.unit is not None and group.unit.updated is not None:
+                group.unit.updated.synchronize()
+            num_bytes += sum(pool.map(load, _by_values(entry for entry in group.entries if id(entry) in chosen)))
+    # The bytes were put into place behind autograd's back; compute weights follow what it sees.
+    torch.autograd.graph.increment_version(list(contents.names))
+    return num_bytes
+
+
+def _by_values(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Entries by the memory that they share: the sections of one weight, or of one state."""
+    found: dict[int, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(id(entry.values), []).append(entry)
+    return list(found.values())
+
+
+def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
+    num_bytes = 0
+    target = shared[0].values.target()
+    for number, entry in enumerate(shared):
+        if entry.num_rows is None and number:
+            num_bytes += _expect_equal(checkpoint, entry, shared[0], target)
+            continue
+        part = entry.part_of(target)
+        if part.numel():
+            num_bytes += checkpoint.read(entry.key, entry.offsets, part)
+    shared[0].values.install()
+    return num_bytes
+
+
+def _expect_equal(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor) -> int:
+    """The sections of a fused weight have one counter. CheckpointError if those that were saved differ."""
+    other = torch.empty_like(target)
+    num_bytes = checkpoint.read(entry.key, entry.offsets, other)
+    if not torch.equal(other, target):
+        raise CheckpointError(
+            f"Expected {entry.key} to be {target.tolist()} in {checkpoint.path}, as {first.key} is, whose weight is "
+            f"fused with its own here, got {other.tolist()}."
+        )
+    return num_bytes
+
+
+def _differences(entry: Entry, saved: TensorStorageMetadata | BytesStorageMetadata) -> list[str]:
+    if not isinstance(saved, TensorStorageMetadata):
+        return [f"{entry.key} is plain data where a tensor is wanted"]
+    found = []
+    own = entry.saved_as
+    if tuple(saved.size) != own.shape:
+        found.append(f"{entry.key} has shape {tuple(saved.size)} where the model has {own.shape}")
+    if saved.properties.dtype != own.dtype:
+        found.append(f"{entry.key} is {saved.properties.dtype} where the model has {own.dtype}")
+    return found
+
+
+def _is_among(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _names(keys: Sequence[str]) -> str:
+    """The first few of a list of keys, and how many more there are."""
+    shown, more = ", ".join(keys[:_MAX_SHOWN]), len(keys) - _MAX_SHOWN
+    return shown + (f" and {more} more" if more > 0 else "")

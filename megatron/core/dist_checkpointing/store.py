@@ -1,0 +1,463 @@
+"""The place that holds a run's checkpoints: a folder of the file system, or one of a remote store through fsspec.
+
+[Note: publishing] Nobody may ever take half a checkpoint for a whole one, whatever is killed at whatever moment. The
+marker is written into a checkpoint last, when all other files are on disk. What else there is depends on the store:
+
+    local     A checkpoint is written as a draft, `iter_0000020.<token>.saving`, and renamed to `iter_0000020`, which is
+              one step for every reader. What is taken away is renamed first as well, to `<name>.<token>.deleting`: so a
+              publish that races with a sweep finds either all of its draft or none of it.
+    remote    Object stores cannot rename a folder. The files stand under their final names from the start, and the
+              marker alone makes them a checkpoint: it is written last and deleted first, `.metadata` right after it.
+              Two runs must not save into one remote folder: a sweep by one may come between the steps of the other.
+
+A remote folder that this class began also holds a sign of it, written first and deleted last. Without one a sweep
+leaves a folder alone: another program may keep checkpoints of its own there, and they have no marker either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT, MARKER_FILE, METADATA_FILE
+from megatron.core.files import published, sync_folder, sync_stream
+
+logger = logging.getLogger(__name__)
+
+SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
+_SAVING, _DELETING = ".saving", ".deleting"
+_TEMPORARY = ".tmp"  # how names end that `megatron.core.files.temporary_path` gives
+_CHECKPOINT = re.compile(r"iter_\d+")
+_ABANDONED = re.compile(rf"{_CHECKPOINT.pattern}(\..+)?({_SAVING}|{_DELETING})")
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DataSink(Protocol):
+    """A new data file, written once from its beginning to its end."""
+
+    def write(self, buffer: memoryview) -> None:
+        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT bytes.
+
+        Past the page cache only if `buffer` begins on a page.
+        """
+
+    def close(self, nbytes: int) -> None:
+        """Ends the file, which is durable then. ValueError if it has not `nbytes` bytes."""
+
+    def abort(self) -> None:
+        """Gives the file up, which is gone then; to be called in any state, and raises nothing."""
+
+
+class Store(Protocol):
+    """A folder of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
+
+    OSErrors of the file system reach the caller; FileNotFoundError always means that there is no such file.
+    """
+
+    @property
+    def root(self) -> str:
+        """The folder, as messages name it."""
+
+    @property
+    def is_rename_atomic(self) -> bool:
+        """Whether checkpoints are published by rename, or by their markers. See [Note: publishing]."""
+
+    def folders(self) -> list[str]:
+        """The names of all folders, drafts among them, sorted; none if there is no root yet."""
+
+    def files(self, name: str) -> list[str]:
+        """The names of the whole files in a folder, sorted. FileNotFoundError if a local store has no such folder."""
+
+    def make_folder(self, name: str) -> None:
+        """Makes a folder, and the root if need be. One that is there already stays as it is."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file or folder."""
+
+    def size(self, path: str) -> int:
+        """Bytes in a file."""
+
+    def read(self, path: str) -> bytes:
+        """The content of a small file."""
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer`, contiguous, with the bytes of a file from `offset` on. Threads may do so side by side.
+
+        Raises:
+            CheckpointDamagedError: if the file ends before that.
+        """
+
+    def write(self, path: str, content: bytes) -> None:
+        """Writes a small file, whole or not at all, and durable when this returns. Replaces one that is there."""
+
+    def open_data(self, path: str) -> DataSink:
+        """A new data file. FileExistsError, where rename is atomic, if there is one: it would be another save's."""
+
+    def draft_name(self, final: str, token: str) -> str:
+        """The folder to write checkpoint `final` in.
+
+        Args:
+            token: that no other save has.
+        """
+
+    def publish(self, draft: str, final: str) -> None:
+        """Makes a draft, whose files are durable, the checkpoint `final`, for good when this returns.
+
+        Raises:
+            FileExistsError: if there is a checkpoint of that name. It stays as it is.
+            FileNotFoundError: if the draft, or a part of it, has been swept.
+        """
+
+    def sweep(self) -> list[str]:
+        """Deletes drafts that were never published, and what is left of a checkpoint half deleted. Returns the names.
+
+        For the beginning of a run: the save of another run that is under way fails by it. What cannot be deleted is
+        logged and left to the next sweep; it is not taken for a checkpoint.
+        """
+
+    def remove(self, name: str) -> None:
+        """Deletes a published checkpoint, which is no longer one from the first step on."""
+
+
+def open_store(root: str | Path) -> Store:
+    """The store in a folder: a path, or an fsspec URL such as "s3://bucket/run"."""
+    if "://" not in str(root):
+        return LocalStore(Path(root))
+    file_system, path = fsspec.url_to_fs(str(root))
+    return LocalStore(Path(path)) if isinstance(file_system, LocalFileSystem) else RemoteStore(str(root))
+
+
+class LocalStore:
+    """A folder of a file system that all ranks see, on this machine or shared."""
+
+    is_rename_atomic = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._root = root
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def files(self, name: str) -> list[str]:
+        with os.scandir(self._root / name) as entries:
+            return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.endswith(_TEMPORARY))
+
+    def make_folder(self, name: str) -> None:
+        folder = self._root / name
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed(missing):
+            sync_folder(place.parent)
+
+    def exists(self, path: str) -> bool:
+        return (self._root / path).exists()
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
+
+    def read(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        rest = buffer.cast("B")
+        with (self._root / path).open("rb", buffering=0) as file:
+            file.seek(offset)
+            while rest:
+                num_read = file.readinto(rest)
+                if not num_read:
+                    raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, buffer.nbytes - rest.nbytes)
+                rest = rest[num_read:]
+
+    def write(self, path: str, content: bytes) -> None:
+        with published(self._root / path) as stream:
+            stream.write(content)
+
+    def open_data(self, path: str) -> DataSink:
+        return _LocalSink(self._root / path)
+
+    def draft_name(self, final: str, token: str) -> str:
+        return f"{final}.{token}{_SAVING}"
+
+    def publish(self, draft: str, final: str) -> None:
+        source, target = self._root / draft, self._root / final
+        if os.path.lexists(target):
+            raise _is_published(target)
+        try:
+            sync_folder(source)  # the names of the files, which other processes may have written
+            source.rename(target)
+        except FileNotFoundError as error:
+            raise _is_swept(source) from error
+        except OSError as error:
+            # Another run was faster. Only onto an empty folder, which no checkpoint is, would the system rename.
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise _is_published(target) from error
+            raise
+        sync_folder(self._root)
+
+    def sweep(self) -> list[str]:
+        abandoned = [name for name in self.folders() if _ABANDONED.fullmatch(name)]
+        return _delete_each(abandoned, self._delete, self.root)
+
+    def remove(self, name: str) -> None:
+        self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        folder = self._root / name
+        if not name.endswith(_DELETING):
+            folder = folder.rename(self._root / f"{name}.{secrets.token_hex(8)}{_DELETING}")
+            sync_folder(self._root)
+        if folder.is_symlink():
+            folder.unlink()
+        while folder.exists():
+            # Another process that sweeps may be deleting it, too, and be ahead by a file.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+
+
+class RemoteStore:
+    """A folder behind an fsspec URL. Its files must come into being whole, as objects do. See [Note: publishing]."""
+
+    is_rename_atomic = False
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        # Without stubs for fsspec there is no better type.
+        self._files: Any
+        self._files, path = fsspec.url_to_fs(url)
+        self._path = path.rstrip("/")
+
+    def folders(self) -> list[str]:
+        return sorted(name for name, kind in self._list(self._path).items() if kind == "directory")
+
+    def files(self, name: str) -> list[str]:
+        return sorted(file for file, kind in self._list(self._at(name)).items() if kind == "file")
+
+    def make_folder(self, name: str) -> None:
+        self._files.makedirs(self._at(name), exist_ok=True)
+        # An object store has no folders, but files alone.
+        self.write(f"{name}/{SIGN_FILE}", f"Not a checkpoint unless {MARKER_FILE} is here, too.\n".encode())
+
+    def exists(self, path: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._at(path)))
+
+    def size(self, path: str) -> int:
+        self._files.invalidate_cache()
+        return int(self._files.size(self._at(path)))
+
+    def read(self, path: str) -> bytes:
+        return bytes(self._files.cat_file(self._at(path)))
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        if buffer.nbytes:
+            content = self._files.cat_file(self._at(path), start=offset, end=offset + buffer.nbytes)
+            if len(content) != buffer.nbytes:
+                raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, len(content))
+            buffer.cast("B")[:] = content
+
+    def write(self, path: str, content: bytes) -> None:
+        self._files.pipe_file(self._at(path), content)
+
+    def open_data(self, path: str) -> DataSink:
+        return _RemoteSink(self._files, self._at(path))
+
+    def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (nothing is renamed here)
+        return final
+
+    def publish(self, draft: str, final: str) -> None:
+        """The marker has been written by now, and that was all. See [Note: publishing]."""
+        if draft != final:
+            raise ValueError(f"Expected the draft of {final} under its own name, got {draft}.")
+        if not all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE)):
+            raise _is_swept(f"{self.root}/{final}")
+
+    def sweep(self) -> list[str]:
+        begun = [name for name in self.folders() if _CHECKPOINT.fullmatch(name) and self._is_abandoned(name)]
+        return _delete_each(begun, self._delete, self.root)
+
+    def remove(self, name: str) -> None:
+        self._delete(name)
+
+    def _is_abandoned(self, name: str) -> bool:
+        names = self._list(self._at(name))
+        return SIGN_FILE in names and MARKER_FILE not in names
+
+    def _delete(self, name: str) -> None:
+        order = {MARKER_FILE: 0, METADATA_FILE: 1, SIGN_FILE: 3}
+        names = sorted(self._list(self._at(name)), key=lambda file: (order.get(file, 2), file))
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.root}/{name}")
+        for file in names:
+            self._files.rm(self._at(f"{name}/{file}"), recursive=True)
+        # An object store has lost the folder with its last file.
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rmdir(self._at(name))
+
+    def _at(self, path: str) -> str:
+        return f"{self._path}/{path}"
+
+    def _list(self, path: str) -> dict[str, str]:
+        """{name: "file" or "directory"} of what a folder holds; nothing if there is none."""
+        self._files.invalidate_cache()
+        try:
+            entries = self._files.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
+
+
+class _LocalSink:
+    """A file past the page cache, where the file system knows how: that would cost a copy, and push out what is in use.
+
+    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have none of it says so
+    when it is asked, or at the first write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._nbytes = 0
+        self._file = path.open("xb", buffering=0)
+        # Not when it is opened: some systems refuse then, but leave the new file.
+        self._is_direct = _set_direct(self._file.fileno(), True)
+
+    def write(self, buffer: memoryview) -> None:
+        with _naming(self._path):
+            rest = buffer.cast("B")
+            while rest:
+                rest = rest[self._write_some(rest) :]
+
+    def close(self, nbytes: int) -> None:
+        if nbytes != self._nbytes:
+            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
+        with _naming(self._path):
+            sync_stream(self._file)
+            _release_pages(self._file.fileno(), 0, 0)
+            self._file.close()
+        sync_folder(self._path.parent)
+
+    def abort(self) -> None:
+        for end in (self._file.close, self._path.unlink):
+            with contextlib.suppress(OSError):
+                end()
+
+    def _write_some(self, rest: memoryview) -> int:
+        """Appends as much as the system takes at once. Returns how much."""
+        whole = rest.nbytes // DATA_ALIGNMENT * DATA_ALIGNMENT
+        if self._is_direct and not whole:
+            self._use_page_cache()
+        try:
+            written = self._file.write(rest[:whole] if self._is_direct else rest)
+        except OSError as error:
+            if not self._is_direct or error.errno not in _DIRECT_REFUSED:
+                raise
+            self._use_page_cache()
+            return 0
+        self._nbytes += written
+        if not self._is_direct:
+            _release_pages(self._file.fileno(), self._nbytes - written, written)
+        return written
+
+    def _use_page_cache(self) -> None:
+        _set_direct(self._file.fileno(), False)
+        self._is_direct = False
+
+
+class _RemoteSink:
+    """A file of a remote store, which comes into being when it is closed, or part by part."""
+
+    def __init__(self, files: Any, path: str) -> None:
+        self._files = files
+        self._path = path
+        self._nbytes = 0
+        self._file = files.open(path, "wb")
+
+    def write(self, buffer: memoryview) -> None:
+        self._file.write(buffer.cast("B"))
+        self._nbytes += buffer.nbytes
+
+    def close(self, nbytes: int) -> None:
+        if nbytes != self._nbytes:
+            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
+        self._file.close()
+
+    def abort(self) -> None:
+        # Implementations differ in how they give a file up, and in their errors. This all of them can do.
+        for end in (self._file.close, lambda: self._files.rm_file(self._path)):
+            with contextlib.suppress(Exception):
+                end()
+
+
+def _set_direct(descriptor: int, is_direct: bool) -> bool:
+    """Turns direct I/O on or off. Returns whether it is on then."""
+    # Each system has its own way, or none.
+    with contextlib.suppress(AttributeError, OSError):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        return is_direct
+    return False
+
+
+def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tells the system that the page cache need not keep a range of a file: it begins to write it, and lets go of it.
+
+    Args:
+        nbytes: 0 for all that follow.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system name the file; those of an open one do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:
+    """The names of those that `delete` deleted. See `Store.sweep`."""
+    deleted = []
+    for name in names:
+        try:
+            delete(name)
+        except FileNotFoundError:
+            continue  # another process has swept or published it meanwhile
+        except OSError as error:
+            logger.warning("Could not delete all of %s/%s, which is no checkpoint: %s", root, name, error)
+        else:
+            deleted.append(name)
+    return deleted
+
+
+def _truncated(path: str, offset: int, nbytes: int, num_read: int) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"Expected {nbytes} bytes at byte {offset} of {path}, got {num_read}: truncated.")
+
+
+def _is_published(target: Path) -> FileExistsError:
+    return FileExistsError(f"Expected no checkpoint yet at {target}, got one.")
+
+
+def _is_swept(source: Path | str) -> FileNotFoundError:
+    return FileNotFoundError(f"Expected the whole draft at {source}, got less: another run may have swept it.")

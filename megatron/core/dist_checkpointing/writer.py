@@ -1,0 +1,203 @@
+"""One rank's part of a save: its data file, then its manifest. No other rank is asked or told anything.
+
+Ranks meet in the draft's folder alone:
+
+    __0_0.distcp, manifest_0.json   what rank 0 has written; the manifest comes last and says that the data is on disk
+    failed_1.json                   why rank 1 could not
+    abandoned.json                  why rank 0 has given the save up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.device import Lane
+from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing.entries import Contents, Entry
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.file_plan import Placed, place
+from megatron.core.dist_checkpointing.manifest import (
+    ChunkRecord,
+    Manifest,
+    data_file,
+    digests_of,
+    dtype_name,
+    manifest_file,
+)
+from megatron.core.dist_checkpointing.store import Store
+
+ABANDONED_FILE = "abandoned.json"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A save under way, as every rank knows it without having asked.
+
+    Attributes:
+        store: where it is written.
+        name: the draft's folder.
+        final: the checkpoint's folder.
+        save_id: in every file of this save, and in no other's.
+        iteration: of the checkpoint.
+        world_size: ranks that save together.
+        is_cancelled: set, it ends the save on this rank as soon as possible.
+    """
+
+    store: Store
+    name: str
+    final: str
+    save_id: str
+    iteration: int
+    world_size: int
+    is_cancelled: threading.Event
+
+    def path(self, file: str) -> str:
+        """Of a file in the draft's folder, for the store."""
+        return f"{self.name}/{file}"
+
+    def check(self) -> None:
+        """CheckpointError if the save is to end."""
+        if self.is_cancelled.is_set():
+            raise CheckpointError("Expected time to finish the save, got the end of the run.")
+
+
+def failure_file(rank: int) -> str:
+    """Where a rank says why it could not write."""
+    return f"failed_{rank}.json"
+
+
+def write_reason(draft: Draft, file: str, reason: str) -> None:
+    """Leaves word for the other ranks, if the file system still takes any."""
+    content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
+    with contextlib.suppress(OSError):
+        draft.store.write(draft.path(file), content.encode())
+
+
+def read_reason(draft: Draft, file: str) -> str | None:
+    """What `write_reason` left; None if there is none, or none of this save."""
+    try:
+        content = json.loads(draft.store.read(draft.path(file)))
+        return str(content["reason"]) if content["save_id"] == draft.save_id else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class RankWriter:
+    """Writes this rank's shares of the contents, group by group; see the module's docstring.
+
+    No method raises: a save that fails must not end what it runs beside. After the first failure the rest does nothing.
+
+    Attributes:
+        manifest: once all has been written.
+        failure: what went wrong first.
+    """
+
+    def __init__(self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane) -> None:
+        self.manifest: Manifest | None = None
+        self.failure: BaseException | None = None
+        self._draft = draft
+        self._contents = contents
+        self._rank = rank
+        self._pool = pool
+        self._disk = disk
+        self._file: DataFileWriter | None = None
+        self._shares: dict[int, list[Placed]] = {}  # by the entry's number
+        self._records: list[ChunkRecord] = []
+
+    def write_group(self, number: int) -> None:
+        """Writes the shares of one group of entries, once the updates of its unit that are under way have ended.
+
+        When this returns, its memory has been read, or will not be.
+        """
+        if self.failure is None:
+            try:
+                self._write_group(number)
+            except BaseException as error:
+                self._fail(error)
+
+    def finish(self) -> None:
+        """Writes what is no tensor, brings the file to disk, and says so in the manifest."""
+        if self.failure is None:
+            try:
+                self._finish()
+            except BaseException as error:
+                self._fail(error)
+
+    def _write_group(self, number: int) -> None:
+        unit = self._contents.groups[number].unit
+        if unit is not None and unit.updated is not None:
+            unit.updated.synchronize()
+        file = self._open()
+        first = sum(len(group.entries) for group in self._contents.groups[:number])
+        for index, entry in enumerate(self._contents.groups[number].entries, start=first):
+            for share in self._shares.get(index, ()):
+                self._draft.check()
+                self._write_share(file, entry, share)
+
+    def _open(self) -> DataFileWriter:
+        if self._file is None:
+            self._draft.check()
+            shares = defaultdict(list)
+            for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
+                shares[share.tensor].append(share)
+            self._shares = dict(shares)
+            self._draft.store.make_folder(self._draft.name)
+            sink = self._draft.store.open_data(self._draft.path(data_file(self._rank)))
+            self._file = DataFileWriter(sink, self._pool, self._disk)
+        return self._file
+
+    def _write_share(self, file: DataFileWriter, entry: Entry, share: Placed) -> None:
+        header, footer = blob_frame(entry.saved_as.dtype, share.sizes)
+        file.pad_to(share.blob_offset)
+        file.write(header)
+        digests = file.write_tensor(_rows_of(entry, share))
+        file.write(footer)
+        self._records.append(
+            ChunkRecord(
+                entry.key,
+                dtype_name(entry.saved_as.dtype),
+                share.offsets,
+                share.sizes,
+                share.blob_offset,
+                share.blob.nbytes,
+                share.data_offset,
+                share.blob.data_nbytes,
+                digests,
+            )
+        )
+
+    def _finish(self) -> None:
+        file = self._open()
+        if self._rank == 0:
+            for key, value in self._contents.plain.items():
+                blob, offset = plain_blob(value), file.position
+                file.write(blob)
+                place_of_blob = (offset, len(blob))
+                self._records.append(ChunkRecord(key, "", (), (), *place_of_blob, *place_of_blob, digests_of(blob)))
+        self._draft.check()
+        nbytes = file.finish()
+        manifest = Manifest(self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records))
+        self._draft.store.write(self._draft.path(manifest_file(self._rank)), manifest.to_bytes())
+        self.manifest = manifest
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        # First, since a full disk has room for the reason afterwards.
+        if self._file is not None:
+            self._file.abort()
+        write_reason(self._draft, failure_file(self._rank), f"{type(error).__name__}: {error}")
+
+
+def _rows_of(entry: Entry, share: Placed) -> torch.Tensor:
+    """The values of a share, which is whole rows of what this rank holds."""
+    part = entry.part_of(entry.values.read())
+    if share.sizes:
+        part = part.narrow(0, share.offsets[0] - entry.offsets[0], share.sizes[0])
+    return part.contiguous()

@@ -1,0 +1,641 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import logging
+import mmap
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megatron.core.dist_checkpointing import store as store_module
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE
+from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, RemoteStore, Store, open_store
+from megatron.core.files import published
+
+FINAL = "iter_0000010"
+PAGE = 4096
+
+
+@pytest.fixture
+def local(tmp_path) -> LocalStore:
+    found = open_store(tmp_path / "run")
+    assert isinstance(found, LocalStore)
+    return found
+
+
+@pytest.fixture
+def remote() -> Iterator[RemoteStore]:
+    found = open_store("memory://tests/run")
+    assert isinstance(found, RemoteStore)
+    yield found
+    # The memory of fsspec is the process's.
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["local", "remote"])
+def store(request) -> Store:
+    return request.getfixturevalue(request.param)
+
+
+def aligned(content: bytes) -> memoryview:
+    """The bytes, beginning on a page."""
+    memory = mmap.mmap(-1, max(len(content), 1))
+    memory[: len(content)] = content
+    return memoryview(memory)[: len(content)]
+
+
+def save(
+    store: Store, final: str = FINAL, token: str = "token", content: bytes = b"data", *, with_marker: bool = True
+) -> str:
+    """A draft with everything that a checkpoint needs. Returns its name."""
+    draft = store.draft_name(final, token)
+    store.make_folder(draft)
+    sink = store.open_data(f"{draft}/__0_0.distcp")
+    sink.write(aligned(content))
+    sink.close(len(content))
+    for name in (METADATA_FILE, MARKER_FILE)[: 1 + with_marker]:
+        store.write(f"{draft}/{name}", content)
+    return draft
+
+
+def holds_checkpoint(store: Store, final: str, content: bytes = b"data") -> bool:
+    files = ("__0_0.distcp", METADATA_FILE, MARKER_FILE)
+    return all(store.exists(f"{final}/{name}") and store.read(f"{final}/{name}") == content for name in files)
+
+
+def after(num_calls: int, real: Callable, error: Exception) -> Callable:
+    """`real`, which raises `error` instead from call `num_calls` on."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > num_calls:
+            raise error
+        return real(*args, **kwargs)
+
+    return call
+
+
+# Every store.
+
+
+def test_a_root_that_is_not_there_holds_no_folders(store):
+    assert store.folders() == []
+    assert store.sweep() == []
+    assert not store.exists(f"{FINAL}/{MARKER_FILE}")
+
+
+def test_a_small_file_is_read_as_it_was_written_last(store):
+    store.make_folder(FINAL)
+    path = f"{FINAL}/{MARKER_FILE}"
+    for content in (b"first", b"the second"):
+        store.write(path, content)
+        assert store.read(path) == content
+        assert store.size(path) == len(content)
+        assert store.exists(path)
+
+
+def test_a_file_at_the_root_can_be_written_and_read(store):
+    store.make_folder(FINAL)
+    store.write("latest_checkpointed_iteration.txt", b"10\n")
+    assert store.read("latest_checkpointed_iteration.txt") == b"10\n"
+    assert store.folders() == [FINAL]
+
+
+def test_the_files_of_a_folder_are_listed_without_those_of_others(store):
+    store.make_folder(FINAL)
+    store.make_folder(f"{FINAL}/folder")
+    for name in ("b", "a", "folder/c"):
+        store.write(f"{FINAL}/{name}", b"content")
+    assert [name for name in store.files(FINAL) if name != SIGN_FILE] == ["a", "b"]
+
+
+def test_making_a_folder_again_leaves_what_it_holds(store):
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", b"content")
+    store.make_folder(FINAL)
+    assert store.read(f"{FINAL}/file") == b"content"
+    assert store.folders() == [FINAL]
+
+
+@pytest.mark.parametrize("use", ["size", "read"])
+def test_a_file_that_is_missing_is_a_file_not_found(store, use):
+    store.make_folder(FINAL)
+    with pytest.raises(FileNotFoundError):
+        getattr(store, use)(f"{FINAL}/missing")
+
+
+def test_a_missing_file_cannot_be_read_into_a_buffer(store):
+    with pytest.raises(FileNotFoundError):
+        store.read_into(f"{FINAL}/missing", 0, memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 10000), (0, 1), (17, 5000), (9999, 1), (10000, 0), (4096, 0)])
+def test_a_range_of_a_file_is_read_into_a_buffer(store, offset, nbytes):
+    content = os.urandom(10000)
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", content)
+    buffer = bytearray(nbytes)
+    store.read_into(f"{FINAL}/file", offset, memoryview(buffer))
+    assert buffer == content[offset : offset + nbytes]
+
+
+def test_a_buffer_of_any_element_type_is_filled_with_bytes(store):
+    content = os.urandom(64)
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", content)
+    buffer = bytearray(32)
+    store.read_into(f"{FINAL}/file", 8, memoryview(buffer).cast("d"))
+    assert buffer == content[8:40]
+
+
+@pytest.mark.parametrize(("offset", "got"), [(0, 100), (90, 10), (100, 0), (500, 0)])
+def test_a_file_that_ends_too_early_is_damage_that_names_it(store, offset, got):
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", bytes(100))
+    with pytest.raises(CheckpointDamagedError, match=rf"Expected 101 bytes at byte {offset} of .*/file, got {got}"):
+        store.read_into(f"{FINAL}/file", offset, memoryview(bytearray(101)))
+
+
+def test_threads_read_one_file_side_by_side(store):
+    content = os.urandom(64 * PAGE)
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", content)
+    whole = bytearray(len(content))
+
+    def read(first_page: int) -> None:
+        for page in range(first_page, 64, 4):
+            store.read_into(f"{FINAL}/file", page * PAGE, memoryview(whole)[page * PAGE : (page + 1) * PAGE])
+
+    threads = [threading.Thread(target=read, args=(first_page,)) for first_page in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert whole == content
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [PAGE], [PAGE, 1], [2 * PAGE, PAGE, PAGE + 17], [100 * PAGE, 4095]])
+def test_a_data_file_holds_what_was_written_in_order(store, sizes):
+    parts = [os.urandom(size) for size in sizes]
+    store.make_folder(FINAL)
+    sink = store.open_data(f"{FINAL}/__0_0.distcp")
+    for part in parts:
+        sink.write(aligned(part))
+    sink.close(sum(sizes))
+    assert store.read(f"{FINAL}/__0_0.distcp") == b"".join(parts)
+
+
+def test_a_data_file_of_another_length_than_meant_is_an_error(store):
+    store.make_folder(FINAL)
+    sink = store.open_data(f"{FINAL}/__0_0.distcp")
+    sink.write(aligned(bytes(PAGE)))
+    with pytest.raises(ValueError, match=r"Expected 4097 bytes in .*__0_0.distcp, got 4096"):
+        sink.close(PAGE + 1)
+    sink.abort()
+
+
+def test_a_data_file_given_up_is_gone_and_giving_it_up_again_does_no_harm(store):
+    store.make_folder(FINAL)
+    sink = store.open_data(f"{FINAL}/__0_0.distcp")
+    sink.write(aligned(bytes(PAGE)))
+    for _ in range(2):
+        sink.abort()
+        assert not store.exists(f"{FINAL}/__0_0.distcp")
+
+
+def test_a_published_checkpoint_stands_under_its_name_and_no_sweep_takes_it(store):
+    draft = save(store)
+    store.publish(draft, FINAL)
+    assert holds_checkpoint(store, FINAL)
+    assert store.sweep() == []
+    assert holds_checkpoint(store, FINAL)
+    assert store.folders() == [FINAL]
+
+
+def test_an_abandoned_draft_is_swept_and_cannot_be_published_then(store):
+    draft = save(store, with_marker=False)
+    assert store.sweep() == [draft]
+    assert store.folders() == []
+    with pytest.raises(FileNotFoundError, match="another run may have swept it"):
+        store.publish(draft, FINAL)
+    assert store.folders() == []
+
+
+def test_a_removed_checkpoint_is_gone_and_others_stay(store):
+    for final in (FINAL, "iter_0000020"):
+        store.publish(save(store, final), final)
+    store.remove(FINAL)
+    assert store.folders() == ["iter_0000020"]
+    assert holds_checkpoint(store, "iter_0000020")
+    with pytest.raises(FileNotFoundError):
+        store.remove(FINAL)
+
+
+def test_a_sweep_leaves_folders_that_are_no_checkpoints(store):
+    for name in ("tensorboard", "old.saving", "iter_best", "iter_10_backup"):
+        store.make_folder(name)
+        store.write(f"{name}/file", b"content")
+    assert store.sweep() == []
+    assert store.folders() == ["iter_10_backup", "iter_best", "old.saving", "tensorboard"]
+
+
+def test_giving_a_file_up_is_possible_when_its_folder_has_been_swept(store):
+    draft = store.draft_name(FINAL, "token")
+    store.make_folder(draft)
+    sink = store.open_data(f"{draft}/__0_0.distcp")
+    assert store.sweep() == [draft]
+    sink.abort()
+    assert store.folders() == []
+
+
+# A folder of the file system.
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_path_and_a_file_url_are_the_same_local_folder(tmp_path, prefix):
+    found = open_store(f"{prefix}{tmp_path}/run")
+    assert isinstance(found, LocalStore)
+    assert found.root == f"{tmp_path}/run"
+    assert found.is_rename_atomic
+
+
+def test_a_draft_says_whose_it_is_and_is_no_checkpoint_before_it_is_published(local):
+    draft = save(local)
+    assert draft == "iter_0000010.token.saving"
+    assert local.folders() == [draft]
+    local.publish(draft, FINAL)
+    assert local.folders() == [FINAL]
+
+
+def test_a_draft_is_swept_even_if_its_marker_is_there(local):
+    draft = save(local)
+    assert local.sweep() == [draft]
+    assert local.folders() == []
+
+
+def test_a_file_that_is_still_being_written_is_not_listed(local):
+    local.make_folder(FINAL)
+    local.write(f"{FINAL}/whole", b"content")
+    with published(Path(local.root) / FINAL / "half") as stream:
+        stream.write(b"content")
+        assert len(list((Path(local.root) / FINAL).iterdir())) == 2
+        assert local.files(FINAL) == ["whole"]
+    assert local.files(FINAL) == ["half", "whole"]
+
+
+def test_all_drafts_are_swept_whichever_format_left_them(local):
+    names = ["iter_0000010.0a.saving", "iter_0000020.saving", "iter_0000030.0a.saving.0b.deleting"]
+    for name in names:
+        local.make_folder(name)
+        local.make_folder(f"{name}/folder")
+        local.write(f"{name}/folder/file", b"content")
+    assert local.sweep() == names
+    assert local.folders() == []
+
+
+def test_the_second_of_two_runs_that_publish_the_same_iteration_is_refused(local):
+    first, second = (save(local, token=token, content=token.encode()) for token in ("first", "second"))
+    local.publish(first, FINAL)
+    with pytest.raises(FileExistsError, match=f"Expected no checkpoint yet at .*/{FINAL}, got one"):
+        local.publish(second, FINAL)
+    assert holds_checkpoint(local, FINAL, b"first")
+    assert local.sweep() == [second]
+
+
+def test_a_publish_that_another_run_outruns_between_look_and_rename_is_refused(local, monkeypatch):
+    first, second = (save(local, token=token, content=token.encode()) for token in ("first", "second"))
+
+    def outrun(folder: Path) -> None:
+        monkeypatch.undo()
+        assert folder.name == second
+        local.publish(first, FINAL)
+
+    monkeypatch.setattr(store_module, "sync_folder", outrun)
+    with pytest.raises(FileExistsError, match="Expected no checkpoint yet"):
+        local.publish(second, FINAL)
+    assert holds_checkpoint(local, FINAL, b"first")
+    assert holds_checkpoint(local, second, b"second")
+
+
+def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rename(local, monkeypatch):
+    steps = []
+
+    def note(step: str, real: Callable) -> Callable:
+        def noted(*args):
+            steps.append((step, *(arg.name for arg in args if isinstance(arg, Path))))
+            return real(*args)
+
+        return noted
+
+    monkeypatch.setattr(store_module, "sync_stream", note("sync file", store_module.sync_stream))
+    monkeypatch.setattr(store_module, "sync_folder", note("sync", store_module.sync_folder))
+    monkeypatch.setattr(Path, "rename", note("rename", Path.rename))
+    draft = local.draft_name(FINAL, "token")
+    local.make_folder(draft)
+    assert steps == [("sync", Path(local.root).parent.name), ("sync", "run")]
+    steps.clear()
+    local.open_data(f"{draft}/__0_0.distcp").close(0)
+    assert steps == [("sync file",), ("sync", draft)]
+    steps.clear()
+    local.publish(draft, FINAL)
+    assert steps == [("sync", draft), ("rename", draft, FINAL), ("sync", "run")]
+    steps.clear()
+    local.remove(FINAL)
+    assert [step for step, *_ in steps] == ["rename", "sync"]
+
+
+def test_a_publish_and_a_sweep_at_once_leave_all_of_a_checkpoint_or_nothing(local):
+    for attempt in range(60):
+        final = f"iter_{attempt:07d}"
+        draft = save(local, final)
+        start, failures = threading.Barrier(2), []
+
+        def publish(draft: str = draft, final: str = final, start=start, failures=failures) -> None:
+            start.wait()
+            try:
+                local.publish(draft, final)
+            except FileNotFoundError as failure:
+                failures.append(failure)
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        start.wait()
+        swept = local.sweep()
+        publisher.join()
+        assert bool(failures) == bool(swept)
+        assert holds_checkpoint(local, final) == (not swept)
+        assert local.exists(final) == (not swept)
+    assert not any(name.endswith((".saving", ".deleting")) for name in local.folders())
+
+
+def test_a_sweep_between_any_two_steps_of_a_publish_leaves_all_of_a_checkpoint_or_nothing(local, monkeypatch):
+    real = {"sync_folder": store_module.sync_folder, "rename": Path.rename}
+    outcomes = []
+    for moment in range(6):
+        final = f"iter_{moment:07d}"
+        draft = save(local, final)
+        steps = iter(range(6))
+
+        def sweep_at_the_moment(steps=steps, moment=moment) -> None:
+            if next(steps) == moment:
+                with monkeypatch.context() as without:
+                    without.setattr(store_module, "sync_folder", real["sync_folder"])
+                    without.setattr(Path, "rename", real["rename"])
+                    local.sweep()
+
+        def sync(folder: Path) -> None:
+            sweep_at_the_moment()
+            real["sync_folder"](folder)
+            sweep_at_the_moment()
+
+        def rename(path: Path, target: Path) -> Path:
+            sweep_at_the_moment()
+            done = real["rename"](path, target)
+            sweep_at_the_moment()
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "sync_folder", sync)
+            patch.setattr(Path, "rename", rename)
+            try:
+                local.publish(draft, final)
+                outcomes.append(True)
+            except FileNotFoundError:
+                outcomes.append(False)
+        assert holds_checkpoint(local, final) == local.exists(final) == outcomes[-1]
+        assert not local.exists(draft)
+    assert outcomes == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("num_deleted", range(3))
+def test_a_removal_that_dies_half_way_leaves_no_checkpoint_and_the_next_sweep_the_rest(local, monkeypatch, num_deleted):
+    local.publish(save(local), FINAL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", after(num_deleted, os.unlink, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            local.remove(FINAL)
+    (left,) = local.folders()
+    assert left.startswith(f"{FINAL}.")
+    assert left.endswith(".deleting")
+    assert len(list((Path(local.root) / left).iterdir())) == 3 - num_deleted
+    assert local.sweep() == [left]
+    assert local.folders() == []
+
+
+def test_a_sweep_that_dies_half_way_leaves_nothing_that_could_be_published(local, monkeypatch):
+    draft = save(local)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", after(1, os.unlink, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            local.sweep()
+    with pytest.raises(FileNotFoundError, match="swept"):
+        local.publish(draft, FINAL)
+    assert len(local.sweep()) == 1
+    assert local.folders() == []
+
+
+def test_two_sweeps_at_once_delete_everything_and_neither_fails(local):
+    for attempt in range(40):
+        save(local, f"iter_{attempt:07d}")
+    outcomes: list[list[str] | None] = [None, None]
+
+    def sweep(place: int) -> None:
+        outcomes[place] = local.sweep()
+
+    threads = [threading.Thread(target=sweep, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in outcomes
+    assert local.folders() == []
+
+
+def test_a_draft_that_cannot_be_deleted_is_logged_and_the_others_go(local, monkeypatch, caplog):
+    for final in (FINAL, "iter_0000020"):
+        save(local, final)
+    real = shutil.rmtree
+
+    def refuse_the_first(folder: Path) -> None:
+        if folder.name.startswith(FINAL):
+            raise OSError(errno.EBUSY, "busy")
+        real(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse_the_first)
+    with caplog.at_level(logging.WARNING):
+        assert local.sweep() == ["iter_0000020.token.saving"]
+    assert f"Could not delete all of {local.root}/{FINAL}.token.saving, which is no checkpoint" in caplog.text
+    (left,) = local.folders()
+    assert left.endswith(".deleting")
+
+
+def test_a_link_to_a_checkpoint_is_removed_without_the_checkpoint(local, tmp_path):
+    save(open_store(tmp_path / "elsewhere"))
+    target = tmp_path / "elsewhere" / f"{FINAL}.token.saving"
+    local.make_folder("iter_0000020")
+    (Path(local.root) / FINAL).symlink_to(target)
+    assert local.folders() == [FINAL, "iter_0000020"]
+    local.remove(FINAL)
+    assert local.folders() == ["iter_0000020"]
+    assert len(list(target.iterdir())) == 3
+
+
+def test_a_data_file_that_another_save_has_is_never_written_over(local):
+    draft = save(local)
+    with pytest.raises(FileExistsError):
+        local.open_data(f"{draft}/__0_0.distcp")
+    assert local.read(f"{draft}/__0_0.distcp") == b"data"
+
+
+# How data files are written.
+
+
+def is_direct(sink) -> bool:
+    return bool(fcntl.fcntl(sink._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def refuse_direct(descriptor: int, command: int, flags: int = 0) -> int:
+    if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return real_fcntl(descriptor, command, flags)
+
+
+real_fcntl = fcntl.fcntl
+
+
+@pytest.fixture
+def sink(local):
+    local.make_folder(FINAL)
+    opened = local.open_data(f"{FINAL}/__0_0.distcp")
+    yield opened
+    opened.abort()
+
+
+def test_whole_blocks_are_written_past_the_page_cache_and_the_last_bytes_through_it(local, sink):
+    if not is_direct(sink):
+        pytest.skip("this file system has no direct I/O")
+    content = os.urandom(3 * PAGE + 100)
+    sink.write(aligned(content[: 2 * PAGE]))
+    assert is_direct(sink)
+    sink.write(aligned(content[2 * PAGE :]))
+    assert not is_direct(sink)
+    sink.close(len(content))
+    assert local.read(f"{FINAL}/__0_0.distcp") == content
+
+
+def test_a_file_system_that_refuses_direct_io_is_written_the_usual_way(local, monkeypatch):
+    monkeypatch.setattr(fcntl, "fcntl", refuse_direct)
+    local.make_folder(FINAL)
+    sink = local.open_data(f"{FINAL}/__0_0.distcp")
+    assert not is_direct(sink)
+    content = os.urandom(3 * PAGE + 100)
+    sink.write(aligned(content))
+    sink.close(len(content))
+    assert local.read(f"{FINAL}/__0_0.distcp") == content
+
+
+class RefusingFile(io.FileIO):
+    """A file on a system that takes the flag for direct I/O and then refuses the writes."""
+
+    def write(self, buffer) -> int:
+        if fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().write(buffer)
+
+
+def test_a_direct_write_that_the_system_refuses_is_done_again_the_usual_way(local, sink):
+    if not is_direct(sink):
+        pytest.skip("this file system has no direct I/O")
+    sink._file = RefusingFile(os.dup(sink._file.fileno()), "wb")
+    content = os.urandom(2 * PAGE)
+    sink.write(aligned(content))
+    assert not is_direct(sink)
+    sink.close(len(content))
+    assert local.read(f"{FINAL}/__0_0.distcp") == content
+
+
+def test_memory_that_direct_io_cannot_take_is_written_all_the_same(local, sink):
+    content = os.urandom(2 * PAGE)
+    sink.write(aligned(b"x" + content)[1:])  # at an odd address
+    sink.close(len(content))
+    assert local.read(f"{FINAL}/__0_0.distcp") == content
+
+
+@pytest.mark.parametrize("wants_direct", [True, False])
+def test_a_file_that_the_system_cuts_short_is_an_error_that_names_it(local, sink, wants_direct):
+    if not wants_direct:
+        sink._use_page_cache()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE + 100, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*/__0_0.distcp") as failure:
+            sink.write(aligned(bytes(4 * PAGE)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure.value.errno == errno.EFBIG
+    assert local.size(f"{FINAL}/__0_0.distcp") == 2 * PAGE + 100
+    sink.abort()
+    assert not local.exists(f"{FINAL}/__0_0.distcp")
+
+
+# A remote folder.
+
+
+def test_the_marker_alone_publishes_a_remote_checkpoint(remote):
+    assert not remote.is_rename_atomic
+    assert remote.draft_name(FINAL, "token") == FINAL
+    draft = save(remote, with_marker=False)
+    with pytest.raises(FileNotFoundError, match=f"memory://tests/run/{FINAL}"):
+        remote.publish(draft, FINAL)
+    remote.write(f"{draft}/{MARKER_FILE}", b"data")
+    remote.publish(draft, FINAL)
+    assert holds_checkpoint(remote, FINAL)
+    with pytest.raises(ValueError, match="under its own name"):
+        remote.publish("iter_0000020.saving", "iter_0000020")
+
+
+def test_a_remote_folder_that_another_program_made_is_not_swept(remote):
+    remote._files.pipe_file(f"{remote._path}/{FINAL}/{METADATA_FILE}", b"theirs")
+    assert remote.sweep() == []
+    assert remote.read(f"{FINAL}/{METADATA_FILE}") == b"theirs"
+
+
+def test_a_remote_publish_that_a_sweep_came_before_fails(remote, monkeypatch):
+    draft = save(remote, with_marker=False)
+    with monkeypatch.context() as patch:
+        # The sweep gets no further than one file.
+        patch.setattr(type(remote._files), "rm", after(1, type(remote._files).rm, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            remote.sweep()
+    remote.write(f"{draft}/{MARKER_FILE}", b"data")
+    with pytest.raises(FileNotFoundError, match="swept"):
+        remote.publish(draft, FINAL)
+
+
+@pytest.mark.parametrize("num_deleted", range(1, 4))
+def test_a_remote_removal_that_dies_half_way_leaves_no_marker_and_the_next_sweep_the_rest(
+    remote, monkeypatch, num_deleted
+):
+    remote.publish(save(remote), FINAL)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(remote._files), "rm", after(num_deleted, type(remote._files).rm, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            remote.remove(FINAL)
+    left = set(remote._list(remote._at(FINAL)))
+    assert len(left) == 4 - num_deleted
+    assert MARKER_FILE not in left
+    assert SIGN_FILE in left
+    assert (METADATA_FILE in left) == (num_deleted < 2)
+    assert remote.sweep() == [FINAL]
+    assert remote.folders() == []
