@@ -1,0 +1,176 @@
+"""Who holds and who writes which chunk, against tensors that are really cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from megatron.core.dist_checkpointing.chunks import (
+    EvenShards,
+    FlatShards,
+    FlatTensor,
+    Holding,
+    Holdings,
+    RankMesh,
+    Replicated,
+    Section,
+    Share,
+    shares,
+)
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+
+shapes = st.lists(
+    st.one_of(
+        st.tuples(st.integers(1, 12)),
+        st.tuples(st.integers(1, 12), st.integers(1, 5)),
+        st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@st.composite
+def flat_shards(draw: st.DrawFn) -> FlatShards:
+    """Random layouts on random meshes, whose ranks need not be in order, cut on some of the last axes."""
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    ranks = draw(st.permutations(range(math.prod(mesh_shape))))
+    num_cut = draw(st.integers(0, len(mesh_shape)))
+    is_sharded = tuple(axis >= len(mesh_shape) - num_cut for axis in range(len(mesh_shape)))
+    layout = GlobalLayout.build(draw(shapes), math.prod(mesh_shape))
+    return FlatShards(layout, RankMesh(mesh_shape, tuple(ranks)), is_sharded)
+
+
+def box(chunk: Holding | Share) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def counts(shape: tuple[int, ...], chunks: Iterable[Holding | Share]) -> torch.Tensor:
+    """How many of the chunks have each element."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for chunk in chunks:
+        count[box(chunk)] += 1
+    return count
+
+
+@settings(deadline=None)
+@given(flat_shards())
+def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
+    layout, mesh = shards.layout, shards.mesh
+    whole = torch.full((layout.size,), -1)
+    tensors = [torch.arange(layout.numel(i)).view(shape) for i, shape in enumerate(layout.tensor_shapes)]
+    for i, tensor in enumerate(tensors):
+        whole[layout.tensor_to_offset[i] :][: tensor.numel()] = tensor.flatten()
+    for place, rank in enumerate(mesh.ranks):
+        piece = layout.local_range(mesh.shape, shards.is_sharded, mesh.coordinate(place))
+        held = whole[piece.start : piece.stop]
+        for i, tensor in enumerate(tensors):
+            own = list(FlatTensor(shards, i).holdings(rank))
+            assert own == [holding for holding in FlatTensor(shards, i).holdings() if rank in holding.ranks]
+            chunk = layout.chunk(i, piece)
+            assert len(own) == (chunk.num_rows > 0)
+            for holding in own:
+                values = held[chunk.offset :][: holding.numel].view(holding.sizes)
+                assert torch.equal(values, tensor[box(holding)])
+
+
+@settings(deadline=None)
+@given(flat_shards())
+def test_every_element_is_written_once_by_one_who_holds_it(shards):
+    tensors: list[tuple[Holdings, int]] = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
+    scalar, own = Replicated((), shards.mesh.ranks), Replicated((3,), shards.mesh.ranks[-1:])
+    tensors += [(scalar, 4), (own, 1)]
+    all_shapes = [*shards.layout.tensor_shapes, (), (3,)]
+    written = list(shares(tensors))
+    for number, shape in enumerate(all_shapes):
+        assert (counts(shape, [share for share in written if share.tensor == number]) == 1).all()
+    for share in written:
+        holders = {
+            rank
+            for holding in tensors[share.tensor][0].holdings()
+            for rank in holding.ranks
+            if counts(all_shapes[share.tensor], [holding])[box(share)].all()
+        }
+        assert share.rank in holders
+
+
+@settings(deadline=None)
+@given(flat_shards())
+def test_a_rank_alone_knows_what_it_writes(shards):
+    tensors = [(FlatTensor(shards, i), 2) for i in range(len(shards.layout.tensor_shapes))]
+    everyone = list(shares(tensors))
+    for rank in shards.mesh.ranks:
+        assert list(shares(tensors, rank)) == [share for share in everyone if share.rank == rank]
+    assert list(shares(tensors, rank=1000)) == []
+
+
+@settings(deadline=None)
+@given(flat_shards())
+def test_those_who_hold_the_same_write_as_many_bytes_to_within_a_row(shards):
+    tensors = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
+    nbytes = dict.fromkeys(shards.mesh.ranks, 0)
+    for share in shares(tensors):
+        nbytes[share.rank] += 4 * math.prod(share.sizes)
+    largest_row = 4 * max(math.prod(shape[1:]) for shape in shards.layout.tensor_shapes)
+    groups = {holding.ranks for tensor, _ in tensors for holding in tensor.holdings()}
+    for ranks in groups:
+        written = [nbytes[rank] for rank in ranks]
+        assert max(written) - min(written) <= 2 * largest_row
+
+
+def test_the_drawing_in_the_note_is_what_is_computed():
+    tensors = [(Replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
+    owners = [[share.rank] * share.sizes[0] for share in shares(tensors)]
+    assert list(itertools.chain(*owners)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.data(),
+)
+def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
+    dims = [data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh_shape]
+    mesh = RankMesh(tuple(mesh_shape), tuple(data.draw(st.permutations(range(math.prod(mesh_shape))))))
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    shards = EvenShards(shape, mesh, dims)
+    everyone = list(shards.holdings())
+    for place, rank in enumerate(mesh.ranks):
+        sizes, offsets = _compute_local_shape_and_global_offset(
+            tuple(shape), tuple(mesh_shape), list(mesh.coordinate(place)), placements
+        )
+        own = list(shards.holdings(rank))
+        assert own == [holding for holding in everyone if rank in holding.ranks]
+        assert [(holding.offsets, holding.sizes) for holding in own] == (
+            [(tuple(offsets), tuple(sizes))] if math.prod(sizes) else []
+        )
+    assert list(shards.holdings(rank=1000)) == []
+
+
+@settings(deadline=None)
+@given(flat_shards(), st.data())
+def test_sections_are_the_rows_of_the_whole(shards, data):
+    rows = shards.layout.tensor_shapes[0][0]
+    cut = data.draw(st.integers(0, rows))
+    whole = FlatTensor(shards, 0)
+    found = []
+    for begin, end in ((0, cut), (cut, rows)):
+        for offsets, sizes, ranks in Section(whole, begin, end - begin).holdings():
+            assert offsets[0] + sizes[0] <= end - begin
+            found.append(Holding((offsets[0] + begin, *offsets[1:]), sizes, ranks))
+    shape = shards.layout.tensor_shapes[0]
+    assert torch.equal(counts(shape, found), counts(shape, whole.holdings()))
+    assert {holding.ranks for holding in found} == {holding.ranks for holding in whole.holdings()}
+
+
+def test_tensors_without_elements_have_no_chunks():
+    assert list(Replicated((0, 3), (0, 1)).holdings()) == []
+    assert list(shares([(Replicated((0, 3), (0, 1)), 4)])) == []
