@@ -15,9 +15,10 @@ far the data reaches beyond one.
     0                                                           ^ 64 * k
     <------------------ header_nbytes ------------------------->< data_nbytes ><-------- footer -------->
 
-Lengths are not written down here but learned from `torch.save`, one call for each class. It is asked about the very
-shape where the zip format changes: for tensors without data, which have no data record to speak of, and for those
-of about 4 GiB and more, whose offsets and sizes take more room.
+Lengths are not written down here but learned from `torch.save`, one call for each class. Sizes and offsets of 4 GiB
+and more take more room in a zip archive, so data of that size are classes of their own. About the very shape it is
+asked for data just short of 4 GiB, where some offsets behind it are beyond and some are not, and for no data, which is
+a record of another form.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _RECORD_ALIGNMENT = 64  # bytes
-_ZIP64_NBYTES = (1 << 32) - (1 << 16)  # from here on some offset behind the data may not fit 32 bits
+_LARGE_NBYTES = 1 << 32  # of data whose size and all offsets behind it do not fit 32 bits
+_MAX_REST_NBYTES = 1 << 16  # more than all of a blob but its data
 
 
 def _pickled_nbytes(bits: int) -> int:
@@ -47,8 +49,8 @@ def _pickled_nbytes(bits: int) -> int:
 _PICKLED_NBYTES = [_pickled_nbytes(bits) for bits in range(256)]  # by `int.bit_length`
 
 # Learned from torch.save. See [Note: blob lengths].
-_header_nbytes: dict[tuple[torch.dtype, int, int, int], int] = {}  # by dtype, dimensions, bytes of the integers
-_footer_nbytes: dict[int, int] = {}  # by bytes of the data beyond a multiple of the alignment
+_header_nbytes: dict[tuple[torch.dtype, int, int, int, bool], int] = {}  # of dtype, dimensions, bytes of integers ...
+_footer_nbytes: dict[tuple[int, bool], int] = {}  # of bytes of the data beyond a multiple of the alignment ...
 
 # Not bytes: those without content do not load with weights_only.
 _PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype)
@@ -70,17 +72,18 @@ def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
     """
     if shape and min(shape) < 0:
         raise ValueError(f"Expected sizes of at least 0, got {tuple(shape)}.")
-    integers_nbytes, stride = 0, 1
+    integers_nbytes, stride = 0, 1  # after the loop, the stride is the number of elements
     for size in reversed(shape):
         integers_nbytes += _PICKLED_NBYTES[size.bit_length()] + _PICKLED_NBYTES[stride.bit_length()]
-        stride *= size or 1
+        stride *= size
     data_nbytes = stride * dtype.itemsize
-    if data_nbytes >= _ZIP64_NBYTES or 0 in shape:
+    if not data_nbytes or 0 < _LARGE_NBYTES - data_nbytes <= _MAX_REST_NBYTES:
         return _measured_layout(dtype, tuple(shape))
     # The storage's length is given in elements for some dtypes and in bytes for others.
     integers_nbytes += _PICKLED_NBYTES[stride.bit_length()]
-    header_class = (dtype, len(shape), integers_nbytes, _PICKLED_NBYTES[data_nbytes.bit_length()])
-    footer_class = data_nbytes % _RECORD_ALIGNMENT
+    is_large = data_nbytes >= _LARGE_NBYTES
+    header_class = (dtype, len(shape), integers_nbytes, _PICKLED_NBYTES[data_nbytes.bit_length()], is_large)
+    footer_class = (data_nbytes % _RECORD_ALIGNMENT, is_large)
     header_nbytes, footer_nbytes = _header_nbytes.get(header_class), _footer_nbytes.get(footer_class)
     if header_nbytes is None or footer_nbytes is None:
         measured = _measured_layout(dtype, tuple(shape))

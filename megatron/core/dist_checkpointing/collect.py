@@ -61,7 +61,7 @@ def collect(
         CheckpointError: for states that the format does not know.
     """
     collector = _Collector(model, rank, world_size)
-    groups = [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers(), True)]
+    groups = [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers())]
     plain = {}
     if optimizer is not None:
         if with_states:
@@ -110,7 +110,7 @@ class _Collector:
                 is_kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
                 if is_kept and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    found += self._whole(f"model.{name}", buffer, self._ranks)
+                    found.append(self._whole(f"model.{name}", buffer, self._ranks, is_copied=True))
         return found
 
     def unit(self, unit: StateUnit, with_states: bool) -> list[Entry]:
@@ -128,12 +128,12 @@ class _Collector:
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
         """What is each rank's own. Other ranks' are there too, without values."""
-        found = []
-        for name, tensor in sorted(tensors.items()):
-            kind, _, rest = name.partition(".")
-            for rank in self._ranks:
-                found += self._whole(f"{kind}.{rank}.{rest}", tensor, (rank,))
-        return found
+        names = {name: name.partition(".") for name in sorted(tensors)}
+        return [
+            self._whole(f"{kind}.{rank}.{rest}", tensors[name], (rank,))
+            for name, (kind, _, rest) in names.items()
+            for rank in self._ranks
+        ]
 
     def plain_group(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
         """A parameter group as plain data: names in the place of parameters."""
@@ -166,10 +166,10 @@ class _Collector:
             )
         # Its sections share one memory.
         values = Values(local_tensor(value).detach())
-        found = []
-        for section in self.names[parameter]:
-            found += self._whole(f"optimizer.state.{section}.{name}", values, self._ranks)
-        return found
+        return [
+            self._whole(f"optimizer.state.{section}.{name}", values, self._ranks, is_copied=True)
+            for section in self.names[parameter]
+        ]
 
     def _like(self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str) -> list[Entry]:
         """The entries, one for each section, of a weight or of a state that lies as the weight does."""
@@ -191,11 +191,14 @@ class _Collector:
             found.append(Entry(saved_as, offsets, values, parameter, first_row, num_rows))
         return found
 
-    def _whole(self, key: str, tensor: torch.Tensor | Values, ranks: tuple[int, ...]) -> list[Entry]:
+    def _whole(
+        self, key: str, tensor: torch.Tensor | Values, ranks: tuple[int, ...], *, is_copied: bool = False
+    ) -> Entry:
         values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
         shape = tuple(values.target().shape)
         saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
-        return [Entry(saved_as, (0,) * len(shape), values, values.target(), is_own=self._rank in ranks)]
+        is_own = self._rank in ranks
+        return Entry(saved_as, (0,) * len(shape), values, values.target(), is_own=is_own, is_copied=is_copied)
 
     def _place(self, parameter: torch.Tensor) -> _Place:
         group = group_of(parameter)

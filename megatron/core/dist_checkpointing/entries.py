@@ -15,7 +15,7 @@ An `Entry` is one tensor under one key, with what this rank holds of it: memory 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,6 @@ from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit
-
-_SMALL_NBYTES = 4096  # what is copied when a save begins, rather than guarded: counters and the like
 
 
 class Values:
@@ -94,6 +92,8 @@ class Entry:
         first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
         source: the tensor whose mesh and placements it has.
         is_own: False for what belongs to another rank alone, and has no values here.
+        is_copied: whether a save copies it when it begins: counters and buffers, which change when they like. Those of
+            an offloaded optimizer are counted when a step is queued.
     """
 
     saved_as: SavedAs
@@ -103,16 +103,11 @@ class Entry:
     first_row: int = 0
     num_rows: int | None = None
     is_own: bool = True
+    is_copied: bool = False
 
     @property
     def key(self) -> str:
         return self.saved_as.key
-
-    @property
-    def is_small(self) -> bool:
-        """Whether copying this rank's part costs next to nothing."""
-        part = self.part_of(self.values.target())
-        return part.numel() * self.values.dtype.itemsize <= _SMALL_NBYTES
 
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of `values.read()` or `values.target()` that are this entry's."""
@@ -121,7 +116,7 @@ class Entry:
     def frozen(self) -> Entry:
         """The entry with its present values, whatever becomes of the state."""
         part = Values(self.part_of(self.values.read()).detach().clone())
-        return Entry(self.saved_as, self.offsets, part, self.source, is_own=self.is_own)
+        return replace(self, values=part, first_row=0)
 
     def tensor(self) -> torch.Tensor:
         """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain tensor."""
@@ -146,14 +141,12 @@ class EntryGroup(NamedTuple):
     """Entries that may be written while the others are being updated.
 
     Attributes:
-        unit: what keeps them as they are while they are read; None: nothing but a forward changes them.
+        unit: what keeps them as they are while they are read; None: nothing changes them.
         entries: in the order in which they are written.
-        is_copied: whether a save copies them when it begins.
     """
 
     unit: StateUnit | None
     entries: list[Entry]
-    is_copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,12 +172,9 @@ class Contents:
         return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
 
     def frozen(self) -> Contents:
-        """The same, with copies of what is small or changes without notice."""
+        """The same, with copies of what would not wait for a reader."""
         groups = [
-            EntryGroup(
-                group.unit,
-                [entry.frozen() if group.is_copied or entry.is_small else entry for entry in group.entries],
-            )
+            EntryGroup(group.unit, [entry.frozen() if entry.is_copied else entry for entry in group.entries])
             for group in self.groups
         ]
         return Contents(groups, copy.deepcopy(self.plain), self.names)

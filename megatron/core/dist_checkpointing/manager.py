@@ -99,6 +99,7 @@ class CheckpointManager:
         """
         self.store = store
         self.num_failed = 0
+        self._device = device
         self._rank = rank
         self._world_size = world_size
         self._token = token
@@ -181,8 +182,9 @@ class CheckpointManager:
         contents = contents.frozen()
         content = (json.dumps(train_state, indent=1) + "\n").encode()
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
+        now = self._device.event()
         for number, group in enumerate(contents.groups):
-            read = self._lane.enqueue(_write_group(writer, number))
+            read = self._lane.enqueue(_write_group(writer, number), after=[now])
             if group.unit is not None:
                 group.unit.hold(read)
         self._in_flight = save
