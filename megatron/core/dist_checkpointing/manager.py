@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.publisher import abandon, await_outcome, publish
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.writer import Draft, RankWriter
@@ -108,6 +109,7 @@ class CheckpointManager:
         self._num_saves = 0
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
+        self._abandoned: list[str] = []  # drafts of this run that came to nothing, on rank 0
         self._pool = BufferPool(device)
         # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
         self._lane = device.host_lane("checkpoint")
@@ -183,6 +185,8 @@ class CheckpointManager:
         content = (json.dumps(train_state, indent=1) + "\n").encode()
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
         now = self._device.event()
+        if self._abandoned:
+            self._lane.enqueue(self._clear)
         for number, group in enumerate(contents.groups):
             read = self._lane.enqueue(_write_group(writer, number), after=[now])
             if group.unit is not None:
@@ -279,7 +283,21 @@ class CheckpointManager:
             publish(draft, contents, train_state, writer.manifest, self._timeout_seconds)
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
+            self._abandoned.append(draft.name)
             raise
+
+    def _clear(self) -> None:
+        """Makes room for the next save. Not sooner: other ranks were to read why the last one was abandoned."""
+        while self._abandoned:
+            name = self._abandoned.pop()
+            try:
+                # Where drafts have the checkpoints' names, it may be one after all.
+                if self.store.is_rename_atomic or not self.store.exists(f"{name}/{MARKER_FILE}"):
+                    self.store.remove(name)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("could not delete the draft %s/%s: %s", self.store.root, name, error)
 
     def _retain(self, newest: int) -> None:
         for iteration in self._retention.superseded(published_iterations(self.store), newest):

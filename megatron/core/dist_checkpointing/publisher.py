@@ -58,8 +58,8 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
         files[manifest_file(rank)] = FileRecord(len(content), digest(content))
         files[data_file(rank)] = FileRecord(manifest.nbytes, None)
     marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
-    draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
     draft.check()
+    draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
     draft.store.publish(draft.name, draft.final)
     draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
 
@@ -80,7 +80,12 @@ def await_outcome(draft: Draft, timeout_seconds: float) -> None:
         reason = read_reason(draft, ABANDONED_FILE)
         if reason is not None:
             raise CheckpointError(reason)
-        return _is_published(draft)
+        is_there = draft.store.exists(draft.name)  # before looking for what it becomes
+        if _is_published(draft):
+            return True
+        if not is_there:
+            raise CheckpointError(f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept.")
+        return False
 
     _poll(draft, look, timeout_seconds, lambda: f"{draft.store.root}/{draft.final} to be published by rank 0")
 

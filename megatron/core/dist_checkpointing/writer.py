@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.file_plan import Placed, place
 from megatron.core.dist_checkpointing.manifest import (
+    MARKER_FILE,
     ChunkRecord,
     Manifest,
     data_file,
@@ -144,6 +145,8 @@ class RankWriter:
     def _open(self) -> DataFileWriter:
         if self._file is None:
             self._draft.check()
+            if self._draft.store.exists(f"{self._draft.final}/{MARKER_FILE}"):
+                raise CheckpointError(f"Expected no checkpoint yet at {self._draft.final}, got a published one.")
             shares = defaultdict(list)
             for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
                 shares[share.tensor].append(share)
