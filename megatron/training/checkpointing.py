@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import tempfile
@@ -22,12 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
-from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.small_files import read_train_state
@@ -237,7 +236,7 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:
     """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
-    if _format_of(store, name) == FSDP_DTENSOR:
+    if format_of(store, name) == FSDP_DTENSOR:
         checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
         load_entries(checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*")))
         return
@@ -294,20 +293,9 @@ def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
     return published[::-1]
 
 
-def _format_of(store: Store, name: str) -> str:
-    """The format of a checkpoint, also of one that has lost files."""
-    if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
-        return FSDP_DTENSOR
-    try:
-        train_state = json.loads(store.read(f"{name}/{TRAIN_STATE_FILE}"))
-        return str(train_state["config"]["ckpt_format"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return TORCH_DCP
-
-
 def _load_any(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
     """Loads one checkpoint of either format. Returns its `train_state.json`."""
-    if on_first_rank(lambda: _format_of(store, name), f"looking at {name}") == FSDP_DTENSOR:
+    if on_first_rank(lambda: format_of(store, name), f"looking at {name}") == FSDP_DTENSOR:
         return _load_fsdp_dtensor(config, state, device, store, name)
     return _load_torch_dcp(config, state, device, store, name)
 

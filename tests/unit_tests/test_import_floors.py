@@ -108,6 +108,10 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.writer",
         "megatron.core.dist_checkpointing.publisher",
         "megatron.core.dist_checkpointing.manager",
+        "megatron.core.dist_checkpointing.formats",
+        "megatron.core.dist_checkpointing.comparison",
+        "megatron.core.dist_checkpointing.to_file",
+        "megatron.core.dist_checkpointing.from_file",
     ],
     [
         "megatron.training.tokenizer",

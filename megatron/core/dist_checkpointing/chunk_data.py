@@ -112,4 +112,10 @@ class ChunkData:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, to read and to write."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return flat_bytes(tensor).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, uint8, where it lies."""
+    # A contiguous tensor of one element may have any strides, and would keep them through a reshape.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

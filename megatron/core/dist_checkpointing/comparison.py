@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.chunk_data import flat_bytes
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     nbytes_of,
@@ -88,7 +89,7 @@ def _compare_tensor(
 def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     """How many elements differ in a bit, and the largest difference."""
     itemsize = one.element_size()
-    bits = [tensor.reshape(-1).view(torch.uint8).reshape(-1, itemsize) for tensor in (one, other)]
+    bits = [flat_bytes(tensor.contiguous()).reshape(-1, itemsize) for tensor in (one, other)]
     if torch.equal(*bits):
         return 0, 0.0
     differs = (bits[0] != bits[1]).any(dim=1)

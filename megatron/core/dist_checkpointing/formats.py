@@ -7,6 +7,7 @@ PyTorch itself wrote, without digests.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,12 +54,16 @@ class ReadableCheckpoint(Protocol):
 
 
 def format_of(store: Store, name: str) -> str | None:
-    """The format of what is in the folder `name`, whole or not; None if there is no sign of a checkpoint."""
+    """The format of the checkpoint in a folder, also of one that has lost files; None if there is none."""
     if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
         return FSDP_DTENSOR
-    if store.exists(f"{name}/{METADATA_FILE}") and not store.exists(f"{name}/{SIGN_FILE}"):
-        return TORCH_DCP
-    return None
+    if store.exists(f"{name}/{SIGN_FILE}"):
+        return None
+    try:
+        train_state = json.loads(store.read(f"{name}/{TRAIN_STATE_FILE}"))
+        return str(train_state["config"]["ckpt_format"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return TORCH_DCP if store.exists(f"{name}/{METADATA_FILE}") else None
 
 
 def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:

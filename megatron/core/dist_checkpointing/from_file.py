@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
@@ -26,7 +27,6 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.file_plan import SavedAs
 from megatron.core.dist_checkpointing.folders import checkpoint_name
 from megatron.core.dist_checkpointing.publisher import publish
-from megatron.core.dist_checkpointing.safetensors_file import read_safetensors
 from megatron.core.dist_checkpointing.small_files import path_of
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
@@ -138,9 +138,14 @@ def _read_torch_save(path: Path) -> dict[str, object]:
 
 def _read_safetensors(path: Path) -> dict[str, object]:
     """Plain data stands in the metadata as JSON."""
-    found = read_safetensors(path)
-    state: dict[str, object] = dict(found.tensors)
-    for key, text in found.metadata.items():
+    path.stat()  # whose errors say more
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            state: dict[str, object] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+    except SafetensorError as error:
+        raise CheckpointError(f"Expected a safetensors file at {path}, got {error}.") from error
+    for key, text in metadata.items():
         if key == "format":
             continue
         if key in state:

@@ -6,12 +6,17 @@ Keys stay as they are in the checkpoint, in one flat dict. `train_state.json` go
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.chunk_data import bytes_of
@@ -23,10 +28,11 @@ from megatron.core.dist_checkpointing.formats import (
     read_piece,
     tensors_of,
 )
-from megatron.core.dist_checkpointing.safetensors_file import TensorShape, data_order, write_header
 from megatron.core.files import published
 
 TRAIN_STATE_KEY = "train_state"
+
+_ALIGNMENT = 64  # bytes
 
 Progress = Callable[[int], object]  # called with every number of bytes of tensors that have been written
 
@@ -64,23 +70,48 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
     """Writes a safetensors file. Plain data stands in its metadata, as JSON, which has lists for tuples.
 
+    The library wants all tensors at once; they are put together in a temporary file beside `path`, which is mapped.
+
     Raises:
         CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not have, or a damaged
             checkpoint; nothing is left at `path` then.
     """
     entries = tensors_of(checkpoint)
-    tensors = {key: TensorShape(entry.properties.dtype, tuple(entry.size)) for key, entry in entries.items()}
     metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in plain_keys_of(checkpoint)}
     metadata[TRAIN_STATE_KEY] = json.dumps(checkpoint.train_state)
     # The framework, which some readers insist on.
     metadata["format"] = "pt"
-    with published(path) as stream:
+    with published(path) as stream, tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory:
+        tensors = _mapped(Path(memory.name), entries)
+        for key, tensor in tensors.items():
+            _fill(checkpoint, key, tensor, progress)
         try:
-            write_header(stream, tensors, metadata)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        for key in data_order(tensors):
-            _write_stored(stream, checkpoint, key, progress)
+            save_file(tensors, stream.name, metadata)
+        except SafetensorError as error:
+            raise CheckpointError(f"Expected tensors that safetensors takes, got {error}.") from error
+
+
+def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+    """Tensors over one file, each beginning on a multiple of its elements' size."""
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for key, entry in entries.items():
+        nbytes = math.prod(entry.size) * entry.properties.dtype.itemsize
+        places[key] = (end, nbytes)
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
+    return {
+        key: memory[begin : begin + nbytes].view(entries[key].properties.dtype).view(tuple(entries[key].size))
+        for key, (begin, nbytes) in places.items()
+    }
+
+
+def _fill(checkpoint: ReadableCheckpoint, key: str, tensor: torch.Tensor, progress: Progress) -> None:
+    for box in pieces_of(tensors_of(checkpoint)[key]):
+        piece = read_piece(checkpoint, key, box)
+        place = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        tensor[place] = piece
+        progress(piece.nbytes)
 
 
 def _write_tensor(

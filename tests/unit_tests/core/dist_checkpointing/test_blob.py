@@ -1,0 +1,231 @@
+"""Blobs against `torch.save` and `torch.load` themselves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.serialization import config as serialization_config
+
+from megatron.core.dist_checkpointing import blob
+from megatron.core.dist_checkpointing.blob import blob_frame, blob_layout, plain_blob
+
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
+    *(torch.uint8, torch.int64, torch.int16, torch.bool, torch.uint16),
+]
+GIB = 1 << 30
+
+
+def saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+class CountingFile:
+    """Counts what torch.save writes and skips; knows nothing of headers."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def write(self, content: bytes) -> int:
+        self.nbytes += len(content)
+        return len(content)
+
+    def seek(self, offset: int, whence: int) -> int:
+        assert whence == io.SEEK_CUR
+        self.nbytes += offset
+        return self.nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def nbytes_that_torch_saves(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    file = CountingFile()
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(torch.empty(shape, dtype=dtype), file)
+    return file.nbytes
+
+
+def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Of 0 to 4 dimensions, sizes of every magnitude, and those where an integer takes a byte more."""
+    edges = [n + step for n in (1 << 8, 1 << 16, 1 << 31) for step in (-1, 0, 1)]
+    size = st.integers(0, 40).flatmap(lambda bits: st.integers(0, 1 << bits)) | st.sampled_from(edges)
+    return st.lists(size, max_size=4).filter(lambda sizes: math.prod(n or 1 for n in sizes) <= max_numel).map(tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(DTYPES), shapes(max_numel=1 << 17))
+@example(torch.float32, ())
+@example(torch.bfloat16, (0, 3))
+@example(torch.float8_e4m3fn, (255, 257))
+def test_frame_and_data_are_a_blob_that_loads_bit_equal(dtype, shape):
+    tensor = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    tensor = (tensor % 2 if dtype == torch.bool else tensor).view(dtype).view(shape)
+    header, footer = blob_frame(dtype, shape)
+    content = header + raw_bytes(tensor) + footer
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (dtype, shape, tensor.stride())
+    assert raw_bytes(loaded) == raw_bytes(tensor)
+    layout = blob_layout(dtype, shape)
+    assert (layout.header_nbytes, layout.data_nbytes) == (len(header), tensor.nbytes)
+    assert layout.nbytes == len(content) == len(saved(tensor))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(DTYPES), shapes(max_numel=1 << 45))
+def test_lengths_are_those_of_torch_save_at_any_size(dtype, shape):
+    assert blob_layout(dtype, shape).nbytes == nbytes_that_torch_saves(dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_lengths_are_right_where_offsets_stop_fitting_32_bits(dtype):
+    beyond = [*range(-5000, 5000, 499), *range(-2200, -300, 37), -2, -1, 0, 1, 2]
+    sizes = [(1 << 32) // dtype.itemsize + elements for elements in beyond]
+    assert [blob_layout(dtype, [n]).nbytes for n in sizes] == [nbytes_that_torch_saves(dtype, (n,)) for n in sizes]
+
+
+def test_integers_are_taken_to_be_as_long_as_pickle_makes_them():
+    edges = [(1 << bits) + step for bits in range(64) for step in (-1, 0, 1)]
+    num_other_bytes = len(pickle.dumps(None, 2)) - 1
+    expected = [len(pickle.dumps(value, 2)) - num_other_bytes for value in edges]
+    assert [blob._PICKLED_NBYTES[value.bit_length()] for value in edges] == expected
+    assert {2, 3, 5, 7, 8, 9, 10} <= set(expected)
+
+
+def test_lengths_of_many_shapes_take_few_calls_of_torch_save(monkeypatch):
+    monkeypatch.setattr(blob, "_header_nbytes", {})
+    monkeypatch.setattr(blob, "_footer_nbytes", {})
+    blob._frame.cache_clear()
+    draw = random.Random(0)
+    different = {(draw.randrange(1, 250000), draw.randrange(1, 9000)) for _ in range(5000)}
+    layouts = [blob_layout(torch.float32, shape) for shape in different]
+    assert len(set(layouts)) > 4000
+    assert any(layout.nbytes > 4 * GIB for layout in layouts)
+    assert 0 < blob._frame.cache_info().misses < 60
+
+
+def test_a_frame_takes_no_memory_for_the_data():
+    blob._frame.cache_clear()
+    blob_frame(torch.float32, (3,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    header, footer = blob_frame(torch.float32, (300 * GIB,))
+    assert len(header) + len(footer) < 4096
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024  # KiB
+
+
+def test_a_blob_of_more_than_4_gib_loads(tmp_path):
+    shape = (4 * GIB + 12345,)
+    header, footer = blob_frame(torch.uint8, shape)
+    with Path(tmp_path / "blob").open("wb") as file:  # a file with a hole: the data takes no room
+        file.write(header)
+        file.seek(shape[0] - 3, io.SEEK_CUR)
+        file.write(b"\x07\x08\x09" + footer)
+        assert file.tell() == blob_layout(torch.uint8, shape).nbytes
+    loaded = torch.load(tmp_path / "blob", weights_only=True, mmap=True)
+    assert loaded.shape == shape
+    assert loaded[-4:].tolist() == [0, 7, 8, 9]
+
+
+def test_data_begins_on_a_multiple_of_64_bytes():
+    for shape in [(), (1,), (7,), (300, 70000), (2, 3, 4, 5)]:
+        assert len(blob_frame(torch.bfloat16, shape)[0]) % 64 == 0
+
+
+def test_negative_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"Expected sizes of at least 0, got \(-3, -2\)"):
+        blob_layout(torch.float32, (-3, -2))
+
+
+def test_a_torch_that_writes_blobs_of_another_length_is_found_out():
+    blob_layout(torch.float32, (10, 3))
+    blob._frame.cache_clear()
+    with (
+        serialization_config.patch("save.storage_alignment", 4096),
+        pytest.raises(RuntimeError, match=r"Expected torch.save of torch.float32 \(10, 3\) to write BlobLayout"),
+    ):
+        blob_frame(torch.float32, (10, 3))
+    blob._frame.cache_clear()
+
+
+# Plain data.
+
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def with_parts_of_its_own(value: object) -> object:
+    """An equal value; strings are other objects than in the one given, and each is an object of its own."""
+    if isinstance(value, str):
+        return "".join(list(value))
+    if isinstance(value, list | tuple):
+        return type(value)([with_parts_of_its_own(item) for item in value])
+    if isinstance(value, dict):
+        return {with_parts_of_its_own(key): with_parts_of_its_own(item) for key, item in value.items()}
+    return copy.copy(value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain_values)
+def test_plain_data_loads_and_equal_values_give_equal_bytes(value):
+    content = plain_blob([value, value])
+    assert torch.load(io.BytesIO(content), weights_only=True) == [value, value]
+    assert content == plain_blob([with_parts_of_its_own(value), with_parts_of_its_own(value)])
+
+
+def test_equal_values_give_different_bytes_without_plain_blob():
+    name = "".join(["expert", "_", "bias"])
+    shared, apart = [name, name], [name, "".join(["expert", "_bias"])]
+    assert shared == apart
+    assert saved(shared) != saved(apart)
+    assert plain_blob(shared) == plain_blob(apart)
+
+
+def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
+    whole = torch.arange(1 << 16, dtype=torch.float32)
+    content = plain_blob({"rng": torch.get_rng_state(), "row": whole[3:6], "twice": whole[3:6], "dtype": whole.dtype})
+    assert len(content) < 16384
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert torch.equal(loaded["rng"], torch.get_rng_state())
+    assert loaded["row"].tolist() == loaded["twice"].tolist() == [3, 4, 5]
+    assert loaded["dtype"] is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (np.float64(1.0), r"at the value, got a numpy.float64"),
+        ([b"1"], r"at the value\[0\], got a builtins.bytes"),
+        ({"a": [1, {2}]}, r"at the value\['a'\]\[1\], got a builtins.set"),
+        ({"a": (1, Path())}, r"at the value\['a'\]\[1\], got a pathlib"),
+        ({(1, Path()): 2}, r"at a key of the value\[1\], got a pathlib"),
+        ([torch.nn.Parameter(torch.ones(2))], r"at the value\[0\], got a torch.nn.parameter.Parameter"),
+    ],
+)
+def test_what_is_not_plain_data_is_refused_with_its_place(value, place):
+    with pytest.raises(ValueError, match="Expected plain data " + place):
+        plain_blob(value)

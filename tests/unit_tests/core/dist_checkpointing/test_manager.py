@@ -1,0 +1,185 @@
+"""`CheckpointManager` on local folders and a remote store; what it keeps. Crashes are in test_nothing_half.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.optimizer.fused_adam import FusedAdam
+
+DEVICE = Device("cpu")
+
+
+@pytest.fixture(params=["local", "remote"])
+def root(request, tmp_path) -> Iterator[str]:
+    """A folder for checkpoints, of either kind of store."""
+    if request.param == "local":
+        yield str(tmp_path / "run")
+        return
+    yield f"memory://{tmp_path}/run"
+    fsspec.filesystem("memory").rm(str(tmp_path), recursive=True)
+
+
+def trained(seed: int, num_steps: int = 2) -> tuple[nn.Module, FusedAdam]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    step(model, optimizer, num_steps)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 1) -> None:
+    for number in range(num_steps):
+        model(torch.ones(2, 7) * (number + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in collect(model, optimizer).state_dict().items()}
+
+
+def load(store: Store, iteration: int) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, loaded into a model that had others."""
+    model, optimizer = trained(seed=99)
+    checkpoint, contents = PublishedCheckpoint.open(store, checkpoint_name(iteration)), collect(model, optimizer)
+    load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+    return values(model, optimizer)
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(got[key], expected[key])] == []
+
+
+def test_what_is_saved_is_found_and_loaded_from_either_store(root):
+    model, optimizer = trained(seed=0)
+    saved = {}
+    with CheckpointManager.start(root, DEVICE) as manager:
+        for iteration in (5, 10):
+            step(model, optimizer)
+            saved[iteration] = values(model, optimizer)
+            manager.save(iteration, collect(model, optimizer), {"iteration": iteration})
+            step(model, optimizer)  # while it is being saved
+        manager.finish()
+        manager.finish()
+    store = open_store(root)
+    assert published_iterations(store) == [5, 10]
+    assert latest_iteration(store) == 10
+    assert store.read("latest_checkpointed_iteration.txt") == b"10\n"
+    for iteration, expected in saved.items():
+        assert PublishedCheckpoint.open(store, checkpoint_name(iteration)).train_state == {"iteration": iteration}
+        assert_same(load(store, iteration), expected)
+    assert not torch.equal(saved[5]["model.0.weight"], saved[10]["model.0.weight"])
+
+
+def test_a_published_checkpoint_is_never_overwritten(root):
+    model, optimizer = trained(seed=0)
+    expected = values(model, optimizer)
+    with CheckpointManager.start(root, DEVICE) as manager:
+        manager.save(5, collect(model, optimizer), {})
+        manager.finish()
+        step(model, optimizer)
+        for _ in range(2):  # also not by clearing up after the first attempt
+            manager.save(5, collect(model, optimizer), {})
+            with pytest.raises(
+                CheckpointError, match=r"Expected no checkpoint yet at iter_0000005, got a published one"
+            ):
+                manager.finish()
+        assert manager.num_failed == 2
+        manager.save(6, collect(model, optimizer), {})
+        manager.finish()
+    store = open_store(root)
+    assert store.folders() == ["iter_0000005", "iter_0000006"]
+    assert_same(load(store, 5), expected)
+
+
+def test_what_was_never_published_is_swept_at_the_start_and_said_so(root, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    store = open_store(root)
+    draft = store.draft_name("iter_0000005", "abc1")
+    store.make_folder(draft)
+    store.write(f"{draft}/__0_0.distcp", b"half")
+    assert published_iterations(store) == []
+    with CheckpointManager.start(root, DEVICE):
+        assert store.folders() == []
+    assert f"swept what earlier runs left unfinished in {root}: {draft}" in caplog.text
+
+
+def test_a_failure_is_told_once_and_the_next_save_succeeds(root, monkeypatch):
+    model, optimizer = trained(seed=0)
+    with CheckpointManager.start(root, DEVICE) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.store, "open_data", _no_space)
+            manager.save(1, collect(model, optimizer), {})
+            with pytest.raises(CheckpointError, match="OSError: no space") as failure:
+                manager.finish()
+        assert "1 failed so far; this run has published none yet" in str(failure.value)
+        assert isinstance(failure.value.__cause__, OSError)
+        manager.finish()
+        assert manager.failure() is None
+        manager.save(2, collect(model, optimizer), {})
+        manager.finish()
+        assert manager.num_failed == 1
+    assert published_iterations(open_store(root)) == [2]
+    assert open_store(root).folders() == ["iter_0000002"], "what the first attempt left is gone"
+
+
+def _no_space(_: str) -> None:
+    raise OSError("no space")
+
+
+def test_older_checkpoints_go_once_a_newer_one_is_published(root, monkeypatch):
+    model, optimizer = trained(seed=0)
+    store = open_store(root)
+    with CheckpointManager.start(root, DEVICE, retention=Retention(keep_last=2, interval=3)) as manager:
+        for iteration in range(1, 8):
+            manager.save(iteration, collect(model, optimizer), {})
+            manager.finish()
+            assert published_iterations(store)[-2:] == [iteration - 1, iteration][-iteration:]
+        assert published_iterations(store) == [3, 6, 7]
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.store, "open_data", _no_space)
+            manager.save(8, collect(model, optimizer), {})
+            with pytest.raises(CheckpointError):
+                manager.finish()
+        assert published_iterations(store) == [3, 6, 7]
+
+
+iterations = st.lists(st.integers(0, 60), min_size=1, unique=True)
+
+
+@given(iterations, st.none() | st.integers(1, 5), st.none() | st.integers(1, 9))
+def test_retention_keeps_the_newest_and_the_multiples(published, keep_last, interval):
+    newest = sorted(published)[len(published) // 2]
+    gone = Retention(keep_last, interval).superseded(published, newest)
+    earlier = sorted(iteration for iteration in published if iteration <= newest)
+    kept = [iteration for iteration in earlier if iteration not in gone]
+    assert newest in kept
+    assert set(gone) <= set(earlier)
+    if keep_last is None and interval is None:
+        assert gone == []
+        return
+    last = earlier[-(keep_last or 1) :]
+    assert kept == [i for i in earlier if i in last or (interval is not None and i % interval == 0)]
+
+
+def test_a_file_in_the_folders_place_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Expected a folder of checkpoints"):
+        CheckpointManager.start(str(tmp_path / "file"), DEVICE)

@@ -1,0 +1,657 @@
+"""`.metadata` as vanilla DCP reads and writes it, as someone with bad intentions might write it, and with holes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import pathlib
+import pickle
+import pickletools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megatron.core.dist_checkpointing.blob import blob_frame, blob_layout, plain_blob
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.metadata import (
+    SavedChunk,
+    SavedPlain,
+    SavedTensor,
+    check_coverage,
+    compose_metadata,
+    nested_path,
+    parse_metadata,
+)
+from tests.ranks import run_ranks
+
+SOURCE = "iter_0000010/.metadata"
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+
+
+# What DCP itself would have made of it.
+
+
+def dcp_metadata(tensors: Sequence[SavedTensor], plain: Sequence[SavedPlain]) -> Metadata:
+    """The objects whose pickle `compose_metadata` is."""
+    entries: dict[str, Any] = {
+        tensor.key: TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks],
+        )
+        for tensor in tensors
+    }
+    entries |= {item.key: BytesStorageMetadata() for item in plain}
+    places = {
+        MetadataIndex(tensor.key, chunk.offsets, i): _StorageInfo(
+            f"__{chunk.rank}_0.distcp", chunk.blob_offset, chunk.blob_nbytes
+        )
+        for tensor in tensors
+        for i, chunk in enumerate(tensor.chunks)
+    }
+    places |= {
+        MetadataIndex(item.key): _StorageInfo(f"__{item.rank}_0.distcp", item.blob_offset, item.blob_nbytes)
+        for item in plain
+    }
+    paths = {key: nested_path(key) for key in entries}
+    return Metadata(entries, planner_data=paths, storage_data=places, version="1.0.0")
+
+
+def assert_same_metadata(got: Metadata, expected: Metadata) -> None:
+    assert got == expected
+    assert list(got.state_dict_metadata) == list(expected.state_dict_metadata)
+    # Indices are equal whatever chunk of the list they point at.
+    assert [index.index for index in got.storage_data] == [index.index for index in expected.storage_data]
+    assert pickle.loads(pickle.dumps(got)) == expected  # types without equality of their own have survived, too
+
+
+@st.composite
+def saved_tensors(draw: st.DrawFn) -> list[SavedTensor]:
+    small, large = st.integers(0, 300), st.integers(0, 1 << 62)
+    found = []
+    for key in draw(st.lists(st.text("abß.", min_size=1, max_size=6), max_size=4, unique=True)):
+        sizes = st.tuples(*[small | large] * draw(st.integers(0, 4)))
+        places = draw(st.lists(sizes, max_size=5, unique=True))
+        chunks = [SavedChunk(place, draw(sizes), draw(small), draw(large), draw(large)) for place in places]
+        found.append(SavedTensor(f"model.{key}", draw(st.sampled_from(DTYPES)), draw(sizes), chunks))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(saved_tensors(), st.lists(st.integers(0, 300), max_size=300, unique=True))
+def test_what_is_composed_is_the_pickle_of_what_dcp_would_have_made(tensors, ranks):
+    plain = [SavedPlain(f"rng.{rank}.torch", rank, 1 << 33, 1000 + rank) for rank in ranks]
+    content = compose_metadata(iter(tensors), iter(plain))
+    assert content == compose_metadata(copy.deepcopy(tensors), copy.deepcopy(plain))
+    expected = dcp_metadata(tensors, plain)
+    assert_same_metadata(pickle.loads(content), expected)
+    assert_same_metadata(parse_metadata(content, SOURCE), expected)
+    assert pickletools.optimize(content)  # every opcode is where it may be
+
+
+def test_repeated_keys_are_refused():
+    tensor = SavedTensor("model.a", torch.float32, (), [])
+    with pytest.raises(ValueError, match=r"Expected each key once, got several of model\.a"):
+        compose_metadata([tensor, tensor], [])
+    with pytest.raises(ValueError, match=r"Expected each key once, got several of model\.a"):
+        compose_metadata([tensor], [SavedPlain("model.a", 0, 0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("model.layers.0.weight", ("model", "layers.0.weight")),
+        ("optimizer.state.layers.0.weight.exp_avg", ("optimizer", "state", "layers.0.weight", "exp_avg")),
+        ("optimizer.param_groups", ("optimizer", "param_groups")),
+        ("rng.3.torch", ("rng", "3", "torch")),
+        ("iteration", ("iteration",)),
+    ],
+)
+def test_keys_nest_as_the_state_dict_did(key, path):
+    assert nested_path(key) == path
+    nested: Any = 1
+    for name in reversed(path):
+        nested = {name: nested}
+    _, paths = dcp._nested_dict.flatten_state_dict(nested)
+    assert paths == {key: path}
+
+
+# Vanilla DCP reads it.
+
+
+def write_checkpoint(folder: Path, values: dict[str, Any], boxes: dict[str, list[tuple[int, Any, Any]]]) -> None:
+    """A checkpoint of blobs whose data begin on multiples of 4096.
+
+    Args:
+        boxes: for each tensor the rank, offsets and sizes of its chunks.
+    """
+    files: dict[int, bytearray] = {}
+
+    def add(rank: int, header: bytes, data: bytes, footer: bytes) -> tuple[int, int]:
+        file = files.setdefault(rank, bytearray())
+        file += bytes(-(len(file) + len(header)) % 4096)
+        offset = len(file)
+        file += header + data + footer
+        return offset, len(file) - offset
+
+    tensors, plain = [], []
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            plain.append(SavedPlain(key, 1, *add(1, plain_blob(value), b"", b"")))
+            continue
+        chunks = []
+        for rank, offsets, sizes in boxes[key]:
+            box = value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+            header, footer = blob_frame(value.dtype, sizes)
+            data = box.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            offset, nbytes = add(rank, header, data, footer)
+            assert nbytes == blob_layout(value.dtype, sizes).nbytes
+            chunks.append(SavedChunk(offsets, sizes, rank, offset, nbytes))
+        tensors.append(SavedTensor(key, value.dtype, tuple(value.shape), chunks))
+    content = compose_metadata(tensors, plain)
+    check_coverage(parse_metadata(content, SOURCE), SOURCE)
+    (folder / ".metadata").write_bytes(content)
+    for rank, file in files.items():
+        (folder / f"__{rank}_0.distcp").write_bytes(file)
+
+
+VANILLA = """
+import sys
+sys.modules["megatron"] = None  # must not be imported
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+folder = sys.argv[1]
+expected = torch.load(folder + "/expected.pt", weights_only=True)
+
+def assert_same(got, place=""):
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert got[key].dtype == value.dtype and got[key].shape == value.shape, key
+            assert torch.equal(got[key].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), key
+        else:
+            assert got[key] == value, key
+
+blank = lambda value: torch.full_like(value, 1) if isinstance(value, torch.Tensor) else None
+flat = {key: blank(value) for key, value in expected.items()}
+dcp.load(flat, checkpoint_id=folder)
+assert_same(flat)
+
+dcp_to_torch_save(folder, folder + "/all.pt")
+nested = torch.load(folder + "/all.pt", weights_only=True)
+states = nested["optimizer"]["state"]
+got = {f"model.{name}": value for name, value in nested["model"].items()}
+got |= {f"optimizer.state.{name}.{key}": value for name in states for key, value in states[name].items()}
+got["optimizer.param_groups"] = nested["optimizer"]["param_groups"]
+got |= {f"rng.{rank}.{name}": value for rank, by_name in nested["rng"].items() for name, value in by_name.items()}
+assert got.keys() == expected.keys()
+assert_same(got)
+
+target = {"model": {"layers.0.weight": torch.ones(37, 5)}}
+dcp.load(target, checkpoint_id=folder)
+assert torch.equal(target["model"]["layers.0.weight"], expected["model.layers.0.weight"])
+print("read", len(expected))
+"""
+
+
+def test_vanilla_dcp_reads_a_checkpoint_put_together_from_frames_and_composed_metadata(tmp_path):
+    torch.manual_seed(0)
+    values = {
+        "model.layers.0.weight": torch.randn(37, 5),
+        "model.layers.0.norm": torch.randn(9).bfloat16(),
+        "optimizer.state.layers.0.weight.exp_avg": torch.randn(37, 5).to(torch.float8_e4m3fn),
+        "optimizer.state.layers.0.weight.step": torch.tensor(7.0),
+        "optimizer.state.layers.0.weight.grid": torch.randn(6, 300, 2, dtype=torch.float64),
+        "optimizer.param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.weight"]}],
+        "rng.0.torch": torch.get_rng_state(),
+        "rng.1.python": (3, (1, 2, 3), None),
+    }
+    rows = [(2, (0, 0), (10, 5)), (0, (10, 0), (1, 5)), (1, (11, 0), (26, 5))]
+    grid = [
+        (i, (a, b, 0), (c, d, 2)) for i, (a, c) in enumerate([(0, 4), (4, 2)]) for b, d in [(0, 1), (1, 256), (257, 43)]
+    ]
+    boxes = {
+        "model.layers.0.weight": rows,
+        "model.layers.0.norm": [(0, (0,), (9,))],
+        "optimizer.state.layers.0.weight.exp_avg": rows,
+        "optimizer.state.layers.0.weight.step": [(2, (), ())],
+        "optimizer.state.layers.0.weight.grid": grid,
+        "rng.0.torch": [(0, (0,), (values["rng.0.torch"].numel(),))],
+    }
+    write_checkpoint(tmp_path, values, boxes)
+    torch.save(values, tmp_path / "expected.pt")
+    result = subprocess.run([sys.executable, "-c", VANILLA, tmp_path], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "read 8\n"
+
+
+# We read what vanilla DCP writes.
+
+
+def save_with_vanilla_dcp(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # cut unevenly; the last weight has one row
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "columns": distribute_tensor(torch.arange(12.0).view(2, 6), mesh, [Shard(1)]),
+        "copies": distribute_tensor(torch.arange(4), mesh, [Replicate()]),
+        "plain": {"iteration": 3, "names": ["a", "b"], "tensors": [torch.ones(2), torch.tensor(1)]},
+    }
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_what_vanilla_dcp_writes_is_read_as_it_is(tmp_path):
+    run_ranks(2, save_with_vanilla_dcp, str(tmp_path))
+    content = (tmp_path / ".metadata").read_bytes()
+    expected = pickle.loads(content)
+    got = parse_metadata(content, SOURCE)
+    assert got.storage_meta.checkpoint_id == str(tmp_path)
+    expected.storage_meta.checkpoint_id = str(expected.storage_meta.checkpoint_id)
+    assert_same_metadata(got, expected)
+    assert {"model.0.weight", "optimizer.state.0.exp_avg", "plain.iteration"} <= got.state_dict_metadata.keys()
+    assert len(got.state_dict_metadata["model.0.weight"].chunks) == 2
+    check_coverage(got, SOURCE)
+
+
+# Pickles with bad intentions.
+
+
+class Command:
+    """Unpickling it makes a file."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
+
+
+def metadata_of_one_tensor() -> Metadata:
+    tensors = [
+        SavedTensor(
+            "model.w", torch.float32, (4, 3), [SavedChunk((0, 0), (2, 3), 0, 0, 9), SavedChunk((2, 0), (2, 3), 1, 0, 9)]
+        )
+    ]
+    return dcp_metadata(tensors, [SavedPlain("optimizer.param_groups", 0, 4096, 9)])
+
+
+def inside(command: object) -> list[tuple[str, object]]:
+    """`command` in every place of a metadata where an object may stand."""
+    found: list[tuple[str, object]] = [("on its own", command)]
+    for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
+        found.append((name, Metadata(**{**vars(metadata_of_one_tensor()), name: command})))
+    places: dict[str, Callable[[Metadata], None]] = {
+        "an entry": lambda it: it.state_dict_metadata.update({"model.w": command}),
+        "a chunk": lambda it: it.state_dict_metadata["model.w"].chunks.append(command),
+        "an offset": lambda it: setattr(it.state_dict_metadata["model.w"].chunks[0], "offsets", command),
+        "a dtype": lambda it: setattr(it.state_dict_metadata["model.w"].properties, "dtype", command),
+        "a file": lambda it: setattr(next(iter(it.storage_data.values())), "relative_path", command),
+        "an unknown field": lambda it: setattr(it, "more", command),
+    }
+    for place, put in places.items():
+        metadata = metadata_of_one_tensor()
+        put(metadata)
+        found.append((place, metadata))
+    return found
+
+
+def test_a_pickle_that_runs_a_command_is_refused_by_name_and_the_command_has_not_run(tmp_path):
+    victim = tmp_path / "victim"
+    command = Command(os.system, f"touch {victim}")
+    for place, metadata in inside(command):
+        content = pickle.dumps(metadata)
+        with pytest.raises(CheckpointError, match=r"got (posix|nt)\.system") as caught:
+            parse_metadata(content, SOURCE)
+        assert SOURCE in str(caught.value), place
+        assert not isinstance(caught.value, CheckpointDamagedError)  # no reason to try an older one in silence
+        assert not victim.exists(), place
+        pickle.loads(content)  # which runs it
+        assert victim.exists(), place
+        victim.unlink()
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (eval, ("1",), "builtins.eval"),
+        (getattr, (1, "real"), "builtins.getattr"),
+        (torch.load, ("/nowhere",), "torch.serialization.load"),
+        (torch.Tensor, (3,), "torch.Tensor"),
+        (torch.jit.load, ("/nowhere",), "torch.jit._serialization.load"),
+        (pathlib.Path.unlink, ("/nowhere",), "pathlib.*unlink"),
+        (dcp.load, ({},), "torch.distributed.checkpoint.state_dict_loader.load"),
+    ],
+)
+def test_only_the_classes_of_dcp_metadata_may_be_named(function, args, name):
+    content = pickle.dumps(Command(function, *args))
+    with pytest.raises(CheckpointError, match=f"{name}|builtins.getattr"):
+        parse_metadata(content, SOURCE)
+
+
+def test_a_persistent_id_is_refused():
+    with pytest.raises(CheckpointError, match="persistent"):
+        parse_metadata(b"\x80\x04K\x01Q.", SOURCE)
+
+
+def build_on(module: str, name: str, state: bytes) -> bytes:
+    """A pickle that names something and sets its attributes."""
+    return b"\x80\x02c%s\n%s\n%sb." % (module.encode(), name.encode(), state)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "ChunkStorageMetadata")),
+        *(("torch.distributed.checkpoint.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+    ],
+)
+def test_a_pickle_cannot_set_attributes_of_what_it_names(module, name, slots):
+    state = pickle.dumps({"planted": 1}, 2)[2:-1]
+    content = build_on(module, name, b"N" + state + pickle.TUPLE2 if slots else state)
+    with pytest.raises(CheckpointDamagedError, match=SOURCE):
+        parse_metadata(content, SOURCE)
+    assert not hasattr(getattr(sys.modules[module], name), "planted")
+    blank = parse_metadata(pickle.dumps(metadata_of_one_tensor()), SOURCE)
+    assert_same_metadata(blank, metadata_of_one_tensor())
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../victim", "a/../../victim", "/etc/passwd", "..", "", "C:\\victim", "..\\victim", "\\\\host\\victim", "a\0"],
+)
+def test_data_files_outside_of_the_folder_are_refused(file):
+    metadata = metadata_of_one_tensor()
+    next(iter(metadata.storage_data.values())).relative_path = file
+    with pytest.raises(CheckpointError, match=f"Expected data files in the folder of {SOURCE}, got"):
+        parse_metadata(pickle.dumps(metadata), SOURCE)
+
+
+def test_data_files_in_a_folder_of_the_checkpoint_are_accepted():
+    metadata = metadata_of_one_tensor()
+    next(iter(metadata.storage_data.values())).relative_path = "part..0/__0_0.distcp"
+    assert_same_metadata(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
+
+
+def entry(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["model.w"]
+
+
+def info(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def index(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data))
+
+
+def put(owner: Callable[[Metadata], Any], name: str, value: object) -> Callable[[Metadata], None]:
+    return lambda metadata: owner(metadata).__dict__.update({name: value})
+
+
+WRONG: dict[str, Callable[[Metadata], None]] = {
+    "strings for sizes": put(lambda it: entry(it).chunks[1], "sizes", ("2", "3")),
+    "a tuple for sizes": put(lambda it: entry(it).chunks[1], "sizes", (2, 3)),
+    "a negative offset": put(lambda it: entry(it).chunks[1], "offsets", torch.Size((-2, 0))),
+    "a string for a chunk": lambda it: entry(it).chunks.append("chunk"),
+    "a tuple of chunks": put(entry, "chunks", ()),
+    "no size": lambda it: entry(it).__dict__.pop("size"),
+    "a size of a number": put(entry, "size", 12),
+    "a dtype by name": put(lambda it: entry(it).properties, "dtype", "float32"),
+    "a number for pin_memory": put(lambda it: entry(it).properties, "pin_memory", 0),
+    "a chunk for properties": lambda it: put(entry, "properties", entry(it).chunks[0])(it),
+    "a number for a key": lambda it: it.state_dict_metadata.update({3: BytesStorageMetadata()}),
+    "a string for an entry": lambda it: it.state_dict_metadata.update({"model.w": "entry"}),
+    "a field too many": put(lambda it: entry(it).chunks[1], "more", 1),
+    "a field of bytes": put(lambda it: it.state_dict_metadata["optimizer.param_groups"], "more", 1),
+    "a list of entries": put(lambda it: it, "state_dict_metadata", []),
+    "no places": put(lambda it: it, "storage_data", None),
+    "a negative place": put(info, "offset", -1),
+    "a bool for a length": put(info, "length", True),
+    "a number for a file": put(info, "relative_path", 5),
+    "a list for a file": put(info, "relative_path", ["a"]),
+    "numbers for transforms": put(info, "transform_descriptors", [1]),
+    "a string for a place": lambda it: it.storage_data.update({index(it): "place"}),
+    "a string for an index": lambda it: it.storage_data.update({"index": info(it)}),
+    "bytes for a key of an index": put(index, "fqn", b"model.w"),
+    "a tuple for an offset of an index": put(index, "offset", (0, 0)),
+    "a string for the number of a chunk": put(index, "index", "0"),
+    "a version that is a number": put(lambda it: it, "version", 1),
+    "a list of paths": put(lambda it: it, "planner_data", []),
+    "a list for a path": put(lambda it: it, "planner_data", {"model.w": ["model", "w"]}),
+    "a fraction in a path": put(lambda it: it, "planner_data", {"model.w": ("model", 0.5)}),
+    "a string for the storage": put(lambda it: it, "storage_meta", "here"),
+    "modules that are numbers": put(lambda it: it, "storage_meta", StorageMeta(modules=[1])),
+    "a folder that is a number": put(lambda it: it, "storage_meta", StorageMeta(checkpoint_id=3)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_fields_of_the_wrong_type_are_found(case):
+    metadata = metadata_of_one_tensor()
+    assert_same_metadata(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
+    WRONG[case](metadata)
+    with pytest.raises(CheckpointDamagedError, match=f"Expected .* in {SOURCE}, got "):
+        parse_metadata(pickle.dumps(metadata), SOURCE)
+
+
+def test_two_places_for_one_chunk_are_found():
+    metadata = metadata_of_one_tensor()
+    index(metadata).__dict__["offset"] = torch.Size((2, 0))  # what the second chunk's is, under another hash
+    with pytest.raises(CheckpointDamagedError, match=r"one place for each chunk in .*, got 3 places for 2 chunks"):
+        parse_metadata(pickle.dumps(metadata), SOURCE)
+
+
+def test_objects_that_stand_in_several_places_are_read():
+    metadata = metadata_of_one_tensor()
+    metadata.state_dict_metadata["model.tied"] = entry(metadata)
+    first = entry(metadata).chunks[0]
+    metadata.state_dict_metadata["model.other"] = TensorStorageMetadata(TensorProperties(), first.sizes, [first])
+    metadata.storage_data[MetadataIndex("model.other", first.offsets)] = info(metadata)
+    assert_same_metadata(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
+
+
+# Damage.
+
+
+def composed_example() -> bytes:
+    chunks = [SavedChunk((0, 0), (2, 3), 0, 2048, 1577), SavedChunk((2, 0), (2, 3), 1, 2048, 1577)]
+    tensors = [SavedTensor(f"model.{name}", torch.float32, (4, 3), chunks) for name in "ab"]
+    return compose_metadata(tensors, [SavedPlain("optimizer.param_groups", 0, 8192, 1000)])
+
+
+COMPOSED, PICKLED = composed_example(), pickle.dumps(metadata_of_one_tensor())
+
+
+@pytest.mark.parametrize("content", [COMPOSED, PICKLED], ids=["ours", "vanilla"])
+def test_a_truncated_file_is_damaged_wherever_it_ends(content):
+    parse_metadata(content, SOURCE)
+    for nbytes in range(len(content)):
+        with pytest.raises(CheckpointDamagedError, match=SOURCE):
+            parse_metadata(content[:nbytes], SOURCE)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 500, COMPOSED + b"\0", COMPOSED + COMPOSED, b"N.", b"{}", b"(" * 999])
+def test_what_is_no_pickle_of_metadata_or_more_than_that_is_damaged(content):
+    with pytest.raises(CheckpointDamagedError, match=SOURCE):
+        parse_metadata(content, SOURCE)
+
+
+def is_greedy(content: bytes) -> bool:
+    """Whether the unpickler would be told to number an object in the millions, which takes it memory to match."""
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name in ("LONG_BINPUT", "PUT") and argument > 1 << 20:
+                return True
+    except Exception:
+        return False
+    return False
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([COMPOSED, PICKLED]), st.integers(0), st.integers(1, 255))
+def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_error(content, place, change):
+    damaged = bytearray(content)
+    damaged[place % len(content)] ^= change
+    assume(not is_greedy(bytes(damaged)))
+    with contextlib.suppress(CheckpointError):
+        metadata = parse_metadata(bytes(damaged), SOURCE)
+        assert_same_metadata(pickle.loads(pickle.dumps(metadata)), metadata)
+        check_coverage(metadata, SOURCE)
+
+
+# Coverage.
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+def metadata_of(shape: Sequence[int], boxes: Sequence[Box]) -> Metadata:
+    chunks = [SavedChunk(offsets, sizes, 0, 0, 1) for offsets, sizes in boxes]
+    return dcp_metadata([SavedTensor("model.w", torch.float32, tuple(shape), chunks)], [])
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that tile it: pieces are cut in two at random, in any dimension."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))  # 0 and all: one of the pieces is empty
+        boxes.append((offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
+        beyond = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        boxes.append((beyond, (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])))
+    return shape, boxes
+
+
+@settings(max_examples=200, deadline=None)
+@given(tilings())
+def test_chunks_that_tile_a_tensor_are_accepted(tiling):
+    check_coverage(metadata_of(*tiling), SOURCE)
+
+
+def times_covered(shape: Sequence[int], boxes: Sequence[Box]) -> np.ndarray:
+    times = np.zeros(shape, dtype=int)
+    for offsets, sizes in boxes:
+        times[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))] += 1
+    return times
+
+
+def assert_coverage_is_that_of_counting(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Returns whether the boxes are a tiling."""
+    times = times_covered(shape, boxes)
+    wrong = np.argwhere(times != 1)
+    if not len(wrong):
+        check_coverage(metadata_of(shape, boxes), SOURCE)
+        return True
+    first = tuple(int(offset) for offset in wrong[0])  # in the order of rows
+    with pytest.raises(CheckpointDamagedError) as caught:
+        check_coverage(metadata_of(shape, boxes), SOURCE)
+    assert str(caught.value) == (
+        f"Expected each element of model.w in one chunk in {SOURCE}, got the one at {first} in {times[first]}."
+    )
+    return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(tilings(), st.data())
+def test_a_lost_added_or_moved_chunk_is_found_at_its_first_element(tiling, data):
+    shape, boxes = tiling
+    changed = list(boxes)
+    _, sizes = changed.pop(data.draw(st.integers(0, len(boxes) - 1)))
+    for _ in range(data.draw(st.integers(0, 2))):
+        moved = tuple(data.draw(st.integers(0, full - size)) for full, size in zip(shape, sizes, strict=True))
+        changed.append((moved, sizes))
+    assert_coverage_is_that_of_counting(shape, changed)
+
+
+def test_all_sets_of_boxes_in_a_small_tensor_are_judged_as_by_counting():
+    shape = (2, 3)
+    ranges = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    boxes = [(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in itertools.product(*ranges)]
+    judged = [
+        assert_coverage_is_that_of_counting(shape, chosen)
+        for number in range(5)
+        for chosen in itertools.combinations_with_replacement(boxes, number)
+    ]
+    assert len(judged) == 7315
+    assert sum(judged) == 26  # of the 34 ways to cut it up, 7 are into five boxes and 1 is into six
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [((3, 0), (2, 3)), ((0, 1), (4, 3)), ((0,), (4,)), ((0, 0, 0), (4, 3, 1)), ((9, 9), (0, 0)), ((0, 0), (5, 3))],
+)
+def test_chunks_outside_of_their_tensor_are_found(offsets, sizes):
+    with pytest.raises(CheckpointDamagedError, match=r"Expected chunks of model.w inside \(4, 3\) in .*, got"):
+        check_coverage(metadata_of((4, 3), [(offsets, sizes)]), SOURCE)
+
+
+@example(torch.Size((0, 3)))
+@example(torch.Size((3, 0, 2)))
+@given(st.lists(st.integers(0, 3), max_size=3).filter(lambda sizes: 0 in sizes).map(torch.Size))
+def test_tensors_without_elements_need_no_chunks(shape):
+    check_coverage(metadata_of(shape, []), SOURCE)
+    check_coverage(metadata_of(shape, [((0,) * len(shape), tuple(shape))]), SOURCE)
+
+
+def test_a_tensor_without_chunks_is_not_covered():
+    for shape in [(), (1,), (2, 3)]:
+        with pytest.raises(CheckpointDamagedError, match=r"got the one at .* in 0"):
+            check_coverage(metadata_of(shape, []), SOURCE)
+
+
+def test_boxes_cut_along_many_dimensions_are_refused_before_their_corners_are_counted():
+    shape = (2,) * 40
+    corner = ((0,) * 40, (1,) * 40)
+    with pytest.raises(CheckpointDamagedError, match="cut along at most 8 dimensions, got 40"):
+        check_coverage(metadata_of(shape, [corner]), SOURCE)
+
+
+def test_a_chunk_or_a_value_without_a_place_is_found():
+    for lost, name in enumerate([r"model.w at \(0, 0\)", r"model.w at \(2, 0\)", "optimizer.param_groups"]):
+        metadata = metadata_of_one_tensor()
+        check_coverage(metadata, SOURCE)
+        del metadata.storage_data[list(metadata.storage_data)[lost]]
+        with pytest.raises(CheckpointDamagedError, match=f"to say where {name} is stored"):
+            check_coverage(metadata, SOURCE)

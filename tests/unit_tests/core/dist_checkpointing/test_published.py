@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing import chunk_data
+from megatron.core.dist_checkpointing.blob import plain_blob
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.manifest import (
+    BLOCK_BYTES,
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    FileRecord,
+    Manifest,
+    Marker,
+    data_file,
+    digest,
+    digests_of,
+    manifest_file,
+)
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
+
+NAME = "iter_0000010"
+ROWS = 3 * BLOCK_BYTES // (64 * 4)  # of 64 fp32 elements: three blocks
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randint(-99, 99, shape, generator=generator).to(dtype)
+
+
+TENSORS: dict[str, tuple[torch.Tensor, list[Cut]]] = {
+    # Three ranks' rows, several blocks each, whose chunks do not end with a block.
+    "model.big": (_random(ROWS * 3 + 5, 64), row_cuts((ROWS * 3 + 5, 64), ROWS + 1, ROWS - 3, ROWS + 7)),
+    "model.small": (_random(7, 3, dtype=torch.bfloat16), row_cuts((7, 3), 2, 0, 5)),
+    # Cut along two dims, as tensor parallelism would.
+    "model.grid": (
+        _random(4, 6, 5),
+        [
+            Cut((0, 0, 0), (3, 2, 5), 0),
+            Cut((0, 2, 0), (3, 4, 5), 1),
+            Cut((3, 0, 0), (1, 2, 5), 2),
+            Cut((3, 2, 0), (1, 4, 5), 0),
+        ],
+    ),
+    "optimizer.state.big.step": (torch.tensor(17.0), whole(torch.tensor(17.0), rank=1)),
+    "model.mask": (_random(9).bool(), whole(_random(9), rank=2)),
+    "model.nothing": (torch.empty(0, 4), []),
+}
+GROUPS = [{"lr": 0.1, "betas": [0.9, 0.95], "names": ["big", "small"]}]
+PLAIN = {"optimizer.param_groups": GROUPS, "rng.0.python": {"state": [1, 2, 3]}}
+
+
+class CountingStore(LocalStore):
+    """Remembers what has been read of data files, block by block or not: (path, offset, number of bytes)."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        self.reads.append((path, offset, buffer.nbytes))
+        super().read_into(path, offset, buffer)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with one checkpoint of three ranks. Not to be changed."""
+    root = tmp_path_factory.mktemp("pristine")
+    write_checkpoint(root / NAME, TENSORS, PLAIN, world_size=3, train_state={"progress": {"iteration": 10}})
+    return root
+
+
+@pytest.fixture
+def root(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    shutil.copytree(pristine / NAME, tmp_path / NAME)
+    return tmp_path
+
+
+@pytest.fixture
+def checkpoint(pristine: Path) -> PublishedCheckpoint:
+    return PublishedCheckpoint.open(open_store(pristine), NAME)
+
+
+def read_all(root: Path, verify: bool = True) -> dict[str, Any]:
+    """Everything in the checkpoint, as a load on one rank would read it."""
+    checkpoint = PublishedCheckpoint.open(open_store(root), NAME, verify=verify)
+    state: dict[str, Any] = {key: checkpoint.read_plain(key) for key in checkpoint.plain_keys()}
+    for key, entry in checkpoint.tensors().items():
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        checkpoint.read(key, (0,) * len(entry.size), state[key])
+    return state
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_everything_is_read_as_it_was_saved(pristine: Path, verify: bool):
+    state = read_all(pristine, verify)
+    assert {key: state[key] for key in PLAIN} == PLAIN
+    assert state.keys() == {*TENSORS, *PLAIN}
+    for key, (tensor, _) in TENSORS.items():
+        assert state[key].dtype == tensor.dtype
+        assert raw_bytes(state[key]) == raw_bytes(tensor), key
+
+
+def test_what_is_in_a_checkpoint_is_known_without_reading_data(pristine: Path):
+    store = CountingStore(pristine)
+    checkpoint = PublishedCheckpoint.open(store, NAME)
+    assert checkpoint.keys() == [*TENSORS, *PLAIN]
+    assert list(checkpoint.tensors()) == list(TENSORS)
+    assert checkpoint.plain_keys() == list(PLAIN)
+    assert checkpoint.train_state == {"progress": {"iteration": 10}}
+    assert checkpoint.marker.world_size == 3
+    assert checkpoint.path == f"{pristine}/{NAME}"
+    assert store.reads == []
+
+
+@st.composite
+def wanted_boxes(draw: st.DrawFn) -> tuple[str, Box]:
+    key = draw(st.sampled_from(sorted(TENSORS)))
+    offsets, sizes = [], []
+    for size in TENSORS[key][0].shape:
+        begin, end = sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return key, Box(tuple(offsets), tuple(sizes))
+
+
+class Layouts:
+    """Memory of a given shape, in which a read may be asked to put what it finds."""
+
+    @staticmethod
+    def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def transposed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape[::-1], dtype=dtype).permute([*reversed(range(len(shape)))])
+
+    @staticmethod
+    def part(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros([size + 2 for size in shape], dtype=dtype)[tuple(slice(1, size + 1) for size in shape)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(wanted_boxes(), st.sampled_from(["contiguous", "transposed", "part"]), st.booleans())
+def test_any_box_is_read_into_any_memory(pristine: Path, wanted: tuple[str, Box], layout: str, verify: bool):
+    key, box = wanted
+    tensor = TENSORS[key][0]
+    checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME, verify=verify)
+    out = getattr(Layouts, layout)(box.sizes, tensor.dtype)
+    checkpoint.read(key, box.offsets, out)
+    assert raw_bytes(out) == raw_bytes(tensor[box.slices()])
+
+
+def test_a_single_element_of_any_stride_is_read(checkpoint: PublishedCheckpoint):
+    out = torch.zeros(1, 3, 1).permute(2, 1, 0)[:, :1]
+    assert out.is_contiguous()
+    assert out.stride() == (1, 1, 3)
+    checkpoint.read("model.grid", (2, 1, 3), out)
+    assert out.item() == TENSORS["model.grid"][0][2, 1, 3]
+
+
+def test_what_lies_beside_the_box_is_left_alone(checkpoint: PublishedCheckpoint):
+    memory = torch.full((9, 8, 7), -1.0)
+    checkpoint.read("model.grid", (1, 1, 1), memory[2:5, 3:7, 1:4])
+    assert torch.equal(memory[2:5, 3:7, 1:4], TENSORS["model.grid"][0][1:4, 1:5, 1:4])
+    memory[2:5, 3:7, 1:4] = -1
+    assert (memory == -1).all()
+
+
+def test_small_pieces_of_staging_make_no_difference(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunk_data, "_STAGING_BYTES", 48)
+    monkeypatch.setattr(chunk_data, "_READ_BYTES", BLOCK_BYTES)
+    assert torch.equal(read_all(pristine)["model.big"], TENSORS["model.big"][0])
+    checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME)
+    out = torch.zeros(6, 4, 5).permute(1, 0, 2)
+    checkpoint.read("model.grid", (0, 0, 0), out)
+    assert torch.equal(out, TENSORS["model.grid"][0])
+
+
+def test_only_the_blocks_that_a_box_touches_are_read(pristine: Path):
+    store = CountingStore(pristine)
+    checkpoint = PublishedCheckpoint.open(store, NAME)
+    # Rank 1's chunk begins at row ROWS + 1 and has two blocks and a bit less than a third.
+    out = torch.empty(10, 64)
+    first = ROWS + 1 + BLOCK_BYTES // 256 - 4  # rows of 256 bytes: six before the second block, four in it
+    assert checkpoint.read("model.big", (first, 0), out) == 2 * BLOCK_BYTES
+    assert torch.equal(out, TENSORS["model.big"][0][first : first + 10])
+    assert {(path, nbytes) for path, _, nbytes in store.reads} == {(f"{NAME}/{data_file(1)}", BLOCK_BYTES)}
+    one_row = torch.empty(1, 64)
+    assert checkpoint.read("model.big", (ROWS + 1 + ROWS - 4, 0), one_row) == BLOCK_BYTES - 3 * 256
+
+
+def test_blocks_that_lie_in_the_box_are_read_once_to_where_they_belong(pristine: Path):
+    store = CountingStore(pristine)
+    checkpoint = PublishedCheckpoint.open(store, NAME)
+    out = torch.empty_like(TENSORS["model.big"][0])
+    assert checkpoint.read("model.big", (0, 0), out) == out.nbytes
+    assert sum(nbytes for *_, nbytes in store.reads) == out.nbytes
+    assert len(store.reads) == 3
+
+
+def test_columns_are_read_block_by_block_and_no_block_twice(tmp_path: Path):
+    # A row is two blocks; the wanted columns lie in the second of each.
+    columns = 2 * BLOCK_BYTES // 4
+    tensor = torch.arange(6.0).reshape(6, 1) + torch.arange(columns) / columns
+    write_checkpoint(tmp_path / NAME, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
+    store = CountingStore(tmp_path)
+    out = torch.empty(4, 8)
+    assert PublishedCheckpoint.open(store, NAME).read("model.w", (1, columns - 8), out) == 4 * BLOCK_BYTES
+    assert torch.equal(out, tensor[1:5, -8:])
+    first = store.reads[0][1] - 3 * BLOCK_BYTES
+    assert [(offset - first) // BLOCK_BYTES for _, offset, _ in store.reads] == [3, 5, 7, 9]
+    # Rows of less than a block: all blocks hold some of the columns.
+    narrow = tensor.reshape(-1, 1024)
+    write_checkpoint(tmp_path / "iter_0000020", {"model.w": (narrow, whole(narrow))}, {}, world_size=1)
+    out = torch.empty(narrow.shape[0], 8)
+    assert PublishedCheckpoint.open(store, "iter_0000020").read("model.w", (0, 16), out) == tensor.nbytes
+    assert torch.equal(out, narrow[:, 16:24])
+
+
+def test_without_digests_only_what_is_wanted_is_read(pristine: Path):
+    checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME, verify=False)
+    out = torch.empty(10, 64)
+    assert checkpoint.read("model.big", (ROWS - 4, 0), out) == out.nbytes
+    assert torch.equal(out, TENSORS["model.big"][0][ROWS - 4 : ROWS + 6])
+
+
+def test_manifests_are_read_when_they_are_needed_and_once(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+    store, read = LocalStore(pristine), []
+    monkeypatch.setattr(store, "read", lambda path: read.append(path) or LocalStore.read(store, path))
+    checkpoint = PublishedCheckpoint.open(store, NAME)
+    assert not [path for path in read if "manifest" in path]
+    out = torch.empty(())
+    for _ in range(2):
+        checkpoint.read("optimizer.state.big.step", (), out)
+    assert [path for path in read if "manifest" in path] == [f"{NAME}/{manifest_file(1)}"]
+
+
+def test_threads_may_read_side_by_side(checkpoint: PublishedCheckpoint):
+    tensor = TENSORS["model.big"][0]
+    barrier = threading.Barrier(4)
+
+    def rows(number: int) -> bool:
+        barrier.wait()
+        out = torch.empty(ROWS, 64)
+        checkpoint.read("model.big", (number * 100, 0), out)
+        return torch.equal(out, tensor[number * 100 : number * 100 + ROWS])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(rows, range(8)))
+
+
+@pytest.mark.parametrize(
+    ("key", "offsets", "out", "message"),
+    [
+        ("model.grid", (0, 0), torch.empty(4, 6), "Expected a box of 'model.grid' of shape"),
+        ("model.grid", (0, 0, 0), torch.empty(4, 6), "Expected a box of 'model.grid' of shape"),
+        ("model.grid", (1, 0, 0), torch.empty(4, 6, 5), "got .4, 6, 5. at .1, 0, 0."),
+        ("model.grid", (-1, 0, 0), torch.empty(4, 6, 5), "Expected a box of 'model.grid' of shape"),
+        ("model.grid", (0, 0, 0), torch.empty(4, 6, 5).half(), "Expected torch.float32 for 'model.grid', got torch.f"),
+    ],
+)
+def test_a_box_that_is_not_in_the_tensor_is_refused(
+    checkpoint: PublishedCheckpoint, key: str, offsets: tuple[int, ...], out: torch.Tensor, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        checkpoint.read(key, offsets, out)
+
+
+def test_a_key_that_is_not_there_is_named(checkpoint: PublishedCheckpoint):
+    with pytest.raises(CheckpointError, match=r"Expected the tensor 'model.no' in .*iter_0000010, got nothing of that"):
+        checkpoint.read("model.no", (), torch.empty(()))
+    with pytest.raises(CheckpointError, match=r"Expected the tensor 'optimizer.param_groups' in .*, got plain data"):
+        checkpoint.read("optimizer.param_groups", (), torch.empty(()))
+    with pytest.raises(CheckpointError, match=r"Expected plain data 'model.big' in .*, got a tensor"):
+        checkpoint.read_plain("model.big")
+
+
+FILES = [
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    *(name for rank in range(3) for name in (data_file(rank), manifest_file(rank))),
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file_is_named(root: Path, file: str):
+    (root / NAME / file).unlink()
+    with pytest.raises(CheckpointDamagedError, match=file):
+        read_all(root)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("by", [-1, 1, -4096])
+def test_a_file_of_another_length_is_named(root: Path, file: str, by: int, verify: bool):
+    path = root / NAME / file
+    content = path.read_bytes()
+    path.write_bytes(content[:by] if by < 0 else content + b" ")
+    with pytest.raises(CheckpointDamagedError, match=file):
+        read_all(root, verify)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([name for name in FILES if not name.endswith(".distcp")]), st.data())
+def test_any_flipped_bit_in_a_small_file_is_noticed(pristine: Path, file: str, data: st.DataObject):
+    path = pristine / NAME / file
+    content = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    try:
+        path.write_bytes(_flipped(content, bit))
+        with pytest.raises(CheckpointDamagedError, match=file):
+            read_all(pristine)
+    finally:
+        path.write_bytes(content)
+
+
+def _flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2), st.data())
+def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(pristine: Path, rank: int, data: st.DataObject):
+    manifest = Manifest.from_bytes((pristine / NAME / manifest_file(rank)).read_bytes(), "")
+    chunk = data.draw(st.sampled_from(manifest.chunks))
+    bit = data.draw(st.integers(0, 8 * chunk.data_nbytes - 1))
+    path = pristine / NAME / data_file(rank)
+    content = path.read_bytes()
+    try:
+        path.write_bytes(_flipped(content, 8 * chunk.data_offset + bit))
+        with pytest.raises(CheckpointDamagedError, match=rf"'{chunk.key}'.*{data_file(rank)}"):
+            read_all(pristine)
+        if chunk.dtype:
+            read_all(pristine, verify=False)
+    finally:
+        path.write_bytes(content)
+
+
+def test_damage_in_one_block_does_not_hinder_reading_others(root: Path):
+    manifest = Manifest.from_bytes((root / NAME / manifest_file(0)).read_bytes(), "")
+    chunk = manifest.chunks[0]
+    path = root / NAME / data_file(0)
+    path.write_bytes(_flipped(path.read_bytes(), 8 * (chunk.data_offset + BLOCK_BYTES)))
+    checkpoint = PublishedCheckpoint.open(open_store(root), NAME)
+    rows = BLOCK_BYTES // 256
+    checkpoint.read("model.big", (0, 0), torch.empty(rows, 64))
+    checkpoint.read("model.big", (2 * rows, 0), torch.empty(5, 64))
+    with pytest.raises(CheckpointDamagedError, match=r"block 1 of 'model.big' at \(0, 0\)"):
+        checkpoint.read("model.big", (0, 0), torch.empty(rows + 1, 64))
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(root: Path):
+    checkpoint = PublishedCheckpoint.open(open_store(root), NAME)
+    with (root / NAME / data_file(0)).open("r+b") as stream:
+        stream.truncate(5000)
+    with pytest.raises(CheckpointDamagedError, match=data_file(0)):
+        checkpoint.read("model.big", (0, 0), torch.empty(9, 64))
+    (root / NAME / data_file(1)).unlink()
+    with pytest.raises(CheckpointDamagedError, match=f"Expected to read .*{data_file(1)}, got FileNotFoundError"):
+        checkpoint.read("optimizer.state.big.step", (), torch.empty(()))
+
+
+def test_errors_of_the_system_that_are_no_damage_are_not_called_so(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalStore, "read", refuse)
+    with pytest.raises(CheckpointError, match=r"Expected to read .*published.json, got PermissionError") as caught:
+        PublishedCheckpoint.open(open_store(pristine), NAME)
+    assert not isinstance(caught.value, CheckpointDamagedError)
+
+
+def _mark_again(folder: Path, **changed: Any) -> None:
+    """Writes the marker anew for files that a test has exchanged, so that only what lies behind it can notice."""
+    old = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
+    files = {}
+    for name, record in old.files.items():
+        content = (folder / name).read_bytes()
+        files[name] = FileRecord(len(content), None if record.digest is None else digest(content))
+    values = {"save_id": old.save_id, "iteration": old.iteration, "world_size": old.world_size, **changed}
+    (folder / MARKER_FILE).write_bytes(Marker(files=files, **values).to_bytes())
+
+
+def test_a_manifest_of_another_save_is_refused(root: Path):
+    other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
+    shutil.copy(other / manifest_file(1), root / NAME / manifest_file(1))
+    with pytest.raises(CheckpointDamagedError, match=f"digest .* {manifest_file(1)}|bytes in .*{manifest_file(1)}"):
+        read_all(root)
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=f"Expected save id a-save in .*{manifest_file(1)}, got another"):
+        read_all(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda chunks: chunks[1:], r"Expected the chunk of 'model.big' at \(0, 0\) in .*manifest_0.json, got none"),
+        (
+            lambda chunks: (chunks[0]._replace(key="model.bag"), *chunks[1:]),
+            r"Expected chunks that .metadata has in .*manifest_0.json, got 'model.bag' at \(0, 0\)",
+        ),
+        (
+            lambda chunks: (chunks[0]._replace(dtype="int32"), *chunks[1:]),
+            "dtype='float32'.* as .metadata has it, in .*manifest_0.json, got .*dtype='int32'",
+        ),
+        (
+            lambda chunks: (chunks[0]._replace(blob_nbytes=chunks[0].blob_nbytes - 1), *chunks[1:]),
+            "as .metadata has it, in .*manifest_0.json",
+        ),
+    ],
+)
+def test_a_manifest_that_contradicts_the_metadata_is_refused(root: Path, change: Any, message: str):
+    path = root / NAME / manifest_file(0)
+    manifest = Manifest.from_bytes(path.read_bytes(), "")
+    path.write_bytes(Manifest(*list(vars(manifest).values())[:4], change(manifest.chunks)).to_bytes())
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=message):
+        read_all(root)
+
+
+def test_a_manifest_of_another_rank_is_refused(root: Path):
+    path = root / NAME / manifest_file(0)
+    shutil.copy(root / NAME / manifest_file(1), path)
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=r"Expected rank 0 in .*manifest_0.json, got 1"):
+        read_all(root)
+
+
+def test_metadata_that_names_other_files_is_refused(root: Path):
+    moved = {key: (tensor, [cut._replace(rank=3) for cut in cuts]) for key, (tensor, cuts) in TENSORS.items()}
+    elsewhere = write_checkpoint(root / "elsewhere", moved, PLAIN, world_size=4)
+    shutil.copy(elsewhere / METADATA_FILE, root / NAME / METADATA_FILE)
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=rf"Expected data files of 3 ranks in .*, got {data_file(3)}"):
+        PublishedCheckpoint.open(open_store(root), NAME)
+
+
+def test_a_data_file_that_is_shorter_than_the_metadata_says_is_refused(root: Path):
+    path = root / NAME / data_file(2)
+    path.write_bytes(path.read_bytes()[:-5000])
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=f"Expected blobs within the .* bytes of {data_file(2)} in .*meta"):
+        PublishedCheckpoint.open(open_store(root), NAME)
+
+
+def test_a_tensor_with_a_gap_is_refused_when_it_is_opened(tmp_path: Path):
+    cuts = row_cuts((7, 3), 2, 5)
+    write_checkpoint(tmp_path / NAME, {"model.w": (torch.ones(7, 3), [cuts[0]])}, {}, world_size=1)
+    with pytest.raises(CheckpointDamagedError, match=r"model\.w"):
+        PublishedCheckpoint.open(open_store(tmp_path), NAME)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
+def test_a_train_state_that_is_no_object_is_refused(root: Path, content: bytes):
+    (root / NAME / TRAIN_STATE_FILE).write_bytes(content)
+    _mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=TRAIN_STATE_FILE):
+        PublishedCheckpoint.open(open_store(root), NAME)
+
+
+def test_plain_data_that_cannot_be_unpickled_safely_is_refused(root: Path):
+    folder = root / NAME
+    path = folder / manifest_file(0)
+    manifest = Manifest.from_bytes(path.read_bytes(), "")
+    chunk = manifest.chunks[-1]
+    assert not chunk.dtype
+    content = bytearray((folder / data_file(0)).read_bytes())
+    changed = plain_blob(PLAIN["rng.0.python"]).replace(b"state", b"s\x00\xff\xfee")
+    content[chunk.blob_offset :] = changed
+    (folder / data_file(0)).write_bytes(content)
+    chunks = (*manifest.chunks[:-1], chunk._replace(digests=digests_of(changed)))
+    path.write_bytes(Manifest(*list(vars(manifest).values())[:4], chunks).to_bytes())
+    _mark_again(folder)
+    with pytest.raises(CheckpointDamagedError, match=r"Expected plain data 'rng.0.python' in .*__0_0.distcp, got"):
+        read_all(root)

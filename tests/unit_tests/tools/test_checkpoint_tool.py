@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tests.checkpoints import row_cuts, whole, write_checkpoint
+from tools import checkpoint
+
+TENSORS = {
+    "model.embedding.weight": (torch.randn(9, 4), row_cuts((9, 4), 3, 4, 2)),
+    "model.layers.0.weight": (torch.randn(6, 5).bfloat16(), row_cuts((6, 5), 0, 6)),
+    "optimizer.state.layers.0.weight.step": (torch.tensor(4.0), whole(torch.tensor(4.0), rank=2)),
+}
+PLAIN = {"optimizer.param_groups": [{"lr": 0.1}]}
+TRAIN_STATE = {"progress": {"iteration": 10}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    write_checkpoint(folder / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=TRAIN_STATE)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
+    return folder
+
+
+@pytest.fixture
+def torch_dcp(tmp_path: Path) -> Path:
+    """A checkpoint that PyTorch wrote."""
+    folder = tmp_path / "dcp" / "iter_0000010"
+    state = {"model": {"embedding.weight": TENSORS["model.embedding.weight"][0]}, "optim": {"lr": [0.5]}}
+    dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+class Run:
+    """One call of the tool."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str]:
+        """The exit code and what was printed."""
+        code = checkpoint.main([str(argument) for argument in arguments])
+        printed = self._capsys.readouterr()
+        if code == 2:
+            (line,) = printed.err.splitlines()
+            assert line.startswith("checkpoint.py: Expected")
+            return code, line
+        assert printed.err == ""
+        return code, printed.out
+
+    def json(self, *arguments: str | Path) -> Any:
+        return json.loads(self(*arguments, "--json")[1])
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp: Path, run: Run):
+    shutil.copytree(torch_dcp, root / "iter_0000020")
+    for name in ("iter_0000030.abc.saving", "iter_0000005.abc.deleting", "iter_0000031", "tensorboard"):
+        (root / name).mkdir()
+    for name in ("iter_0000040", "iter_0000050", "iter_0000060"):
+        shutil.copytree(root / "iter_0000010", root / name)
+    flip(root / "iter_0000040" / "published.json", 30)
+    (root / "iter_0000050" / "__1_0.distcp").unlink()
+    (root / "iter_0000060" / "published.json").unlink()
+    rows = {row["name"]: row for row in run.json("list", root)}
+    assert {name: (row["format"], row["state"]) for name, row in rows.items()} == {
+        "iter_0000005.abc.deleting": (None, "being deleted"),
+        "iter_0000010": ("fsdp_dtensor", "published"),
+        "iter_0000020": ("torch_dcp", "published"),
+        "iter_0000030.abc.saving": (None, "draft"),
+        "iter_0000031": (None, "draft"),
+        "iter_0000040": ("fsdp_dtensor", "damaged"),
+        "iter_0000050": ("fsdp_dtensor", "damaged"),
+        "iter_0000060": ("fsdp_dtensor", "damaged"),
+    }
+    files = [path for path in (root / "iter_0000010").iterdir() if path.name != "published.json"]
+    assert rows["iter_0000010"]["num_bytes"] == sum(path.stat().st_size for path in files)
+    assert rows["iter_0000010"]["world_size"] == 3
+    assert "__1_0.distcp" in rows["iter_0000050"]["problem"]
+    assert "published.json" in rows["iter_0000060"]["problem"]
+    assert [name for name, row in rows.items() if row["is_latest"]] == ["iter_0000010"]
+    code, printed = run("list", root)
+    assert code == 0
+    assert len(printed.splitlines()) == len(rows)
+    assert "iter_0000010   fsdp_dtensor published" in printed
+    assert printed.count("<- latest") == 1
+
+
+def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Run):
+    code, printed = run("show", root / "iter_0000010")
+    lines = printed.splitlines()
+    assert code == 0
+    assert lines[0].endswith("iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save")
+    assert [" ".join(line.split()) for line in lines[1:4]] == [
+        "model.embedding.weight float32 [9, 4] 144 B 3 chunks, ranks 0-2",
+        "model.layers.0.weight bfloat16 [6, 5] 60 B 1 chunks, rank 1",
+        "optimizer.state.layers.0.weight.step float32 [] 4 B 1 chunks, rank 2",
+    ]
+    assert "plain data" in lines[4]
+    assert lines[5] == "3 tensors of 208 B, 1 pieces of plain data"
+    _, printed = run("show", root / "iter_0000010", "--chunks", "--key", "*.embedding.*")
+    assert "    [3:7, 0:4]  rank 1: __1_0.distcp, " in printed
+    assert "layers" not in printed
+    report = run.json("show", root / "iter_0000010", "--key", "model.l*")
+    (row,) = report["tensors"]
+    assert (row["key"], row["dtype"], row["shape"]) == ("model.layers.0.weight", "bfloat16", [6, 5])
+    (chunk,) = row["chunks"]
+    assert (chunk["offsets"], chunk["sizes"], chunk["rank"], chunk["file"]) == ([0, 0], [6, 5], 1, "__1_0.distcp")
+    assert report["plain"] == []
+    assert report["train_state"] == TRAIN_STATE
+
+
+def test_show_reads_what_pytorch_wrote(torch_dcp: Path, run: Run):
+    code, printed = run("show", torch_dcp)
+    assert code == 0
+    assert "format torch_dcp" in printed
+    assert "model.embedding.weight  float32   [9, 4]" in printed
+    assert "rank 0" in printed
+
+
+def test_verify_finds_a_whole_checkpoint_intact(root: Path, run: Run):
+    code, printed = run("verify", root / "iter_0000010")
+    assert code == 0
+    assert "iter_0000010: intact, " in printed
+    report = run.json("verify", root / "iter_0000010")
+    assert report["is_intact"]
+    assert report["problems"] == []
+    assert report["num_bytes"] == sum(path.stat().st_size for path in (root / "iter_0000010").glob("*.distcp"))
+
+
+def test_verify_lists_all_that_is_wrong(root: Path, run: Run):
+    folder = root / "iter_0000010"
+    flip(folder / "__0_0.distcp", 4096)
+    flip(folder / "__2_0.distcp", 4097)
+    (folder / "train_state.json").unlink()
+    code, printed = run("verify", folder)
+    assert code == 1
+    assert "digests of 'model.embedding.weight' at (0, 0)" in printed
+    assert "digests of 'model.embedding.weight' at (7, 0)" in printed
+    assert "train_state.json" in printed
+    report = run.json("verify", folder)
+    assert not report["is_intact"]
+    assert len(report["problems"]) == len(printed.splitlines()) - 1 == 4
+
+
+@pytest.mark.parametrize("file", ["published.json", ".metadata", "manifest_1.json", "train_state.json", "__1_0.distcp"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_verify_finds_any_damaged_file(root: Path, run: Run, file: str, damage: str):
+    path = root / "iter_0000010" / file
+    if damage == "flip":
+        flip(path, path.stat().st_size // 2)
+    elif damage == "truncate":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    code, printed = run("verify", root / "iter_0000010")
+    assert code == 1
+    assert file in printed
+
+
+def test_verify_says_of_the_other_format_that_it_has_no_digests(torch_dcp: Path, run: Run):
+    code, line = run("verify", torch_dcp)
+    assert code == 2
+    assert "got one of the format torch_dcp, which has none" in line
+
+
+def test_diff_names_each_difference_and_ends_as_diff_does(root: Path, tmp_path: Path, run: Run):
+    changed = {key: (tensor.clone(), cuts) for key, (tensor, cuts) in TENSORS.items()}
+    changed["model.embedding.weight"][0][8, 3] += 2.0
+    del changed["model.layers.0.weight"]
+    changed["model.more"] = (torch.ones(2), row_cuts((2,), 1, 1))
+    write_checkpoint(tmp_path / "b", changed, {"optimizer.param_groups": [{"lr": 0.2}]}, world_size=3)
+    code, printed = run("diff", root / "iter_0000010", tmp_path / "b")
+    assert code == 1
+    assert [line.split("  ", 1)[1].strip() for line in printed.splitlines()[:-1]] == [
+        "1 elements differ, by 2 at most",
+        "only in A",
+        "bit-equal",
+        "differs in values: [{'lr': 0.1}] and [{'lr': 0.2}]",
+        "only in B",
+    ]
+    assert printed.splitlines()[-1] == "1 of 5 keys are equal"
+    rows = run.json("diff", root / "iter_0000010", tmp_path / "b")["keys"]
+    assert rows[0]["outcome"] == "values"
+    assert rows[0]["max_difference"] == pytest.approx(2.0)
+    assert run("diff", root / "iter_0000010", tmp_path / "b", "--key", "*.step")[0] == 0
+    assert run("diff", root / "iter_0000010", root / "iter_0000010")[0] == 0
+
+
+def test_diff_reads_what_pytorch_wrote(root: Path, torch_dcp: Path, run: Run):
+    code, printed = run("diff", root / "iter_0000010", torch_dcp)
+    assert code == 1
+    assert "model.embedding.weight                bit-equal" in printed
+
+
+def test_a_difference_that_is_no_number_is_json(tmp_path: Path, run: Run):
+    for name, value in (("a", 1.0), ("b", float("nan"))):
+        tensor = torch.tensor([value])
+        write_checkpoint(tmp_path / name, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
+    assert run.json("diff", tmp_path / "a", tmp_path / "b")["keys"][0]["max_difference"] == "inf"
+
+
+@pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
+def test_convert_moves_a_checkpoint_out_and_in_again(root: Path, tmp_path: Path, run: Run, name: str):
+    code, printed = run("convert", root / "iter_0000010", tmp_path / name)
+    assert (code, printed) == (0, f"{tmp_path / name}: 3 tensors of 208 B\n")
+    path = tmp_path / name
+    state = torch.load(path, weights_only=True) if path.suffix == ".pt" else safetensors.torch.load_file(path)
+    assert torch.equal(state["model.embedding.weight"], TENSORS["model.embedding.weight"][0])
+    report = run.json("convert", path, tmp_path / "in" / "iter_0000300")
+    assert report == {"target": f"{tmp_path}/in/iter_0000300", "num_tensors": 3, "num_bytes": 208}
+    assert run("diff", root / "iter_0000010", tmp_path / "in" / "iter_0000300")[0] == 0
+    assert run("verify", tmp_path / "in" / "iter_0000300")[0] == 0
+    assert [row["state"] for row in run.json("list", tmp_path / "in")] == ["published"]
+
+
+def test_vanilla_dcp_loads_what_was_converted(tmp_path: Path, run: Run):
+    model = torch.nn.Linear(5, 3)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert run("convert", tmp_path / "model.pt", tmp_path / "in" / "iter_0000001", "--prefix", "model.")[0] == 0
+    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "in" / "iter_0000001", no_dist=True)
+    assert torch.equal(state["model"]["weight"], model.weight)
+    assert torch.equal(state["model"]["bias"], model.bias)
+    report = run.json("show", tmp_path / "in" / "iter_0000001")
+    assert report["train_state"] == {"format_version": 1, "progress": {"iteration": 1}}
+
+
+def test_convert_takes_what_pytorch_wrote(torch_dcp: Path, tmp_path: Path, run: Run):
+    assert run("convert", torch_dcp, tmp_path / "all.pt")[0] == 0
+    state = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert torch.equal(state["model.embedding.weight"], TENSORS["model.embedding.weight"][0])
+
+
+def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
+    (tmp_path / "all.pt").write_text("mine")
+    code, line = run("convert", root / "iter_0000010", tmp_path / "all.pt")
+    assert (code, line) == (2, f"checkpoint.py: Expected no file yet at {tmp_path}/all.pt, got one.")
+    assert (tmp_path / "all.pt").read_text() == "mine"
+    assert run("convert", root / "iter_0000010", tmp_path / "new.pt")[0] == 0
+    code, line = run("convert", tmp_path / "new.pt", root / "iter_0000010")
+    assert code == 2
+    assert "Expected no checkpoint yet at" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "{0}/none"], "Expected a folder of checkpoints at {0}/none, got none"),
+        (["show", "{0}/none"], "Expected a checkpoint in {0}/none"),
+        (["show", "{0}"], "Expected a checkpoint in {0}"),
+        (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got nothing there"),
+        (["diff", "{0}/iter_0000010", "{0}/none"], "Expected a checkpoint in {0}/none"),
+        (["convert", "{0}/none", "{0}/x.pt"], "Expected a checkpoint in {0}/none"),
+        (["convert", "{0}/none", "{0}/iter_0000020"], "Expected a file to convert to iter_0000020, got {0}/none"),
+        (["convert", "{0}/iter_0000010", "{0}/iter_0000020"], "Expected a file to convert to iter_0000020, got"),
+        (["convert", "{0}/iter_0000010", "{0}/x.pt", "--prefix", "m."], "Expected --prefix for a checkpoint"),
+        (["convert", "{0}/latest_checkpointed_iteration.txt", "{0}/iter_0000020"], "Expected what torch.save writes"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(root: Path, run: Run, arguments: list[str], message: str):
+    before = sorted(path.name for path in root.iterdir())
+    code, line = run(*(argument.format(root) for argument in arguments))
+    assert code == 2
+    assert message.format(root) in line
+    assert sorted(path.name for path in root.iterdir()) == before
+
+
+def test_the_tool_is_a_program_that_needs_no_process_group(root: Path):
+    program = [sys.executable, Path(checkpoint.__file__), "verify", root / "iter_0000010", "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["is_intact"]
+
+
+def test_a_store_behind_a_url_is_used_as_well(root: Path, tmp_path: Path, run: Run):
+    files, url = fsspec.filesystem("memory"), "memory://checkpoint_tool"
+    assert run("convert", root / "iter_0000010", tmp_path / "all.pt")[0] == 0
+    try:
+        assert run("convert", tmp_path / "all.pt", f"{url}/iter_0000020")[0] == 0
+        assert run("verify", f"{url}/iter_0000020")[0] == 0
+        assert run("diff", f"{url}/iter_0000020", root / "iter_0000010")[0] == 0
+        assert [row["state"] for row in run.json("list", url)] == ["published"]
+        files.rm("/checkpoint_tool/iter_0000020/published.json")
+        assert [row["state"] for row in run.json("list", url)] == ["draft"]
+    finally:
+        files.rm("/checkpoint_tool", recursive=True)
