@@ -90,6 +90,8 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.manifest",
         "megatron.core.dist_checkpointing.blob",
         "megatron.core.dist_checkpointing.metadata",
+        "megatron.core.dist_checkpointing.metadata_reading",
+        "megatron.core.dist_checkpointing.coverage",
         "megatron.core.dist_checkpointing.store",
         "megatron.core.dist_checkpointing.data_file",
         "megatron.core.dist_checkpointing.small_files",

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.blob import blob_frame
+from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     BLOCK_BYTES,
@@ -27,7 +28,7 @@ from megatron.core.dist_checkpointing.manifest import (
     dtype_named,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata import check_coverage, parse_metadata
+from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.small_files import (
     Blob,
     blobs_by_file,

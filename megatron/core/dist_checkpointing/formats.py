@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
+from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
-from megatron.core.dist_checkpointing.metadata import check_coverage, parse_metadata
+from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.small_files import path_of, read_train_state, system_errors
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.chunk_data import ChunkData
+from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     METADATA_FILE,
@@ -32,7 +33,7 @@ from megatron.core.dist_checkpointing.manifest import (
     data_file,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata import check_coverage, parse_metadata
+from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.small_files import (
     Blob,
     blobs_by_file,

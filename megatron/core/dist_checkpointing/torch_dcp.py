@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.metadata import parse_metadata
+from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.state import check_tensors
 from megatron.core.files import published, sync_folder
 
