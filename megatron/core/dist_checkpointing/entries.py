@@ -168,7 +168,11 @@ class Contents:
         return [entry for group in self.groups for entry in group.entries]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its key, for PyTorch DCP: nothing is copied, and no rank is asked."""
+        """Every tensor by its key, for PyTorch DCP: no rank is asked.
+
+        They are the state's own memory, so that `dcp.load` writes into it; but those of states in a format with a scale
+        are copies in fp32, to be saved.
+        """
         return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
 
     def frozen(self) -> Contents:

@@ -254,6 +254,9 @@ class _RecordReader:
             self._fail(f"a {kind.__name__}", f"a {type(record).__name__}")
         fields: dict[str, Any] = record.__dict__
         needed, optional = _FIELDS[kind]
+        for name in fields:
+            # A record may be among them, which cannot be looked up any more once it has become an object.
+            self._expect(name, str, f"the name of a field of a {kind.__name__}")
         if fields.keys() != needed and not needed <= fields.keys() <= needed | optional:
             self._fail(f"the fields {sorted(needed)} of a {kind.__name__}", f"{list(fields)!r:.200}")
         return fields

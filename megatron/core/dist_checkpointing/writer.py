@@ -78,6 +78,8 @@ def write_reason(draft: Draft, file: str, reason: str) -> None:
     """Leaves word for the other ranks, if the file system still takes any."""
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
     with contextlib.suppress(OSError):
+        # It may be what could not be made before.
+        draft.store.make_folder(draft.name)
         draft.store.write(draft.path(file), content.encode())
 
 

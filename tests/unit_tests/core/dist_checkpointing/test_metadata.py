@@ -523,6 +523,7 @@ def is_greedy(content: bytes) -> bool:
 
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from([COMPOSED, PICKLED]), st.integers(0), st.integers(1, 255))
+@example(PICKLED, 6418, 124)  # a record as the name of a field
 def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_error(content, place, change):
     damaged = bytearray(content)
     damaged[place % len(content)] ^= change
