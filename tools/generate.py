@@ -25,7 +25,7 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize
 from megatron.training.arguments import section_from_values
-from megatron.training.checkpointing import load_weights
+from megatron.training.loading import load_weights
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, padded_vocab_size
 
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")

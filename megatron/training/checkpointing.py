@@ -1,4 +1,4 @@
-"""A run's checkpoint: model, optimizer, schedule, random generators and counters, saved and loaded as one."""
+"""What a run's checkpoint covers, and saving it: model, optimizer, schedule, random generators and counters as one."""
 
 from __future__ import annotations
 
@@ -6,55 +6,34 @@ import logging
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
-from megatron.core.dist_checkpointing.entries import Entry
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
-from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
-from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.state import DCPState
-from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata, save_checkpoint
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.torch_dcp import save_checkpoint
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
 from megatron.training.config import RunConfig
-from megatron.training.rng import rng_state, set_rng_state
+from megatron.training.rng import rng_state
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 1
-# Settings that may differ between a checkpoint and the run that loads it without a word.
-_UNREMARKABLE = {
-    "save",
-    "load",
-    "ckpt_format",
-    "async_save",
-    "metrics_jsonl",
-    "tensorboard_dir",
-    "progress_bar",
-    "log_interval",
-    "exit_interval",
-}
+FORMAT_VERSION = 1
 
 
 @dataclass
@@ -154,7 +133,7 @@ class Checkpointer:
             state.model,
             state.optimizer.optimizer,
             with_states=self._config.checkpoint.save_optim,
-            private=_private(rng_state(self._device)),
+            private=private_rng(rng_state(self._device)),
             rank=rank,
             world_size=world_size,
         )
@@ -172,14 +151,14 @@ def save_torch_dcp(config: RunConfig, state: RunState, device: Device) -> None:
         raise RuntimeError("Expected --save to be set where a checkpoint is saved, got none.")
     start = time.perf_counter()
     optimizer = state.optimizer.optimizer if config.checkpoint.save_optim else None
-    tensors = {**DCPState(state.model, optimizer).state_dict(), **_rng_entry(rng_state(device))}
+    tensors = {**DCPState(state.model, optimizer).state_dict(), **rng_entry(rng_state(device))}
     folder = save_checkpoint(config.checkpoint.save, state.progress.iteration, tensors, _train_state(config, state))
     logger.info("saved checkpoint %s in %.2f s", folder, time.perf_counter() - start)
 
 
 def _train_state(config: RunConfig, state: RunState) -> dict[str, Any]:
     train_state = {
-        "format_version": _FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "progress": vars(state.progress),
         "schedule": state.schedule.state(),
         "world_size": dist.get_world_size(),
@@ -189,61 +168,6 @@ def _train_state(config: RunConfig, state: RunState) -> dict[str, Any]:
     if state.optimizer.loss_scaler is not None:
         train_state["loss_scaler"] = state.optimizer.loss_scaler.state()
     return train_state
-
-
-def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
-    """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
-
-    One that turns out to be damaged is passed over, loudly, for the one before it, unless `--ckpt-step` names it.
-
-    Returns:
-        Whether there was one. `--load` may name a folder without any, unless `--exit-on-missing-checkpoint` is set.
-
-    Raises:
-        CheckpointError: for a checkpoint that is there but cannot be loaded; `state` has not been changed unless a
-            data file turned out to be unreadable or damaged, and no earlier checkpoint was whole.
-        ConfigError: if there is none and there must be, or its schedule differs from this run's.
-    """
-    checkpoint, root = config.checkpoint, config.checkpoint.load
-    if root is None:
-        return False
-    store = open_store(root)
-    wanted = on_first_rank(lambda: _wanted_iterations(checkpoint, store), f"looking for checkpoints in {root}")
-    if not wanted:
-        logger.info("no checkpoint found in %s, starting from the beginning", root)
-        return False
-    failures: list[CheckpointDamagedError] = []
-    for iteration in wanted:
-        name = checkpoint_name(iteration)
-        try:
-            train_state = _load_any(config, state, device, store, name)
-        except CheckpointDamagedError as failure:
-            logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, failure)
-            failures.append(failure)
-            continue
-        if not checkpoint.finetune:
-            _report_differences(config, train_state)
-        logger.info(
-            "loaded checkpoint %s/%s; this run begins after iteration %d and %d samples",
-            root,
-            name,
-            state.progress.iteration,
-            state.progress.consumed_samples,
-        )
-        return True
-    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {failures[0]}") from failures[0]
-
-
-def load_weights(store: Store, name: str, model: nn.Module) -> None:
-    """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
-    if format_of(store, name) == FSDP_DTENSOR:
-        checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
-        load_entries(checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*")))
-        return
-    folder, app = Path(store.root) / name, DCPState(model)
-    tensors = app.state_dict()
-    load_tensors(folder, read_metadata(folder), tensors, ("rng.", "optim."))
-    app.load_state_dict(tensors)
 
 
 def check_save_folder(config: CheckpointConfig, start_iteration: int) -> None:
@@ -276,199 +200,11 @@ def _check_save_folder(root: str, start_iteration: int) -> None:
         )
 
 
-def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
-    """The checkpoints to try, in this order; none if there are none."""
-    published = published_iterations(store)
-    if config.ckpt_step is not None:
-        if config.ckpt_step not in published:
-            raise ConfigError(
-                f"--ckpt-step: expected one of {published}, which are in {store.root}, got {config.ckpt_step}."
-            )
-        return [config.ckpt_step]
-    newest = latest_iteration(store)
-    if newest is None and config.exit_on_missing_checkpoint:
-        raise ConfigError(
-            f"--load: expected a checkpoint in {store.root}, got none, and --exit-on-missing-checkpoint is set."
-        )
-    return published[::-1]
-
-
-def _load_any(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
-    """Loads one checkpoint of either format. Returns its `train_state.json`."""
-    if on_first_rank(lambda: format_of(store, name), f"looking at {name}") == FSDP_DTENSOR:
-        return _load_fsdp_dtensor(config, state, device, store, name)
-    return _load_torch_dcp(config, state, device, store, name)
-
-
-class _Plain(NamedTuple):
-    """What of a checkpoint is plain data, read and checked; installed once the tensors are there."""
-
-    progress: Progress
-    schedule: LRSchedule
-    loss_scaler: LossScaler | None
-    loads_optimizer: bool
-
-    @classmethod
-    def read(cls, config: RunConfig, state: RunState, train_state: dict[str, Any], folder: str) -> _Plain:
-        """CheckpointError, ConfigError for what cannot be taken over; `state` stays as it is."""
-        checkpoint = config.checkpoint
-        progress, schedule = _progress(train_state, folder), state.schedule
-        if not checkpoint.finetune:
-            schedule = _schedule(config.schedule, state.schedule, train_state, folder)
-        loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
-        scaler = state.optimizer.loss_scaler
-        if loads_optimizer:
-            scaler = _loss_scaler(scaler, train_state, folder)
-        return cls(progress, schedule, scaler, loads_optimizer)
-
-    def install(self, config: RunConfig, state: RunState) -> None:
-        state.optimizer.loss_scaler = self.loss_scaler
-        if not config.checkpoint.finetune:
-            state.schedule = self.schedule
-            vars(state.progress).update(vars(self.progress))
-
-
-def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
-    flags, optimizer = config.checkpoint, state.optimizer.optimizer
-    checkpoint = on_all_ranks(lambda: PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint))
-    plain = _Plain.read(config, state, checkpoint.train_state, checkpoint.path)
-    own_rng = None
-    if not flags.finetune and flags.load_rng:
-        own_rng = _saved_rng(checkpoint.metadata, device)
-    contents = collect(
-        state.model,
-        optimizer,
-        with_states=plain.loads_optimizer,
-        private={} if own_rng is None else _private(own_rng),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    skip = [*flags.load_skip_keys, *(() if own_rng is not None else ("rng.*",))]
-    if not plain.loads_optimizer:
-        skip.append("optimizer.*")
-
-    def check() -> tuple[list[Entry], Any]:
-        entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-        has_groups = PARAM_GROUPS in contents.plain and PARAM_GROUPS in checkpoint.plain_keys()
-        return entries, checkpoint.read_plain(PARAM_GROUPS) if has_groups else None
-
-    entries, groups = on_all_ranks(check)
-    on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
-    if groups is not None:
-        loaded = {entry.key for entry in entries}
-        names = {
-            parameter: own
-            for parameter, own in contents.names.items()
-            if all(f"model.{name}" in loaded for name in own)
-        }
-        with _own_constants(optimizer):
-            install_param_groups(optimizer, names, groups)
-    plain.install(config, state)
-    if own_rng is not None:
-        set_rng_state(device, own_rng)
-    return checkpoint.train_state
-
-
-def _load_torch_dcp(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
-    checkpoint, folder = config.checkpoint, Path(store.root) / name
-    train_state = read_train_state(store, name)
-    # Read and checked first, installed last: a refusal must leave the run as it was.
-    plain = _Plain.read(config, state, train_state, str(folder))
-    app = DCPState(state.model, state.optimizer.optimizer if plain.loads_optimizer else None)
-    tensors = app.state_dict()
-    metadata = read_metadata(folder)
-    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)
-    if own_rng is not None:
-        tensors |= _rng_entry(own_rng)
-    load_tensors(folder, metadata, tensors, ("rng.",) if plain.loads_optimizer else ("rng.", "optim."))
-    with _own_constants(state.optimizer.optimizer):
-        app.load_state_dict(tensors)
-    plain.install(config, state)
-    if own_rng is not None:
-        set_rng_state(device, own_rng)
-    return train_state
-
-
-@contextmanager
-def _own_constants(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """What the flags say of weight decay, betas and the like holds; a checkpoint's groups would silently undo it."""
-    constants = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    yield
-    for group, own_constants in zip(optimizer.param_groups, constants, strict=True):
-        group.update(own_constants)
-
-
-def _progress(train_state: dict[str, Any], folder: str) -> Progress:
-    if train_state.get("format_version") != _FORMAT_VERSION:
-        raise CheckpointError(
-            f"Expected format version {_FORMAT_VERSION} in {folder}, got {train_state.get('format_version')!r}."
-        )
-    try:
-        return Progress(**train_state["progress"])
-    except (KeyError, TypeError) as failure:
-        raise CheckpointError(f"Expected the run's counters in {folder}, got {failure}.") from None
-
-
-def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, Any], folder: str) -> LRSchedule:
-    """This run's schedule or the checkpoint's, as the flags say; ConfigError if they differ and no flag says."""
-    try:
-        saved = LRSchedule.from_state(train_state["schedule"])
-    except (KeyError, TypeError) as failure:
-        raise CheckpointError(f"Expected a learning-rate schedule in {folder}, got {failure}.") from None
-    if saved == own or config.override_opt_param_scheduler:
-        return own
-    if config.use_checkpoint_opt_param_scheduler:
-        return saved
-    differences = ", ".join(
-        f"{name} {saved_value} (checkpoint) and {own.state()[name]} (this run)"
-        for name, saved_value in saved.state().items()
-        if saved_value != own.state()[name]
-    )
-    raise ConfigError(
-        f"--load: expected the learning-rate schedule of the checkpoint, got {differences}. "
-        "Choose with --override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
-    )
-
-
-def _loss_scaler(own: LossScaler | None, train_state: dict[str, Any], folder: str) -> LossScaler | None:
-    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had none."""
-    if own is None or "loss_scaler" not in train_state:
-        return own
-    try:
-        return own.from_state(train_state["loss_scaler"])
-    except (AttributeError, ValueError) as failure:
-        raise CheckpointError(f"Expected the state of a loss scaler in {folder}, got {failure}.") from None
-
-
-def _private(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Random generators are each rank's own."""
     return {f"rng.{kind}": tensor for kind, tensor in states.items()}
 
 
-def _rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
+def rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Random generators are each rank's own, so their keys carry the rank."""
     return {"rng": {str(dist.get_rank()): states}}
-
-
-def _saved_rng(metadata: Metadata, device: Device) -> dict[str, torch.Tensor] | None:
-    """Tensors to load this rank's generators into, if the checkpoint has states of as many ranks as run now."""
-    keys = metadata.state_dict_metadata
-    saved_ranks = {key.split(".")[1] for key in keys if key.startswith("rng.")}
-    own = rng_state(device)
-    if len(saved_ranks) == dist.get_world_size() and all(f"rng.{dist.get_rank()}.{name}" in keys for name in own):
-        return own
-    logger.info(
-        "the checkpoint has random states of %d ranks (%s), this run wants %d (%s): dropout goes on with fresh ones",
-        len(saved_ranks),
-        ", ".join(sorted({key.split(".", 2)[2] for key in keys if key.startswith("rng.")})) or "none",
-        dist.get_world_size(),
-        ", ".join(sorted(own)),
-    )
-    return None
-
-
-def _report_differences(config: RunConfig, train_state: dict[str, Any]) -> None:
-    saved, own = train_state.get("config", {}), config.values()
-    for name in own:
-        if name not in _UNREMARKABLE and name in saved and saved[name] != own[name]:
-            logger.info("resuming with another %s: %s in the checkpoint, %s now", name, saved[name], own[name])

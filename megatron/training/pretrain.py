@@ -27,9 +27,10 @@ from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.arguments import describe
-from megatron.training.checkpointing import Checkpointer, Progress, RunState, check_save_folder, load_run
+from megatron.training.checkpointing import Checkpointer, Progress, RunState, check_save_folder
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch, process_group
+from megatron.training.loading import load_run
 from megatron.training.loop import Surroundings, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all

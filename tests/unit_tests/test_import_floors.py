@@ -124,6 +124,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.metrics",
         "megatron.training.config",
         "megatron.training.checkpointing",
+        "megatron.training.loading",
         "megatron.training.loop",
     ],
     ["megatron.training.arguments", "megatron.training.pretrain"],

@@ -265,7 +265,7 @@ class CheckpointManager:
             elif writer.failure is not None:
                 raise writer.failure
             else:
-                await_outcome(save.draft, 2 * self._timeout_seconds)  # rank 0 gives up first
+                await_outcome(save.draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
             self._last_published = time.monotonic()
             logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, _seconds(save.start))
             if self._rank == 0:

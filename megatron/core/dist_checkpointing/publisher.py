@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
-from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, read_reason, write_reason
+from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
 
@@ -66,10 +66,10 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
 
 def abandon(draft: Draft, reason: str) -> None:
     """Tells the other ranks that a save has come to nothing."""
-    write_reason(draft, ABANDONED_FILE, reason)
+    give_up(draft, 0, ABANDONED_FILE, reason)
 
 
-def await_outcome(draft: Draft, timeout_seconds: float) -> None:
+def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
     """What the other ranks do instead of `publish`: returns once the checkpoint is published.
 
     Raises:
@@ -84,7 +84,9 @@ def await_outcome(draft: Draft, timeout_seconds: float) -> None:
         if _is_published(draft):
             return True
         if not is_there:
-            raise CheckpointError(f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept.")
+            reason = f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
+            give_up(draft, rank, failure_file(rank), reason)  # rank 0 may still come to look for this rank's part
+            raise CheckpointError(reason)
         return False
 
     _poll(draft, look, timeout_seconds, lambda: f"{draft.store.root}/{draft.final} to be published by rank 0")

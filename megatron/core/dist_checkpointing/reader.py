@@ -16,12 +16,11 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.entries import Contents, Entry
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHOWN = 8
 _NUM_THREADS = 2  # that read: while one copies and hashes, another waits for the disk
 
 
@@ -46,22 +45,16 @@ def check_contents(
     problems = []
     plain = [key for key in contents.plain if not _is_among(key, skip)]
     if missing := [key for key in [*plain, *wanted] if key not in saved]:
-        problems.append(f"it lacks {_names(missing)}")
+        problems.append(f"it lacks {few(missing)}")
     if strictness == "raise_all":
         extra = [key for key in saved if key not in wanted and key not in plain]
         if extra:
-            problems.append(f"nothing here takes {_names(extra)}")
+            problems.append(f"nothing here takes {few(extra)}")
     for key, entry in wanted.items():
         if key in saved:
             problems += _differences(entry, saved[key])
     if problems:
-        shown, more = problems[:_MAX_SHOWN], len(problems) - _MAX_SHOWN
-        raise CheckpointError(
-            f"Expected a checkpoint of this model in {checkpoint.path}, got another: "
-            + "; ".join(shown)
-            + (f"; and {more} more differences" if more > 0 else "")
-            + "."
-        )
+        raise other_model(checkpoint.path, problems)
     return [entry for entry in wanted.values() if entry.is_own]
 
 
@@ -144,9 +137,3 @@ def _differences(entry: Entry, saved: TensorStorageMetadata | BytesStorageMetada
 
 def _is_among(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _names(keys: Sequence[str]) -> str:
-    """The first few of a list of keys, and how many more there are."""
-    shown, more = ", ".join(keys[:_MAX_SHOWN]), len(keys) - _MAX_SHOWN
-    return shown + (f" and {more} more" if more > 0 else "")

@@ -16,10 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.dcp_hooks import describe_shards
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.optimizer.torch_optimizer import init_states
-
-_MAX_NAMES_SHOWN = 8
 
 
 class DCPState(Stateful):
@@ -92,9 +90,9 @@ def check_tensors(path: str, wanted: dict[str, Any], metadata: Metadata, ignored
     }
     problems = []
     if missing := [key for key in tensors if key not in saved]:
-        problems.append(f"it lacks {_names(missing)}")
+        problems.append(f"it lacks {few(missing)}")
     if extra := [key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)]:
-        problems.append(f"the model has no {_names(extra)}")
+        problems.append(f"the model has no {few(extra)}")
     for key, value in tensors.items():
         if key not in saved:
             continue
@@ -103,16 +101,4 @@ def check_tensors(path: str, wanted: dict[str, Any], metadata: Metadata, ignored
         if saved[key].properties.dtype != value.dtype:
             problems.append(f"{key} is {saved[key].properties.dtype} where the model has {value.dtype}")
     if problems:
-        shown, more = problems[:_MAX_NAMES_SHOWN], len(problems) - _MAX_NAMES_SHOWN
-        raise CheckpointError(
-            f"Expected a checkpoint of this model in {path}, got another: "
-            + "; ".join(shown)
-            + (f"; and {more} more differences" if more > 0 else "")
-            + "."
-        )
-
-
-def _names(keys: list[str]) -> str:
-    """The first few of a list of keys, and how many more there are."""
-    shown, more = ", ".join(keys[:_MAX_NAMES_SHOWN]), len(keys) - _MAX_NAMES_SHOWN
-    return shown + (f" and {more} more" if more > 0 else "")
+        raise other_model(path, problems)

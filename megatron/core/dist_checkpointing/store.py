@@ -104,6 +104,9 @@ class Store(Protocol):
     def write(self, path: str, content: bytes) -> None:
         """Writes a small file, whole or not at all, and durable when this returns. Replaces one that is there."""
 
+    def delete(self, path: str) -> None:
+        """Deletes a file, if there is one."""
+
     def open_data(self, path: str) -> DataSink:
         """A new data file. FileExistsError, where rename is atomic, if there is one: it would be another save's."""
 
@@ -188,8 +191,11 @@ class LocalStore:
                 rest = rest[num_read:]
 
     def write(self, path: str, content: bytes) -> None:
-        with published(self._root / path) as stream:
+        with _naming(self._root / path), published(self._root / path) as stream:
             stream.write(content)
+
+    def delete(self, path: str) -> None:
+        (self._root / path).unlink(missing_ok=True)
 
     def open_data(self, path: str) -> DataSink:
         return _LocalSink(self._root / path)
@@ -276,6 +282,10 @@ class RemoteStore:
 
     def write(self, path: str, content: bytes) -> None:
         self._files.pipe_file(self._at(path), content)
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._at(path))
 
     def open_data(self, path: str) -> DataSink:
         return _RemoteSink(self._files, self._at(path))

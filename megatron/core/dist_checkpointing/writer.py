@@ -74,8 +74,12 @@ def failure_file(rank: int) -> str:
     return f"failed_{rank}.json"
 
 
-def write_reason(draft: Draft, file: str, reason: str) -> None:
-    """Leaves word for the other ranks, if the file system still takes any."""
+def give_up(draft: Draft, rank: int, file: str, reason: str) -> None:
+    """Leaves word for the other ranks, on a full disk too: this rank's data file goes first."""
+    # Where drafts have the checkpoints' names, it may be one after all.
+    if draft.store.is_rename_atomic or not draft.store.exists(draft.path(MARKER_FILE)):
+        with contextlib.suppress(OSError):
+            draft.store.delete(draft.path(data_file(rank)))
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
     with contextlib.suppress(OSError):
         # It may be what could not be made before.
@@ -84,7 +88,7 @@ def write_reason(draft: Draft, file: str, reason: str) -> None:
 
 
 def read_reason(draft: Draft, file: str) -> str | None:
-    """What `write_reason` left; None if there is none, or none of this save."""
+    """What `give_up` left; None if there is none, or none of this save."""
     try:
         content = json.loads(draft.store.read(draft.path(file)))
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
@@ -194,10 +198,9 @@ class RankWriter:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
-        # First, since a full disk has room for the reason afterwards.
         if self._file is not None:
             self._file.abort()
-        write_reason(self._draft, failure_file(self._rank), f"{type(error).__name__}: {error}")
+        give_up(self._draft, self._rank, failure_file(self._rank), f"{type(error).__name__}: {error}")
 
 
 def _rows_of(entry: Entry, share: Placed) -> torch.Tensor:
