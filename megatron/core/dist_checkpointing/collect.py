@@ -154,10 +154,10 @@ class _Collector:
                 f"Expected optimizer states that are tensors, got {type(value).__name__} for {name} of {fqn}; "
                 "--ckpt-format torch_dcp takes others."
             )
+        values = Values(local_tensor(value).detach())
+        if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
+            values = ScaledValues(optimizer, parameter, name)
         if value.shape == parameter.shape and value.dim():
-            values = Values(local_tensor(value).detach())
-            if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
-                values = ScaledValues(optimizer, parameter, name)
             return self._like(parameter, values, "optimizer.state.", f".{name}")
         if isinstance(parameter, DTensor) and value.numel() > 1:
             raise CheckpointError(
@@ -165,7 +165,6 @@ class _Collector:
                 f"{tuple(value.shape)} for {name} of {fqn}; --ckpt-format torch_dcp takes others."
             )
         # Its sections share one memory.
-        values = Values(local_tensor(value).detach())
         return [
             self._whole(f"optimizer.state.{section}.{name}", values, self._ranks, is_copied=True)
             for section in self.names[parameter]
@@ -195,10 +194,10 @@ class _Collector:
         self, key: str, tensor: torch.Tensor | Values, ranks: tuple[int, ...], *, is_copied: bool = False
     ) -> Entry:
         values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
-        shape = tuple(values.target().shape)
+        shape = tuple(values.shape)
         saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
         is_own = self._rank in ranks
-        return Entry(saved_as, (0,) * len(shape), values, values.target(), is_own=is_own, is_copied=is_copied)
+        return Entry(saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied)
 
     def _place(self, parameter: torch.Tensor) -> _Place:
         group = group_of(parameter)

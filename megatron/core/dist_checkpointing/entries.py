@@ -37,6 +37,15 @@ class Values:
         self._tensor = tensor
 
     @property
+    def stored(self) -> torch.Tensor:
+        """The state as it is kept."""
+        return self._tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the values, as they are saved."""
         return self._tensor.dtype

@@ -120,6 +120,15 @@ def test_the_files_of_a_folder_are_listed_without_those_of_others(store):
     assert [name for name in store.files(FINAL) if name != SIGN_FILE] == ["a", "b"]
 
 
+def test_a_file_that_is_deleted_is_gone_and_deleting_it_again_does_no_harm(store):
+    store.make_folder(FINAL)
+    for name in ("kept", "deleted"):
+        store.write(f"{FINAL}/{name}", b"content")
+    for _ in range(2):
+        store.delete(f"{FINAL}/deleted")
+        assert [name for name in store.files(FINAL) if name != SIGN_FILE] == ["kept"]
+
+
 def test_making_a_folder_again_leaves_what_it_holds(store):
     store.make_folder(FINAL)
     store.write(f"{FINAL}/file", b"content")
@@ -294,6 +303,12 @@ def test_a_file_that_is_still_being_written_is_not_listed(local):
     assert local.files(FINAL) == ["half", "whole"]
 
 
+def test_a_small_file_that_cannot_be_written_is_named_and_its_folder_stays_away(local):
+    with pytest.raises(FileNotFoundError, match=f"'{local.root}/{FINAL}/file'"):
+        local.write(f"{FINAL}/file", b"content")
+    assert local.folders() == []
+
+
 def test_all_drafts_are_swept_whichever_format_left_them(local):
     names = ["iter_0000010.0a.saving", "iter_0000020.saving", "iter_0000030.0a.saving.0b.deleting"]
     for name in names:
@@ -311,6 +326,15 @@ def test_the_second_of_two_runs_that_publish_the_same_iteration_is_refused(local
         local.publish(second, FINAL)
     assert holds_checkpoint(local, FINAL, b"first")
     assert local.sweep() == [second]
+
+
+def test_not_even_an_empty_folder_is_replaced(local):
+    draft = save(local)
+    local.make_folder(FINAL)
+    with pytest.raises(FileExistsError, match="Expected no checkpoint yet"):
+        local.publish(draft, FINAL)
+    assert local.folders() == [FINAL, draft]
+    assert local.files(FINAL) == []
 
 
 def test_a_publish_that_another_run_outruns_between_look_and_rename_is_refused(local, monkeypatch):
@@ -356,7 +380,7 @@ def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rena
 
 
 def test_a_publish_and_a_sweep_at_once_leave_all_of_a_checkpoint_or_nothing(local):
-    for attempt in range(60):
+    for attempt in range(20):
         final = f"iter_{attempt:07d}"
         draft = save(local, final)
         start, failures = threading.Barrier(2), []
@@ -459,6 +483,20 @@ def test_two_sweeps_at_once_delete_everything_and_neither_fails(local):
     for thread in threads:
         thread.join()
     assert None not in outcomes
+    assert local.folders() == []
+
+
+def test_a_folder_that_another_process_is_deleting_too_is_gone_in_the_end(local, monkeypatch):
+    draft = save(local)
+    real = shutil.rmtree
+
+    def be_outrun(folder: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        (folder / MARKER_FILE).unlink()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", MARKER_FILE)
+
+    monkeypatch.setattr(shutil, "rmtree", be_outrun)
+    assert local.sweep() == [draft]
     assert local.folders() == []
 
 
