@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout
+from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 
 
 class Holding(NamedTuple):
@@ -33,7 +33,7 @@ class Holding(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    ranks: tuple[int, ...]  # ascending
+    ranks: tuple[int, ...] | range  # ascending
 
     @property
     def numel(self) -> int:
@@ -43,7 +43,7 @@ class Holding(NamedTuple):
 class Holdings(Protocol):
     """How one tensor lies on the ranks."""
 
-    def holdings(self, rank: int | None = None) -> Iterable[Holding]:
+    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
         """The chunks of the tensor, in an order that is the same on every rank; none without elements.
 
         Args:
@@ -79,14 +79,6 @@ class RankMesh:
         return self._places.get(rank)
 
 
-class _Rows(NamedTuple):
-    """Rows of a tensor, and the ranks that hold them."""
-
-    first_row: int
-    num_rows: int
-    ranks: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class FlatShards:
     """How a flat buffer of tensors lies on the ranks of a mesh.
@@ -112,27 +104,28 @@ class FlatShards:
         return piece, tuple(sorted(self.mesh.ranks[number :: self._num_pieces]))
 
     @cached_property
-    def _all_rows(self) -> list[list[_Rows]]:
-        """Of each tensor, in the order of its rows."""
-        rows: list[list[_Rows]] = [[] for _ in self.layout.tensor_shapes]
-        for number in range(self._num_pieces):
-            piece, ranks = self._piece(number)
+    def _all_holdings(self) -> list[list[Holding]]:
+        """Of each tensor, in the order of its rows. Made once for all the states that lie as the weights do."""
+        found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
+        for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
-                rows[chunk.tensor].append(_Rows(chunk.first_row, chunk.num_rows, ranks))
-        for each in rows:
-            each.sort()
-        return rows
+                found[chunk.tensor].append(self._holding(chunk, ranks))
+        return found
 
-    def rows(self, tensor: int, rank: int | None) -> Sequence[_Rows]:
-        """The rows of a tensor by the ranks that hold them; with `rank`, only its own."""
+    def _holding(self, chunk: Chunk, ranks: tuple[int, ...]) -> Holding:
+        tail = self.layout.tensor_shapes[chunk.tensor][1:]
+        return Holding((chunk.first_row, *(0,) * len(tail)), (chunk.num_rows, *tail), ranks)
+
+    def holdings(self, tensor: int, rank: int | None) -> Sequence[Holding]:
+        """The chunks of a tensor; with `rank`, only its own."""
         if rank is None:
-            return self._all_rows[tensor]
+            return self._all_holdings[tensor]
         place = self.mesh.place(rank)
         if place is None:
             return ()
         piece, ranks = self._piece(place % self._num_pieces)
         chunk = self.layout.chunk(tensor, piece)
-        return (_Rows(chunk.first_row, chunk.num_rows, ranks),) if chunk.num_rows else ()
+        return (self._holding(chunk, ranks),) if chunk.num_rows else ()
 
 
 class FlatTensor:
@@ -141,12 +134,9 @@ class FlatTensor:
     def __init__(self, shards: FlatShards, tensor: int) -> None:
         self._shards = shards
         self._tensor = tensor
-        self._tail = shards.layout.tensor_shapes[tensor][1:]
 
-    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
-        zeros = (0,) * len(self._tail)
-        for first_row, num_rows, ranks in self._shards.rows(self._tensor, rank):
-            yield Holding((first_row, *zeros), (num_rows, *self._tail), ranks)
+    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
+        return self._shards.holdings(self._tensor, rank)
 
 
 class Section:
@@ -157,12 +147,14 @@ class Section:
         self._first_row = first_row
         self._num_rows = num_rows
 
-    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
+        found = []
         for offsets, sizes, ranks in self._whole.holdings(rank):
             start = max(offsets[0] - self._first_row, 0)
             stop = min(offsets[0] + sizes[0] - self._first_row, self._num_rows)
             if start < stop:
-                yield Holding((start, *offsets[1:]), (stop - start, *sizes[1:]), ranks)
+                found.append(Holding((start, *offsets[1:]), (stop - start, *sizes[1:]), ranks))
+        return found
 
 
 class EvenShards:
@@ -179,7 +171,7 @@ class EvenShards:
         self._mesh = mesh
         self._sharded_dims = tuple(sharded_dims)
 
-    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
+    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
         cuts = [
             range(size) if dim is not None else (0,)
             for size, dim in zip(self._mesh.shape, self._sharded_dims, strict=True)
@@ -188,15 +180,17 @@ class EvenShards:
         if rank is not None:
             place = self._mesh.place(rank)
             if place is None:
-                return
+                return ()
             coordinate = self._mesh.coordinate(place)
             own = tuple(
                 index if dim is not None else 0 for index, dim in zip(coordinate, self._sharded_dims, strict=True)
             )
+        found = []
         for coordinate in itertools.product(*cuts) if own is None else [own]:
             offsets, sizes = self._box(coordinate)
             if math.prod(sizes):
-                yield Holding(offsets, sizes, self._ranks(coordinate))
+                found.append(Holding(offsets, sizes, self._ranks(coordinate)))
+        return found
 
     def _box(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         offsets, sizes = [0] * len(self._shape), list(self._shape)
@@ -220,11 +214,11 @@ class Replicated:
     """A tensor that some ranks hold whole: all of them, or one whose own it is."""
 
     def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
-        self._holding = Holding((0,) * len(shape), tuple(shape), tuple(ranks))
+        # A range looks up a rank, and is hashed, in no time, however many they are.
+        self._holding = Holding((0,) * len(shape), tuple(shape), ranks if isinstance(ranks, range) else tuple(ranks))
 
-    def holdings(self, rank: int | None = None) -> Iterator[Holding]:
-        if self._holding.numel and (rank is None or rank in self._holding.ranks):
-            yield self._holding
+    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
+        return (self._holding,) if self._holding.numel and (rank is None or rank in self._holding.ranks) else ()
 
 
 class Share(NamedTuple):
@@ -246,23 +240,22 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
     Yields:
         The shares, in the order of the tensors.
     """
-    held = [
-        (number, holding, holding.numel * itemsize)
-        for number, (tensor, itemsize) in enumerate(tensors)
-        for holding in tensor.holdings(rank)
-    ]
-    totals: dict[tuple[int, ...], int] = {}
-    for _, holding, nbytes in held:
-        if len(holding.ranks) > 1:
-            totals[holding.ranks] = totals.get(holding.ranks, 0) + nbytes
+    held = [tensor.holdings(rank) for tensor, _ in tensors]
+    totals: dict[tuple[int, ...] | range, int] = {}
+    for (_, itemsize), holdings in zip(tensors, held, strict=True):
+        for holding in holdings:
+            if len(holding.ranks) > 1:
+                totals[holding.ranks] = totals.get(holding.ranks, 0) + holding.numel * itemsize
     before = dict.fromkeys(totals, 0)
-    for number, holding, nbytes in held:
-        ranks = holding.ranks
-        if len(ranks) == 1:
-            yield Share(number, holding.offsets, holding.sizes, ranks[0])
-            continue
-        yield from _cut(number, holding, nbytes, before[ranks], totals[ranks], rank)
-        before[ranks] += nbytes
+    for number, ((_, itemsize), holdings) in enumerate(zip(tensors, held, strict=True)):
+        for holding in holdings:
+            offsets, sizes, ranks = holding
+            if len(ranks) == 1:
+                yield Share(number, offsets, sizes, ranks[0])
+                continue
+            nbytes = holding.numel * itemsize
+            yield from _cut(number, holding, nbytes, before[ranks], totals[ranks], rank)
+            before[ranks] += nbytes
 
 
 def _cut(number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None) -> Iterator[Share]:

@@ -85,9 +85,10 @@ class _Collector:
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
         self._model = model
         self._rank = rank
-        self._ranks = tuple(range(world_size))
+        self._ranks = range(world_size)
         self._fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
+        self._alike: dict[FlatShards, FlatShards] = {}  # layers mostly are, and what is computed for one serves all
         self._places: dict[torch.Tensor, _Place] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
         for fqn, parameter in model.named_parameters():
@@ -191,7 +192,7 @@ class _Collector:
         return found
 
     def _whole(
-        self, key: str, tensor: torch.Tensor | Values, ranks: tuple[int, ...], *, is_copied: bool = False
+        self, key: str, tensor: torch.Tensor | Values, ranks: Sequence[int], *, is_copied: bool = False
     ) -> Entry:
         values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
         shape = tuple(values.shape)
@@ -215,9 +216,8 @@ class _Collector:
 
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
         if id(group) not in self._shards:
-            self._shards[id(group)] = FlatShards(
-                group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer)
-            )
+            shards = FlatShards(group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer))
+            self._shards[id(group)] = self._alike.setdefault(shards, shards)
         return self._shards[id(group)]
 
 

@@ -54,12 +54,15 @@ def place(tensors: Sequence[SavedAs], rank: int | None = None) -> Iterator[Place
         rank: whose file; None: all.
     """
     ends: dict[int, int] = {}
-    for share in shares([(tensor.holdings, tensor.dtype.itemsize) for tensor in tensors], rank):
-        blob = blob_layout(tensors[share.tensor].dtype, share.sizes)
-        data_offset = _round_up(ends.get(share.rank, 0) + blob.header_nbytes)
-        placed = Placed(*share, data_offset - blob.header_nbytes, blob)
-        ends[share.rank] = placed.stop
-        yield placed
+    blobs: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}  # most shares are as large as another
+    for number, offsets, sizes, owner in shares([(each.holdings, each.dtype.itemsize) for each in tensors], rank):
+        dtype = tensors[number].dtype
+        blob = blobs.get((dtype, sizes))
+        if blob is None:
+            blob = blobs[dtype, sizes] = blob_layout(dtype, sizes)
+        blob_offset = _round_up(ends.get(owner, 0) + blob.header_nbytes) - blob.header_nbytes
+        ends[owner] = blob_offset + blob.nbytes
+        yield Placed(number, offsets, sizes, owner, blob_offset, blob)
 
 
 def _round_up(offset: int) -> int:
