@@ -29,7 +29,12 @@ _CACHED_BYTES = 4 * BLOCK_BYTES  # copied at once: larger ones are hashed more s
 
 
 class BufferPool:
-    """Page-aligned host memory for a rank's data files, pinned on a GPU. One file at a time has it."""
+    """Page-aligned host memory for a rank's data files, pinned on a GPU. One file at a time has it.
+
+    Attributes:
+        buffer_bytes: of each buffer.
+        d2h: the lane on which a device fills them.
+    """
 
     def __init__(self, device: Device, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Allocates the memory and makes it resident.
@@ -47,6 +52,8 @@ class BufferPool:
                 f"{num_buffers} of {buffer_bytes}."
             )
         self.buffer_bytes = buffer_bytes
+        # Tensors on a device come down beside its computation. (Not run on a GPU yet.)
+        self.d2h = device.lane("checkpoint d2h")
         slab = HostSlab(num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers")
         whole = slab.tensor(0, slab.nbytes, torch.uint8).zero_().numpy().data
         self._buffers = [whole[begin : begin + buffer_bytes] for begin in range(0, slab.nbytes, buffer_bytes)]
@@ -134,7 +141,7 @@ class DataFileWriter:
         begin = 0
         while begin < nbytes:
             span = self._extend(min(largest, nbytes - begin), BLOCK_BYTES)
-            _copy(span, source[begin : begin + span.nbytes])
+            self._copy(span, source[begin : begin + span.nbytes])
             digests += digests_of(span)
             begin += span.nbytes
         return tuple(digests)
@@ -157,6 +164,14 @@ class DataFileWriter:
                 self._wait(self._queued.popleft())
             self._sink.abort()
             self._end()
+
+    def _copy(self, target: memoryview, source: NDArray[np.uint8] | torch.Tensor) -> None:
+        if isinstance(source, torch.Tensor):
+            copy = partial(torch.frombuffer(target, dtype=torch.uint8).copy_, source, non_blocking=True)
+            self._pool.d2h.enqueue(copy).synchronize()
+        else:
+            # In this thread alone: torch would divide the work among as many as the computation next to it has.
+            np.copyto(np.frombuffer(target, np.uint8), source)
 
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
         """The next bytes of the file, to be filled in: `nbytes`, or as many multiples of `step` as one buffer takes."""
@@ -212,11 +227,3 @@ def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8] | torch.Tensor:
     """A tensor's own memory, flat, where it lies."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     return data.numpy() if data.device.type == "cpu" else data
-
-
-def _copy(target: memoryview, source: NDArray[np.uint8] | torch.Tensor) -> None:
-    if isinstance(source, torch.Tensor):
-        torch.frombuffer(target, dtype=torch.uint8).copy_(source)
-    else:
-        # In this thread alone: torch would divide the work among as many as the computation next to it has.
-        np.copyto(np.frombuffer(target, np.uint8), source)
