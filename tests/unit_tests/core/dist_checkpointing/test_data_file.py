@@ -1,0 +1,516 @@
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.device import Device, Lane, delays
+from megatron.core.dist_checkpointing import data_file
+from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES, NUM_BUFFERS, BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.store import DataSink, LocalStore
+
+CPU = Device("cpu")
+SMALL = BLOCK_BYTES + 3 * DATA_ALIGNMENT  # bytes of a buffer that a block does not divide
+FOLDER = "iter_0000010.token.saving"
+FILE = f"{FOLDER}/__0_0.distcp"
+
+
+class MemorySink:
+    """Keeps what is written, and checks that direct I/O could write it."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.addresses: set[int] = set()
+        self.nbytes: int | None = None
+        self.num_aborts = 0
+
+    def write(self, buffer: memoryview) -> None:
+        assert self.nbytes is None
+        assert len(self.content) % DATA_ALIGNMENT == 0, "only the last write may be of any length"
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        assert address % 4096 == 0
+        self.addresses.add(address)
+        self.content += buffer
+
+    def close(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+class FailingSink(MemorySink):
+    """A disk that is full from some write on, or when the file is to be ended."""
+
+    def __init__(self, num_writes: int) -> None:
+        super().__init__()
+        self.num_writes = num_writes
+        self.num_failures = 0
+
+    def write(self, buffer: memoryview) -> None:
+        self._count()
+        super().write(buffer)
+
+    def close(self, nbytes: int) -> None:
+        self.num_writes = min(self.num_writes, 0)
+        self._count()
+        super().close(nbytes)
+
+    def _count(self) -> None:
+        self.num_writes -= 1
+        if self.num_writes < 0:
+            self.num_failures += 1
+            raise OSError(errno.ENOSPC, "No space left on device", "/full")
+
+
+class HeldSink(MemorySink):
+    """A disk that does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, buffer: memoryview) -> None:
+        self.has_begun.set()
+        assert self.go_on.wait(30)
+        super().write(buffer)
+
+
+class FullDevice(MemorySink):
+    """The system's own full disk."""
+
+    def write(self, buffer: memoryview) -> None:
+        with Path("/dev/full").open("wb", buffering=0) as stream:
+            stream.write(buffer)
+
+
+@pytest.fixture(scope="module")
+def pool() -> BufferPool:
+    """One for all tests: each must leave it free."""
+    return BufferPool(CPU, buffer_bytes=SMALL)
+
+
+@pytest.fixture
+def disk() -> Iterator[Lane]:
+    lane = CPU.host_lane("checkpoint disk")
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def local(tmp_path) -> LocalStore:
+    store = LocalStore(tmp_path)
+    store.make_folder(FOLDER)
+    return store
+
+
+NOISE = torch.frombuffer(bytearray(random.Random(0).randbytes(32 * SMALL)), dtype=torch.uint8)
+places = itertools.count(step=9973)
+
+
+def random_tensor(nbytes: int) -> torch.Tensor:
+    """Bytes that are unlike those of any other call."""
+    begin = next(places) % (NOISE.numel() - nbytes)
+    return NOISE[begin : begin + nbytes].clone()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_usable(pool: BufferPool, disk: Lane) -> None:
+    """Whether a whole file can be written with these."""
+    sink, tensor = MemorySink(), random_tensor(5 * SMALL)
+    writer = DataFileWriter(sink, pool, disk)
+    assert writer.write_tensor(tensor) == digests_of(bytes_of(tensor))
+    assert writer.finish() == sink.nbytes == 5 * SMALL
+    assert sink.content == bytes_of(tensor)
+
+
+class Model:
+    """The file that a writer should write, in the plainest way."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def pad_to(self, offset: int) -> None:
+        self.content += bytes(offset - len(self.content))
+
+
+# What is written.
+
+NEAR_BOUNDARIES = st.builds(
+    lambda unit, times, offset: max(0, unit * times + offset),
+    st.sampled_from([DATA_ALIGNMENT, BLOCK_BYTES, SMALL]),
+    st.integers(0, 3),
+    st.integers(-2, 2),
+)
+STEPS = st.lists(st.tuples(st.sampled_from(["write", "tensor"]), NEAR_BOUNDARIES | st.integers(0, 9000)), max_size=8)
+
+
+@pytest.mark.parametrize("reads", ["host", "device"])
+@given(STEPS, st.integers(0, 3), st.integers(0, 1000))
+@settings(deadline=None, max_examples=40)
+def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra_zeros, seed):
+    pool, disk, sink, model = BufferPool(CPU, buffer_bytes=SMALL), CPU.host_lane("disk"), MemorySink(), Model()
+    writer = DataFileWriter(sink, pool, disk)
+    with delays(seed), pytest.MonkeyPatch.context() as patch:
+        if reads == "device":
+            patch.setattr(data_file, "_bytes_of", lambda tensor: tensor.reshape(-1).view(torch.uint8))
+        for kind, nbytes in steps:
+            tensor = random_tensor(nbytes)
+            if kind == "tensor":
+                aligned = -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT + num_extra_zeros * DATA_ALIGNMENT
+                writer.pad_to(aligned)
+                model.pad_to(aligned)
+                assert writer.write_tensor(tensor) == digests_of(bytes_of(tensor))
+            else:
+                writer.write(bytes_of(tensor))
+            model.content += bytes_of(tensor)
+            assert writer.position == len(model.content)
+        assert writer.finish() == len(model.content)
+    disk.close()
+    assert sink.content == model.content
+    assert sink.nbytes == len(model.content)
+    assert sink.num_aborts == 0
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.uint8,
+        torch.int64,
+        torch.int16,
+        torch.bool,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5)], ids=str)
+def test_tensors_of_any_type_and_shape_are_written_as_their_bytes(pool, disk, dtype, shape):
+    tensor = (torch.randn(shape) * 10).to(dtype)
+    sink = MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    digests = writer.write_tensor(tensor)
+    writer.finish()
+    assert sink.content == bytes_of(tensor)
+    assert digests == digests_of(bytes_of(tensor))
+
+
+def test_a_parameter_is_written_like_a_tensor(pool, disk):
+    parameter = torch.nn.Parameter(torch.randn(10, 10))
+    sink = MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write_tensor(parameter)
+    writer.finish()
+    assert sink.content == bytes_of(parameter.detach())
+
+
+def test_the_file_has_what_a_tensor_was_when_it_was_handed_over(pool, disk):
+    sink, tensor = HeldSink(), random_tensor(2 * SMALL)
+    before = bytes_of(tensor)
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write_tensor(tensor)
+    tensor.zero_()
+    assert sink.content == b"", "the disk has not begun"
+    sink.go_on.set()
+    writer.finish()
+    assert sink.content == before
+
+
+def test_the_saving_thread_waits_when_all_buffers_are_on_their_way(pool, disk):
+    sink, tensor = HeldSink(), random_tensor(6 * SMALL)
+    writer, before = DataFileWriter(sink, pool, disk), bytes_of(tensor)
+    saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
+    saving.start()
+    assert sink.has_begun.wait(30)
+    saving.join(0.1)
+    assert saving.is_alive()
+    assert writer.position <= NUM_BUFFERS * SMALL
+    sink.go_on.set()
+    saving.join()
+    assert writer.finish() == len(before)
+    assert sink.content == before
+
+
+def test_a_large_file_needs_no_more_memory_than_the_pool_and_the_next_one_takes_the_same(pool, disk):
+    addresses = set()
+    for _ in range(2):
+        sink = MemorySink()
+        writer = DataFileWriter(sink, pool, disk)
+        writer.write_tensor(random_tensor(20 * SMALL))
+        writer.finish()
+        addresses |= sink.addresses
+    assert len(addresses) == NUM_BUFFERS
+
+
+def test_a_file_on_disk_is_what_was_written(local, disk):
+    tensors = [random_tensor(nbytes) for nbytes in (1, BUFFER_BYTES + 5, BUFFER_BYTES, 100)]
+    model = Model()
+    writer = DataFileWriter(local.open_data(FILE), BufferPool(CPU), disk)
+    for tensor in tensors:
+        aligned = -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+        writer.pad_to(aligned)
+        writer.write_tensor(tensor)
+        writer.write(b"footer")
+        model.pad_to(aligned)
+        model.content += bytes_of(tensor) + b"footer"
+    assert writer.finish() == local.size(FILE) == len(model.content)
+    assert local.read(FILE) == model.content
+
+
+# What is refused.
+
+
+def test_a_tensor_with_gaps_is_refused_and_the_file_goes_on(pool, disk):
+    sink = MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    with pytest.raises(ValueError, match=r"Expected a contiguous tensor .*, got strides \(1, 4\) for shape \(4, 3\)"):
+        writer.write_tensor(torch.ones(3, 4).t())
+    writer.write(b"content")
+    assert writer.finish() == len(b"content")
+    assert sink.content == b"content"
+
+
+def test_a_tensor_off_its_place_is_refused_and_the_file_goes_on(pool, disk):
+    sink = MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write(b"header")
+    with pytest.raises(ValueError, match=r"at a multiple of 4096 bytes, got .* at byte 6"):
+        writer.write_tensor(torch.ones(1))
+    writer.pad_to(DATA_ALIGNMENT)
+    with pytest.raises(ValueError, match="Expected to pad a data file of 4096 bytes so far, got up to 4095"):
+        writer.pad_to(DATA_ALIGNMENT - 1)
+    writer.finish()
+    assert sink.content == b"header" + bytes(DATA_ALIGNMENT - 6)
+
+
+def test_two_files_at_once_cannot_have_one_pool(pool, disk):
+    first = DataFileWriter(MemorySink(), pool, disk)
+    with pytest.raises(RuntimeError, match="Expected buffers that are free"):
+        DataFileWriter(MemorySink(), pool, disk)
+    first.abort()
+    check_usable(pool, disk)
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_a_file_that_has_ended_takes_nothing_more(pool, disk, end):
+    writer = DataFileWriter(MemorySink(), pool, disk)
+    getattr(writer, end)()
+    uses: list[Callable[[], object]] = [
+        lambda: writer.write(b"more"),
+        lambda: writer.pad_to(0),
+        lambda: writer.write_tensor(torch.ones(1)),
+        writer.finish,
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="Expected a data file that is being written, got one that has ended"):
+            use()
+    writer.abort()
+    check_usable(pool, disk)
+
+
+@pytest.mark.parametrize(
+    ("num_buffers", "buffer_bytes"), [(1, BUFFER_BYTES), (3, BLOCK_BYTES - DATA_ALIGNMENT), (3, BUFFER_BYTES + 1)]
+)
+def test_a_pool_that_could_not_work_is_refused(num_buffers, buffer_bytes):
+    with pytest.raises(ValueError, match=f"got {num_buffers} of {buffer_bytes}"):
+        BufferPool(CPU, num_buffers, buffer_bytes)
+
+
+# When the disk fails.
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_writes", [0, 1, 2, 3, 7, 8])
+def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_needs(pool, disk, num_writes, seed):
+    sink = FailingSink(num_writes)
+    writer = DataFileWriter(sink, pool, disk)
+
+    def save() -> None:
+        for _ in range(8):
+            writer.write_tensor(random_tensor(SMALL))
+        writer.finish()
+
+    with delays(seed):
+        with pytest.raises(OSError, match="No space left on device: '/full'") as failure:
+            save()
+        assert failure.value.errno == errno.ENOSPC
+        assert sink.num_failures == 1, "nothing is written after the first failure"
+        assert sink.num_aborts == 1
+        with pytest.raises(RuntimeError, match="has ended"):
+            writer.finish()
+        writer.abort()
+        assert sink.num_aborts == 1
+        check_usable(pool, disk)
+
+
+@pytest.mark.parametrize("use", ["write", "pad_to", "write_tensor", "finish"])
+def test_the_first_call_after_an_error_raises_it(pool, disk, use):
+    sink = FailingSink(0)
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write_tensor(random_tensor(SMALL))
+    writer.write(b"which sends the full buffer to the disk")
+    disk.enqueue(lambda: None).synchronize()
+    assert sink.num_failures == 1
+    arguments = {"write": (b"more",), "pad_to": (2 * SMALL,), "write_tensor": (torch.ones(1),), "finish": ()}
+    with pytest.raises(OSError, match="No space left"):
+        getattr(writer, use)(*arguments[use])
+    check_usable(pool, disk)
+
+
+def test_a_device_that_is_full_is_reported_as_the_system_does(pool, disk):
+    sink = FullDevice()
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write(b"content")
+    with pytest.raises(OSError, match="No space left on device") as failure:
+        writer.finish()
+    assert failure.value.errno == errno.ENOSPC
+    assert sink.num_aborts == 1
+    check_usable(pool, disk)
+
+
+def test_a_file_cut_short_by_the_system_is_named_and_gone(pool, disk, local):
+    writer = DataFileWriter(local.open_data(FILE), pool, disk)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SMALL + 100, hard))
+    try:
+        writer.write_tensor(random_tensor(2 * SMALL))
+        writer.write(bytes(101))
+        with pytest.raises(OSError, match="__0_0"):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert local.files(FOLDER) == []
+    check_usable(pool, disk)
+
+
+def test_a_folder_swept_under_a_save_is_an_error_and_nothing_is_left(pool, disk, local):
+    writer = DataFileWriter(local.open_data(FILE), pool, disk)
+    writer.write_tensor(random_tensor(3 * SMALL))
+    assert local.sweep() == [FOLDER]
+    with pytest.raises(FileNotFoundError):
+        writer.finish()
+    assert local.folders() == []
+    check_usable(pool, disk)
+
+
+# When a save is given up.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_given_up_is_gone_and_what_was_queued_is_not_written(pool, disk, local, seed):
+    with delays(seed):
+        writer = DataFileWriter(local.open_data(FILE), pool, disk)
+        writer.write_tensor(random_tensor(2 * SMALL + 1))
+        writer.abort()
+        assert local.files(FOLDER) == []
+        check_usable(pool, disk)
+
+
+def test_giving_up_waits_for_the_write_under_way_and_leaves_out_the_rest(pool, disk):
+    sink = HeldSink()
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write_tensor(random_tensor(2 * SMALL + 1))
+    assert sink.has_begun.wait(30)
+    giving_up = threading.Thread(target=writer.abort)
+    giving_up.start()
+    giving_up.join(0.05)
+    assert giving_up.is_alive()
+    assert sink.num_aborts == 0
+    sink.go_on.set()
+    giving_up.join()
+    assert sink.num_aborts == 1
+    assert 0 < len(sink.content) <= SMALL, "one of the two buffers that were queued"
+    assert sink.nbytes is None
+    check_usable(pool, disk)
+
+
+def fail() -> None:
+    raise ValueError("of other work")
+
+
+def test_a_lane_ended_by_other_work_is_an_error_and_not_a_file_with_holes(pool, disk):
+    sink = MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    disk.enqueue(fail)
+    writer.write_tensor(random_tensor(2 * SMALL))
+    with pytest.raises(ValueError, match="of other work"):
+        writer.finish()
+    assert sink.nbytes is None
+    assert sink.num_aborts == 1
+    check_usable(pool, CPU.host_lane("another"))
+
+
+def test_an_error_of_the_disk_does_not_end_the_lane(pool, disk):
+    writer = DataFileWriter(FailingSink(0), pool, disk)
+    writer.write(b"content")
+    with pytest.raises(OSError, match="No space left"):
+        writer.finish()
+    done = []
+    disk.enqueue(lambda: done.append(True)).synchronize()
+    assert done
+
+
+# The buffers.
+
+
+class PinningDevice(Device):
+    """Notes what it is told to pin."""
+
+    pinned: list[tuple[int, int]]
+
+    @property
+    def pins_host_memory(self) -> bool:
+        return True
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned.append((address, nbytes))
+
+    def unpin(self, address: int) -> None:
+        pass
+
+
+def test_the_buffers_are_pinned_once_as_a_whole_and_begin_on_pages():
+    device = PinningDevice("cpu")
+    object.__setattr__(device, "pinned", [])
+    pool = BufferPool(device)
+    buffers = pool.lend()
+    addresses = [torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in buffers]
+    assert device.pinned == [(addresses[0], NUM_BUFFERS * BUFFER_BYTES)]
+    assert addresses == [addresses[0] + place * BUFFER_BYTES for place in range(NUM_BUFFERS)]
+    assert all(address % 4096 == 0 for address in addresses)
+
+
+def test_a_sink_of_the_store_is_what_the_writer_takes(local):
+    sink: DataSink = local.open_data(FILE)
+    sink.abort()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_tensor_on_a_gpu_is_copied_through_pinned_buffers(disk):
+    device = Device("cuda")
+    pool, sink = BufferPool(device), MemorySink()
+    tensor = torch.randn(3, 1 << 20, device=device.torch_device)
+    assert torch.frombuffer(pool.lend()[0], dtype=torch.uint8).is_pinned()
+    pool.take_back()
+    writer = DataFileWriter(sink, pool, disk)
+    digests = writer.write_tensor(tensor)
+    writer.finish()
+    assert sink.content == bytes_of(tensor.cpu())
+    assert digests == digests_of(bytes_of(tensor.cpu()))
