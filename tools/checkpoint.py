@@ -53,7 +53,7 @@ from megatron.core.host_memory import format_bytes
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # with the rank that wrote it
-_DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted"}
+_DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted", ".damaged": "damaged"}
 
 
 class Location(NamedTuple):

@@ -6,6 +6,7 @@ import logging
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import published_iterations
+from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import open_store
@@ -170,18 +171,25 @@ def _train_state(config: RunConfig, state: RunState) -> dict[str, Any]:
     return train_state
 
 
-def check_save_folder(config: CheckpointConfig, start_iteration: int) -> None:
+def check_save_folder(config: CheckpointConfig, start_iteration: int, damaged: Sequence[int] = ()) -> None:
     """Makes the folder of `--save`. Called by all ranks together, before there is anything to lose.
+
+    Args:
+        damaged: iterations of checkpoints in `--load` that were passed over for being damaged. In the folder of
+            `--save`, too, they are set aside: they would stand in the way of what is saved again.
 
     Raises:
         ConfigError: if it cannot be written, or holds checkpoints that this run would come to overwrite.
     """
     root = config.save
-    if root is not None:
-        on_first_rank(lambda: _check_save_folder(root, start_iteration), f"preparing {root}")
+    if root is None:
+        return
+    is_same = config.load is not None and open_store(config.load).root == open_store(root).root
+    aside = damaged if is_same else ()
+    on_first_rank(lambda: _check_save_folder(root, start_iteration, aside), f"preparing {root}")
 
 
-def _check_save_folder(root: str, start_iteration: int) -> None:
+def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[int]) -> None:
     store = open_store(root)
     if store.is_rename_atomic:
         try:
@@ -193,11 +201,18 @@ def _check_save_folder(root: str, start_iteration: int) -> None:
                 f"--save: expected a folder that can be written, got {root} ({failure.strerror})."
             ) from None
     newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
-    if newer:
+    in_the_way = [iteration for iteration in newer if iteration not in damaged]
+    if in_the_way:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "
-            f"got {newer} in {root}. Load the newest with --load, or save elsewhere."
+            f"got {in_the_way} in {root}. Load the newest with --load, or save elsewhere."
         )
+    if newer:
+        # First: it must not name what is not there.
+        store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
+    for iteration in newer:
+        aside = store.set_aside(checkpoint_name(iteration))
+        logger.warning("the damaged checkpoint of iteration %d is set aside as %s/%s", iteration, store.root, aside)
 
 
 def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -50,13 +50,14 @@ _UNREMARKABLE = {
 }
 
 
-def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
+def load_run(config: RunConfig, state: RunState, device: Device) -> list[int] | None:
     """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
 
     One that turns out to be damaged is passed over, loudly, for the one before it, unless `--ckpt-step` names it.
 
     Returns:
-        Whether there was one. `--load` may name a folder without any, unless `--exit-on-missing-checkpoint` is set.
+        The iterations of damaged checkpoints that were passed over; None if there is no checkpoint at all, which
+        `--exit-on-missing-checkpoint` makes an error.
 
     Raises:
         CheckpointError: for a checkpoint that is there but cannot be loaded; `state` has not been changed unless a
@@ -65,20 +66,20 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
     """
     checkpoint, root = config.checkpoint, config.checkpoint.load
     if root is None:
-        return False
+        return None
     store = open_store(root)
     wanted = on_first_rank(lambda: _wanted_iterations(checkpoint, store), f"looking for checkpoints in {root}")
     if not wanted:
         logger.info("no checkpoint found in %s, starting from the beginning", root)
-        return False
-    failures: list[CheckpointDamagedError] = []
+        return None
+    damaged: dict[int, CheckpointDamagedError] = {}
     for iteration in wanted:
         name = checkpoint_name(iteration)
         try:
             train_state = _load_any(config, state, device, store, name)
         except CheckpointDamagedError as failure:
             logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, failure)
-            failures.append(failure)
+            damaged[iteration] = failure
             continue
         if not checkpoint.finetune:
             _report_differences(config, train_state)
@@ -89,8 +90,9 @@ def load_run(config: RunConfig, state: RunState, device: Device) -> bool:
             state.progress.iteration,
             state.progress.consumed_samples,
         )
-        return True
-    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {failures[0]}") from failures[0]
+        return list(damaged)
+    newest = damaged[wanted[0]]
+    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {newest}") from newest
 
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:

@@ -78,9 +78,9 @@ def pretrain(
         mesh = build_mesh(device.kind, launch.world_size)
         state = build_run_state(config, model_provider, device, mesh, launch.local_world_size)
         seed_all(config.training.seed, launch.rank)
-        load_run(config, state, device)
+        damaged = load_run(config, state, device)
         if not config.training.skip_train:
-            check_save_folder(config.checkpoint, state.progress.iteration)
+            check_save_folder(config.checkpoint, state.progress.iteration, damaged or [])
         datasets = datasets_provider(config, _num_samples(config, state.progress))
         with (
             _metrics(config, launch, state.progress, flops_per_sequence) as metrics,

@@ -114,7 +114,7 @@ def execute(
 
 def read_checkpoint(root: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint but the random states, whole, through DCP alone; none if there is none."""
-    folders = sorted(root.glob("iter_*"))
+    folders = sorted(path for path in root.glob("iter_*") if not path.suffix)
     if not folders:
         return {}
     entries = FileSystemReader(folders[-1]).read_metadata().state_dict_metadata

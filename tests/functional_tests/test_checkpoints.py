@@ -155,6 +155,19 @@ def test_saving_beside_the_training_changes_nothing_and_keeps_what_it_was_told_t
     assert_same_tensors(read_checkpoint(tmp_path), read_checkpoint(saved))
 
 
+def test_a_run_that_falls_back_goes_on_in_place_and_sets_the_damaged_one_aside(saved, tmp_path):
+    root, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+    shutil.copytree(saved, root)
+    (root / "iter_0000004" / "__0_0.distcp").write_bytes(b"")
+    pretrain("--load", root, "--save", root, "--metrics-jsonl", metrics)
+    assert sorted(losses(metrics)) == [3, 4]
+    assert_same_tensors(read_checkpoint(root), read_checkpoint(saved))
+    names = sorted(path.name.split(".")[0] for path in root.iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000004"], "one of them is the damaged one"
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+    pretrain("--load", root, "--save", root)
+
+
 def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
     more = ["--untie-embeddings-and-output-weights", "--load", saved]
     assert "it lacks model.output_layer.weight" in refusal(*more)[1]

@@ -42,15 +42,19 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     """Runs `action` on every rank, and raises on all of them if it has failed on any.
 
     Raises:
-        CheckpointError, ConfigError: as `action` raised them here; otherwise a CheckpointDamagedError or
-            CheckpointError that says what the first rank that failed has raised. The kind is that of the first rank,
-            so that all ranks take the same way from here.
+        CheckpointError, ConfigError: as `action` raised them here, anything else as a CheckpointError; otherwise a
+            CheckpointDamagedError or CheckpointError that says what the first rank that failed has raised. The kind
+            is that of the first rank, so that all ranks take the same way from here.
     """
-    result, error = None, None
+    result: T | None = None
+    error: CheckpointError | ConfigError | None = None
     try:
         result = action()
     except (CheckpointError, ConfigError) as failure:
         error = failure
+    except Exception as failure:  # or the other ranks would wait for this one
+        error = CheckpointError(f"{type(failure).__name__}: {failure}")
+        error.__cause__ = failure
     failures: list[Any] = [error]
     if dist.is_initialized() and dist.get_world_size() > 1:
         failures = [None] * dist.get_world_size()

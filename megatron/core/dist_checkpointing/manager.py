@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.folders import checkpoint_name, published_
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.publisher import abandon, await_outcome, publish
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.writer import Draft, RankWriter
+from megatron.core.dist_checkpointing.writer import Draft, RankWriter, release
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +185,6 @@ class CheckpointManager:
         content = (json.dumps(train_state, indent=1) + "\n").encode()
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
         now = self._device.event()
-        if self._abandoned:
-            self._lane.enqueue(self._clear)
         for number, group in enumerate(contents.groups):
             read = self._lane.enqueue(_write_group(writer, number), after=[now])
             if group.unit is not None:
@@ -265,11 +263,9 @@ class CheckpointManager:
             elif writer.failure is not None:
                 raise writer.failure
             else:
-                await_outcome(save.draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
+                self._await_outcome(save.draft)
             self._last_published = time.monotonic()
             logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, _seconds(save.start))
-            if self._rank == 0:
-                self._retain(save.draft.iteration)
         except BaseException as error:
             save.failure = error
         finally:
@@ -285,26 +281,38 @@ class CheckpointManager:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)
             raise
+        try:
+            # All ranks have written this one, and so have read before why earlier ones were abandoned.
+            self._clear()
+            self._retain(draft.iteration)
+        except Exception as error:  # remote stores have errors of their own
+            logger.warning("could not tidy up %s: %s", self.store.root, error)
+
+    def _await_outcome(self, draft: Draft) -> None:
+        try:
+            await_outcome(draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
+        except BaseException:
+            release(draft, self._rank)
+            raise
 
     def _clear(self) -> None:
-        """Makes room for the next save. Not sooner: other ranks were to read why the last one was abandoned."""
         while self._abandoned:
             name = self._abandoned.pop()
-            try:
-                # Where drafts have the checkpoints' names, it may be one after all.
-                if self.store.is_rename_atomic or not self.store.exists(f"{name}/{MARKER_FILE}"):
-                    self.store.remove(name)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                logger.warning("could not delete the draft %s/%s: %s", self.store.root, name, error)
+            # Where drafts have the checkpoints' names, it may be one after all.
+            if self.store.is_rename_atomic or not self.store.exists(f"{name}/{MARKER_FILE}"):
+                self._remove(name)
 
     def _retain(self, newest: int) -> None:
         for iteration in self._retention.superseded(published_iterations(self.store), newest):
-            try:
-                self.store.remove(checkpoint_name(iteration))
-            except OSError as error:
-                logger.warning("could not delete %s/%s: %s", self.store.root, checkpoint_name(iteration), error)
+            self._remove(checkpoint_name(iteration))
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.store.remove(name)
+        except FileNotFoundError:
+            pass  # another run has been faster
+        except OSError as error:
+            logger.warning("could not delete %s/%s: %s", self.store.root, name, error)
 
 
 def _write_group(writer: RankWriter, number: int) -> Any:

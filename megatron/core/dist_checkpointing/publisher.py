@@ -5,6 +5,7 @@ What each rank must have written is arithmetic, so a manifest is held against it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
 from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason
 
+logger = logging.getLogger(__name__)
+
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
 
 
@@ -40,7 +43,7 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
 
     Raises:
         CheckpointError: naming the rank that could not write, or has not within this time, and why. Nothing has been
-            published then, unless all that failed was the tracker file, which comes after.
+            published then.
         OSError: if the file system failed here.
     """
     plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
@@ -61,7 +64,12 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
     draft.check()
     draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
     draft.store.publish(draft.name, draft.final)
-    draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
+    try:
+        draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
+    except Exception as error:  # what counts is done; remote stores have errors of their own
+        logger.warning(
+            "%s/%s is published, but %s still names another: %s", draft.store.root, draft.final, TRACKER_FILE, error
+        )
 
 
 def abandon(draft: Draft, reason: str) -> None:
@@ -77,12 +85,12 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
     """
 
     def look() -> bool:
-        reason = read_reason(draft, ABANDONED_FILE)
-        if reason is not None:
-            raise CheckpointError(reason)
         is_there = draft.store.exists(draft.name)  # before looking for what it becomes
         if _is_published(draft):
             return True
+        reason = read_reason(draft, ABANDONED_FILE)
+        if reason is not None:
+            raise CheckpointError(reason)
         if not is_there:
             reason = f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
             give_up(draft, rank, failure_file(rank), reason)  # rank 0 may still come to look for this rank's part

@@ -39,7 +39,7 @@ from megatron.core.files import published, sync_folder, sync_stream
 logger = logging.getLogger(__name__)
 
 SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
-_SAVING, _DELETING = ".saving", ".deleting"
+_SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
 _TEMPORARY = ".tmp"  # how names end that `megatron.core.files.temporary_path` gives
 _CHECKPOINT = re.compile(r"iter_\d+")
 _ABANDONED = re.compile(rf"{_CHECKPOINT.pattern}(\..+)?({_SAVING}|{_DELETING})")
@@ -135,6 +135,9 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Deletes a published checkpoint, which is no longer one from the first step on."""
 
+    def set_aside(self, name: str) -> str:
+        """Makes a checkpoint none any more, and keeps its files, for people to look at. Returns where they are."""
+
 
 def open_store(root: str | Path) -> Store:
     """The store in a folder: a path, or an fsspec URL such as "s3://bucket/run"."""
@@ -226,6 +229,12 @@ class LocalStore:
     def remove(self, name: str) -> None:
         self._delete(name)
 
+    def set_aside(self, name: str) -> str:
+        aside = f"{name}.{secrets.token_hex(4)}{_DAMAGED}"
+        (self._root / name).rename(self._root / aside)
+        sync_folder(self._root)
+        return aside
+
     def _delete(self, name: str) -> None:
         folder = self._root / name
         if not name.endswith(_DELETING):
@@ -306,6 +315,12 @@ class RemoteStore:
 
     def remove(self, name: str) -> None:
         self._delete(name)
+
+    def set_aside(self, name: str) -> str:
+        # Without the sign first, or a sweep would take what is left for a draft.
+        self.delete(f"{name}/{SIGN_FILE}")
+        self.delete(f"{name}/{MARKER_FILE}")
+        return name
 
     def _is_abandoned(self, name: str) -> bool:
         names = self._list(self._at(name))

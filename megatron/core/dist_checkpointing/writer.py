@@ -75,16 +75,21 @@ def failure_file(rank: int) -> str:
 
 
 def give_up(draft: Draft, rank: int, file: str, reason: str) -> None:
-    """Leaves word for the other ranks, on a full disk too: this rank's data file goes first."""
-    # Where drafts have the checkpoints' names, it may be one after all.
-    if draft.store.is_rename_atomic or not draft.store.exists(draft.path(MARKER_FILE)):
-        with contextlib.suppress(OSError):
-            draft.store.delete(draft.path(data_file(rank)))
+    """Leaves word for the other ranks, on a full disk too: this rank's data file goes first. Raises nothing."""
+    release(draft, rank)
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # remote stores have errors of their own
         # It may be what could not be made before.
         draft.store.make_folder(draft.name)
         draft.store.write(draft.path(file), content.encode())
+
+
+def release(draft: Draft, rank: int) -> None:
+    """Deletes this rank's data file of a save that has come to nothing, if that can be done. Raises nothing."""
+    with contextlib.suppress(Exception):
+        # Where drafts have the checkpoints' names, it may be one after all.
+        if draft.store.is_rename_atomic or not draft.store.exists(draft.path(MARKER_FILE)):
+            draft.store.delete(draft.path(data_file(rank)))
 
 
 def read_reason(draft: Draft, file: str) -> str | None:

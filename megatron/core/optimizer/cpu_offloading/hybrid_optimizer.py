@@ -313,7 +313,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
-        self.synchronize()
+        if not self._is_flat:
+            self.synchronize()
         for bucket in self._buckets:
             bucket.update.init_states()
         if isinstance(self._device_optimizer, FusedAdam):
