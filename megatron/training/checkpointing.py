@@ -20,6 +20,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
+from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
@@ -110,8 +111,10 @@ class Checkpointer:
         if self._manager is None:
             save_torch_dcp(self._config, state, self._device)
             return
+        # Whatever cannot be saved at all is an error here, not a failure to be logged.
+        contents = self._collect(state)
         try:
-            self._begin(self._manager, state)
+            self._manager.save(state.progress.iteration, contents, _train_state(self._config, state))
             if not checkpoint.async_save:
                 self._manager.finish()
         except CheckpointError as failure:
@@ -122,23 +125,27 @@ class Checkpointer:
         if self._manager is None:
             save_torch_dcp(self._config, state, self._device)
             return
+        contents = self._collect(state)
         try:
-            self._begin(self._manager, state)
+            self._manager.save(state.progress.iteration, contents, _train_state(self._config, state))
         except CheckpointError as failure:
-            self._note(failure)  # of the save before
+            self._note(failure)  # of the save before; this one has begun
         self._manager.finish()
 
-    def _begin(self, manager: CheckpointManager, state: RunState) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        contents = collect(
+    def check(self, state: RunState) -> None:
+        """CheckpointError now, rather than at the first save, if there is something that the format cannot hold."""
+        if self._manager is not None:
+            self._collect(state)
+
+    def _collect(self, state: RunState) -> Contents:
+        return collect(
             state.model,
             state.optimizer.optimizer,
             with_states=self._config.checkpoint.save_optim,
             private=private_rng(rng_state(self._device)),
-            rank=rank,
-            world_size=world_size,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
         )
-        manager.save(state.progress.iteration, contents, _train_state(self._config, state))
 
     def _note(self, failure: CheckpointError | None) -> None:
         if failure is not None:

@@ -16,20 +16,20 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
-from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.reader import check_contents, is_skipped, load_entries
 from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.options import ConfigError
+from megatron.core.options import ConfigError, expect
 from megatron.training.checkpointing import FORMAT_VERSION, Progress, RunState, private_rng, rng_entry
 from megatron.training.config import RunConfig
 from megatron.training.rng import rng_state, set_rng_state
@@ -180,7 +180,7 @@ def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store
 
     def check() -> tuple[list[Entry], Any]:
         entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-        has_groups = PARAM_GROUPS in contents.plain and PARAM_GROUPS in checkpoint.plain_keys()
+        has_groups = PARAM_GROUPS in contents.plain and not is_skipped(PARAM_GROUPS, skip)
         return entries, checkpoint.read_plain(PARAM_GROUPS) if has_groups else None
 
     entries, groups = on_all_ranks(check)
@@ -202,6 +202,11 @@ def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store
 
 def _load_torch_dcp(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
     checkpoint, folder = config.checkpoint, Path(store.root) / name
+    for flag, is_given in (
+        ("--load-skip-keys", bool(checkpoint.load_skip_keys)),
+        ("--dist-ckpt-strictness", checkpoint.dist_ckpt_strictness != "raise_all"),
+    ):
+        expect(not is_given, flag, f"a checkpoint of the format {FSDP_DTENSOR}", f"{folder}, which is {TORCH_DCP}")
     train_state = read_train_state(store, name)
     # Read and checked first, installed last: a refusal must leave the run as it was.
     plain = _Plain.read(config, state, train_state, str(folder))
@@ -275,13 +280,14 @@ def _saved_rng(metadata: Metadata, device: Device) -> dict[str, torch.Tensor] | 
     """Tensors to load this rank's generators into, if the checkpoint has states of as many ranks as run now."""
     keys = metadata.state_dict_metadata
     saved_ranks = {key.split(".")[1] for key in keys if key.startswith("rng.")}
+    saved_kinds = {key.split(".", 2)[2] for key in keys if key.startswith("rng.")}
     own = rng_state(device)
-    if len(saved_ranks) == dist.get_world_size() and all(f"rng.{dist.get_rank()}.{name}" in keys for name in own):
+    if len(saved_ranks) == dist.get_world_size() and saved_kinds == own.keys():
         return own
     logger.info(
         "the checkpoint has random states of %d ranks (%s), this run wants %d (%s): dropout goes on with fresh ones",
         len(saved_ranks),
-        ", ".join(sorted({key.split(".", 2)[2] for key in keys if key.startswith("rng.")})) or "none",
+        ", ".join(sorted(saved_kinds)) or "none",
         dist.get_world_size(),
         ", ".join(sorted(own)),
     )

@@ -72,6 +72,7 @@ def train(
     config, progress = surroundings.config, state.progress
     checkpoint, training = config.checkpoint, config.training
     batches = microbatches(train_data, surroundings, progress.consumed_samples, num_train_samples(config, progress))
+    surroundings.checkpoints.check(state)
     surroundings.metrics.resume_clock()
     while progress.iteration < training.train_iters:
         result = _run_iteration(state, surroundings, batches)

@@ -138,6 +138,14 @@ def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_erro
     assert "--exit-on-missing-checkpoint is set" in message
 
 
+def test_what_a_checkpoint_of_the_other_format_does_not_honour_is_refused(saved, tmp_path):
+    pretrain("--ckpt-format", "torch_dcp", "--save", tmp_path)
+    for flags in (["--load-skip-keys", "model.*"], ["--dist-ckpt-strictness", "raise_unexpected"]):
+        kind, message = refusal("--load", tmp_path, *flags)
+        assert kind == "ConfigError"
+        assert message.startswith(f"{flags[0]}: expected a checkpoint of the format fsdp_dtensor, got")
+
+
 @pytest.mark.parametrize("formats", [("fsdp_dtensor", "torch_dcp"), ("torch_dcp", "fsdp_dtensor")])
 def test_a_run_goes_on_from_a_checkpoint_of_either_format(saved, tmp_path, formats):
     first, second = formats

@@ -75,6 +75,7 @@ class CheckpointConfig:
                 "--async-save": self.async_save,
                 "--save-keep-last": self.save_keep_last is not None,
                 "--save-retain-interval": self.save_retain_interval is not None,
+                "--save-timeout-minutes": self.save_timeout_minutes != 10.0,
                 "--exit-on-save-failure": self.exit_on_save_failure,
             },
         )
@@ -90,6 +91,7 @@ class CheckpointConfig:
                 ("--async-save", self.async_save),
                 ("--save-keep-last", self.save_keep_last is not None),
                 ("--save-retain-interval", self.save_retain_interval is not None),
+                ("--save-timeout-minutes", self.save_timeout_minutes != 10.0),
                 ("--exit-on-save-failure", self.exit_on_save_failure),
             ):
                 expect(not is_given, flag, f"--ckpt-format {FSDP_DTENSOR}", config.ckpt_format)

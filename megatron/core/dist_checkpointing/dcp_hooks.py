@@ -1,12 +1,11 @@
 """Which part of a tensor a rank holds, said in DCP's words.
 
 DCP takes the shards of a DTensor to be even. Those over flat buffers are whole rows, but as many as the layout says; a
-DTensor's local tensor may tell DCP so itself, through three methods that DCP looks for on it.
+DTensor's local tensor may tell DCP so itself, through methods that DCP looks for on it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,13 +38,11 @@ def describe_shards(model: nn.Module, weights: Mapping[str, Any], states: Any) -
 
 
 def describe(tensor: DTensor, begin: Sequence[int]) -> None:
-    """Attaches DCP's three methods to the local tensor, which holds the chunk that begins there; maybe nothing."""
+    """Attaches DCP's methods to the local tensor, which holds the chunk that begins there; maybe nothing."""
     local = local_tensor(tensor)
     offsets = torch.Size(begin)
     chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
     size, properties = tensor.size(), TensorProperties.create_from_tensor(local)
-    # Weakly: the methods are the tensor's own, and would keep it alive until the garbage collector comes.
-    reference = weakref.ref(local)
 
     def create_write_items(fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -57,10 +54,7 @@ def describe(tensor: DTensor, begin: Sequence[int]) -> None:
             for chunk in chunks
         ]
 
-    methods = {
-        "__create_chunk_list__": lambda: chunks,
-        "__create_write_items__": create_write_items,
-        "__get_tensor_shard__": lambda _: reference(),
-    }
-    for name, method in methods.items():
+    # Not the third that DCP looks for, `__get_tensor_shard__`: DCP copies tensors with their attributes, and a copy
+    # must not answer for the original. Without it a DTensor answers with its local tensor, which is right for both.
+    for name, method in (("__create_chunk_list__", lambda: chunks), ("__create_write_items__", create_write_items)):
         setattr(local, name, method)

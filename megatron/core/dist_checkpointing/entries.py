@@ -80,7 +80,7 @@ class ScaledValues(Values):
 
     def target(self) -> torch.Tensor:
         if self._loaded is None:
-            self._loaded = torch.empty_like(self._tensor, dtype=torch.float32)
+            self._loaded = self.read()  # a copy; what is not loaded stays
         return self._loaded
 
     def install(self) -> None:

@@ -40,10 +40,10 @@ def check_contents(
     Raises:
         CheckpointError: listing missing and unexpected keys, and other shapes and dtypes.
     """
-    wanted = {entry.key: entry for entry in contents.entries if not _is_among(entry.key, skip)}
-    saved = {key: value for key, value in checkpoint.metadata.state_dict_metadata.items() if not _is_among(key, skip)}
+    wanted = {entry.key: entry for entry in contents.entries if not is_skipped(entry.key, skip)}
+    saved = {key: value for key, value in checkpoint.metadata.state_dict_metadata.items() if not is_skipped(key, skip)}
     problems = []
-    plain = [key for key in contents.plain if not _is_among(key, skip)]
+    plain = [key for key in contents.plain if not is_skipped(key, skip)]
     if missing := [key for key in [*plain, *wanted] if key not in saved]:
         problems.append(f"it lacks {few(missing)}")
     if strictness == "raise_all":
@@ -135,5 +135,6 @@ def _differences(entry: Entry, saved: TensorStorageMetadata | BytesStorageMetada
     return found
 
 
-def _is_among(key: str, patterns: Sequence[str]) -> bool:
+def is_skipped(key: str, patterns: Sequence[str]) -> bool:
+    """Whether a key is one of those that are to be left out. Patterns are as in a shell."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

@@ -78,10 +78,13 @@ def give_up(draft: Draft, rank: int, file: str, reason: str) -> None:
     """Leaves word for the other ranks, on a full disk too: this rank's data file goes first. Raises nothing."""
     release(draft, rank)
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
-    with contextlib.suppress(Exception):  # remote stores have errors of their own
-        # It may be what could not be made before.
-        draft.store.make_folder(draft.name)
-        draft.store.write(draft.path(file), content.encode())
+    # A full disk has room for an empty file where it has none for a reason.
+    for text in (content, ""):
+        with contextlib.suppress(Exception):  # remote stores have errors of their own
+            # It may be what could not be made before.
+            draft.store.make_folder(draft.name)
+            draft.store.write(draft.path(file), text.encode())
+            return
 
 
 def release(draft: Draft, rank: int) -> None:
@@ -95,7 +98,10 @@ def release(draft: Draft, rank: int) -> None:
 def read_reason(draft: Draft, file: str) -> str | None:
     """What `give_up` left; None if there is none, or none of this save."""
     try:
-        content = json.loads(draft.store.read(draft.path(file)))
+        text = draft.store.read(draft.path(file))
+        if not text:
+            return "there was no room to say why"
+        content = json.loads(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
