@@ -138,7 +138,7 @@ def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_erro
     assert "--exit-on-missing-checkpoint is set" in message
 
 
-def test_what_a_checkpoint_of_the_other_format_does_not_honour_is_refused(saved, tmp_path):
+def test_what_a_checkpoint_of_the_other_format_does_not_honour_is_refused(tmp_path):
     pretrain("--ckpt-format", "torch_dcp", "--save", tmp_path)
     for flags in (["--load-skip-keys", "model.*"], ["--dist-ckpt-strictness", "raise_unexpected"]):
         kind, message = refusal("--load", tmp_path, *flags)

@@ -1,0 +1,243 @@
+"""Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: what they say, and how they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.store import DataSink, LocalStore
+from megatron.core.options import ConfigError
+from megatron.training.checkpointing import Checkpointer, RunState
+from megatron.training.step import NonFiniteLossError
+from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.test_checkpoints import SETTINGS
+from tests.ranks import run_ranks
+
+
+class Run(NamedTuple):
+    """How a run has ended on one rank."""
+
+    error: str  # its type and message; empty if there is none
+    log: str
+
+
+def _undisturbed(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def pretrain(
+    *flags: object, world_size: int = 1, disturb: Callable[[pytest.MonkeyPatch], None] = _undisturbed
+) -> list[Run]:
+    """A run, on each rank of which something is done first."""
+    answers = run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)], disturb)
+    return [Run(*answer) for answer in answers]
+
+
+def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
+    log, error = io.StringIO(), ""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
+        disturb(patch)
+        try:
+            pretrain_gpt.run(argv)
+        except (CheckpointError, ConfigError, NonFiniteLossError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return error, log.getvalue()
+
+
+def published(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def trained(metrics: Path) -> list[int]:
+    """The iterations that a run has made."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["iteration"] for record in records if record["kind"] == "train"]
+
+
+# Damaged checkpoints.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run on two ranks, at each of its four iterations."""
+    root = tmp_path_factory.mktemp("saved")
+    pretrain("--save", root, "--save-interval", 1, world_size=2)
+    assert len(published(root)) == 4
+    return root
+
+
+def flip_last_weight(folder: Path, rank: int) -> None:
+    """Changes a bit in what one rank has written last of its share of the weights."""
+    *_, last = [chunk for chunk in json.loads((folder / f"manifest_{rank}.json").read_text())["chunks"] if chunk[1]]
+    data_offset, data_nbytes = last[6:8]
+    with (folder / f"__{rank}_0.distcp").open("r+b") as stream:
+        stream.seek(data_offset + data_nbytes - 1)
+        byte = stream.read(1)[0]
+        stream.seek(data_offset + data_nbytes - 1)
+        stream.write(bytes([byte ^ 1]))
+
+
+DAMAGE = {
+    "a bit of one rank's data": lambda folder: flip_last_weight(folder, 1),
+    "no data": lambda folder: (folder / "__1_0.distcp").unlink(),
+    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+    "no marker": lambda folder: (folder / "published.json").unlink(),
+    "a short manifest": lambda folder: os.truncate(folder / "manifest_1.json", 100),
+    "an empty state": lambda folder: (folder / "train_state.json").write_text(""),
+    "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_checkpoint_that_is_whole_is_loaded_on_all_ranks_and_the_others_are_named_loudly(
+    saved, tmp_path, damage
+):
+    root, metrics = shutil.copytree(saved, tmp_path / "saved"), tmp_path / "metrics.jsonl"
+    for iteration in (4, 3):
+        DAMAGE[damage](root / f"iter_{iteration:07d}")
+    flags = ["--load", root, "--save", tmp_path / "again", "--metrics-jsonl", metrics]
+    runs = pretrain(*flags, world_size=2)
+    assert [run.error for run in runs] == ["", ""]
+    assert trained(metrics) == [3, 4]
+    assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
+    for run in runs:
+        lines = [line for line in run.log.splitlines() if "DAMAGED" in line]
+        assert [re.search(r"ERROR: DAMAGED: checkpoint (\S+) is passed over. ", line).group(1) for line in lines] == [
+            f"{root}/iter_0000004",
+            f"{root}/iter_0000003",
+        ]
+    assert f"loaded checkpoint {root}/iter_0000002; this run begins after iteration 2" in runs[0].log
+
+
+def test_where_all_checkpoints_are_damaged_there_is_an_error_and_no_fresh_start(saved, tmp_path):
+    root, metrics = shutil.copytree(saved, tmp_path / "saved"), tmp_path / "metrics.jsonl"
+    for folder in published(root):
+        flip_last_weight(root / folder, 1)
+    for run in pretrain("--load", root, "--metrics-jsonl", metrics, world_size=2):
+        assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root} that is whole, got: ")
+        assert f"{root}/iter_0000004/__1_0.distcp" in run.error
+        assert run.log.count("DAMAGED") == 4
+    assert not metrics.exists() or trained(metrics) == []
+
+
+def test_a_step_that_is_asked_for_and_damaged_is_an_error_though_others_are_whole(saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "saved")
+    flip_last_weight(root / "iter_0000003", 0)
+    for run in pretrain("--load", root, "--ckpt-step", 3, world_size=2):
+        assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root} that is whole, got: ")
+        assert f"{root}/iter_0000003/__0_0.distcp" in run.error
+    (run, _) = pretrain("--load", root, "--ckpt-step", 3, "--no-verify-checkpoint", world_size=2)
+    assert run.error == "", "whoever asks for it gets what is there"
+
+
+# Saves that fail.
+
+
+def fail_on(rank: int, iteration: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """One rank's disk fails in the save of one iteration."""
+
+    def disturb(patch: pytest.MonkeyPatch) -> None:
+        real = LocalStore.open_data
+
+        def open_data(store: LocalStore, path: str) -> DataSink:
+            if f"iter_{iteration:07d}" in path and f"__{rank}_0" in path:
+                raise OSError(errno.EIO, "Input/output error", path)
+            return real(store, path)
+
+        patch.setattr(LocalStore, "open_data", open_data)
+
+    return disturb
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)])
+def test_a_save_that_fails_is_told_on_all_ranks_and_the_training_goes_on(tmp_path, flags):
+    flags = [*flags, "--save", tmp_path / "saved", "--save-interval", 1]
+    runs = pretrain(*flags, world_size=2, disturb=fail_on(1, 2))
+    for run in runs:
+        assert run.error == ""
+        (line,) = [line for line in run.log.splitlines() if "ERROR" in line]
+        assert f"Expected checkpoint iter_0000002 to be published in {tmp_path / 'saved'}, got: " in line
+        assert "[Errno 5] Input/output error" in line
+        assert re.search(r"\(1 failed so far; the last was published \d+ s ago\)$", line)
+    assert "rank 1: " in runs[0].log
+    assert published(tmp_path / "saved") == ["iter_0000001", "iter_0000003", "iter_0000004"]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_save_that_fails_ends_the_run_if_that_is_asked_for_once_the_state_has_been_saved(tmp_path, rank):
+    flags = ["--save", tmp_path / "saved", "--save-interval", 1, "--exit-on-save-failure", "--train-iters", 9]
+    runs = pretrain(*flags, world_size=2, disturb=fail_on(rank, 2))
+    assert [run.error for run in runs] == ["", ""]
+    assert "exiting at iteration 3 of 9: a checkpoint could not be saved" in runs[0].log
+    assert published(tmp_path / "saved") == ["iter_0000001", "iter_0000003"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)])
+def test_a_last_state_that_cannot_be_saved_is_the_runs_error(tmp_path, flags):
+    flags = [*flags, "--save", tmp_path / "saved", "--save-interval", 2]
+    for run in pretrain(*flags, world_size=2, disturb=fail_on(0, 4)):
+        assert run.error.startswith("CheckpointError: Expected checkpoint iter_0000004 to be published")
+        assert "[Errno 5] Input/output error" in run.error
+    assert published(tmp_path / "saved")[0] == "iter_0000002"
+
+
+def _block_first_save(patch: pytest.MonkeyPatch) -> None:
+    """The first save has read all that it writes, so that the training can go on, and ends once another is due."""
+    was_due, real_write, real_save = threading.Event(), LocalStore.write, Checkpointer.save
+
+    def write(store: LocalStore, path: str, content: bytes) -> None:
+        assert was_due.wait(60), "the run waits for this save"
+        real_write(store, path, content)
+
+    def save(checkpointer: Checkpointer, state: RunState, num_busy: float) -> None:
+        real_save(checkpointer, state, num_busy)
+        if state.progress.iteration == 2:
+            was_due.set()
+
+    patch.setattr(LocalStore, "write", write)
+    patch.setattr(Checkpointer, "save", save)
+
+
+def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_if_that_is_asked_for(tmp_path):
+    flags = ["--async-save", "--async-save-busy", "skip", "--save", tmp_path / "saved", "--save-interval", 1]
+    runs = pretrain(*flags, world_size=2, disturb=_block_first_save)
+    for run in runs:
+        assert run.error == ""
+        assert "iteration 2 is not saved: the save before is still under way" in run.log
+    assert published(tmp_path / "saved")[0] == "iter_0000001"
+    assert published(tmp_path / "saved")[-1] == "iter_0000004"
+    assert "iter_0000002" not in published(tmp_path / "saved")
+
+
+def test_a_run_that_ends_in_an_error_gives_up_its_save_and_tells_that_error(tmp_path):
+    """With an absurd learning rate, the second loss is not finite."""
+    absurd = ["--lr", "1e30", "--optimizer", "sgd", "--lr-decay-style", "constant", "--clip-grad", "0"]
+    flags = [*absurd, "--check-for-nan-in-loss", "--async-save", "--save", tmp_path / "saved", "--save-interval", 1]
+
+    def never_write(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("megatron.core.dist_checkpointing.publisher._is_published", lambda _: False)
+        real = LocalStore.write
+
+        def write(store: LocalStore, path: str, content: bytes) -> None:
+            if "manifest_1" not in path:
+                real(store, path, content)
+
+        patch.setattr(LocalStore, "write", write)
+
+    for run in pretrain(*flags, world_size=2, disturb=never_write):
+        assert run.error.startswith("NonFiniteLossError: Expected a finite loss in iteration 2")
+        assert "Expected time to finish the save, got the end of the run" in run.log
+    assert all(name.endswith(".saving") for name in published(tmp_path / "saved"))
