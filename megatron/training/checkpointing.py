@@ -160,7 +160,8 @@ def save_torch_dcp(config: RunConfig, state: RunState, device: Device) -> None:
     start = time.perf_counter()
     optimizer = state.optimizer.optimizer if config.checkpoint.save_optim else None
     tensors = {**DCPState(state.model, optimizer).state_dict(), **rng_entry(rng_state(device))}
-    folder = save_checkpoint(config.checkpoint.save, state.progress.iteration, tensors, _train_state(config, state))
+    root = open_store(config.checkpoint.save).root
+    folder = save_checkpoint(root, state.progress.iteration, tensors, _train_state(config, state))
     logger.info("saved checkpoint %s in %.2f s", folder, time.perf_counter() - start)
 
 
@@ -191,9 +192,15 @@ def check_save_folder(config: CheckpointConfig, start_iteration: int, damaged: S
     root = config.save
     if root is None:
         return
-    is_same = config.load is not None and open_store(config.load).root == open_store(root).root
+    is_same = config.load is not None and _place(config.load) == _place(root)
     aside = damaged if is_same else ()
     on_first_rank(lambda: _check_save_folder(root, start_iteration, aside), f"preparing {root}")
+
+
+def _place(root: str) -> str:
+    """A folder of checkpoints, however it is named."""
+    store = open_store(root)
+    return str(Path(store.root).resolve()) if store.is_rename_atomic else store.root
 
 
 def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_options, match_param_groups
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
@@ -178,22 +178,20 @@ def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store
     if not plain.loads_optimizer:
         skip.append("optimizer.*")
 
-    def check() -> tuple[list[Entry], Any]:
+    def check() -> tuple[list[Entry], list[dict[str, Any]] | None]:
         entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-        has_groups = PARAM_GROUPS in contents.plain and not is_skipped(PARAM_GROUPS, skip)
-        return entries, checkpoint.read_plain(PARAM_GROUPS) if has_groups else None
-
-    entries, groups = on_all_ranks(check)
-    on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
-    if groups is not None:
+        if PARAM_GROUPS not in contents.plain or is_skipped(PARAM_GROUPS, skip):
+            return entries, None
         loaded = {entry.key for entry in entries}
-        names = {
-            parameter: own
-            for parameter, own in contents.names.items()
-            if all(f"model.{name}" in loaded for name in own)
-        }
+        names = {p: own for p, own in contents.names.items() if all(f"model.{name}" in loaded for name in own)}
+        saved: Any = checkpoint.read_plain(PARAM_GROUPS)
+        return entries, match_param_groups(optimizer, names, saved)
+
+    entries, options = on_all_ranks(check)
+    on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
+    if options is not None:
         with _own_constants(optimizer):
-            install_param_groups(optimizer, names, groups)
+            install_options(optimizer, options)
     plain.install(config, state)
     if own_rng is not None:
         set_rng_state(device, own_rng)
@@ -201,6 +199,8 @@ def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store
 
 
 def _load_torch_dcp(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
+    if not store.is_rename_atomic:
+        raise CheckpointError(f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}.")
     checkpoint, folder = config.checkpoint, Path(store.root) / name
     for flag, is_given in (
         ("--load-skip-keys", bool(checkpoint.load_skip_keys)),

@@ -67,7 +67,8 @@ def train(
 
     Raises:
         NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
-        CheckpointError: if the last state could not be saved. Failures before that are logged, and training goes on.
+        CheckpointError: if the last state could not be saved. Failures before that are logged, and training goes on,
+            but for `--ckpt-format torch_dcp`, where they end it.
     """
     config, progress = surroundings.config, state.progress
     checkpoint, training = config.checkpoint, config.training

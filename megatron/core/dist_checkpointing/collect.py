@@ -131,7 +131,7 @@ class _Collector:
         """What is each rank's own. Other ranks' are there too, without values."""
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
-            self._whole(f"{kind}.{rank}.{rest}", tensors[name], (rank,))
+            self._whole(f"{kind}.{rank}.{rest}", tensors[name], (rank,), is_copied=rank == self._rank)
             for name, (kind, _, rest) in names.items()
             for rank in self._ranks
         ]
@@ -271,18 +271,17 @@ def _as_plain(value: Any, what: str) -> Any:
     raise CheckpointError(f"Expected plain data, got {type(value).__name__} for {what}.")
 
 
-def install_param_groups(
+def match_param_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Takes over the options of saved parameter groups, found by the names of their parameters.
+) -> list[dict[str, Any]]:
+    """The saved options of each of an optimizer's groups, found by the names of its parameters. Changes nothing.
 
     Args:
         names: of the parameters whose options are wanted; see `Contents`.
         saved: what a checkpoint has under PARAM_GROUPS.
 
     Raises:
-        CheckpointError: for a parameter without a saved group, or a group whose parameters had different options; the
-            optimizer is as it was.
+        CheckpointError: for a parameter without a saved group, or a group whose parameters had different options.
     """
     by_name = {
         name: {key: value for key, value in group.items() if key != "params"}
@@ -301,7 +300,19 @@ def install_param_groups(
                 f"{wanted[0]}: {options[0]} and others."
             )
         found.append(options[0] if options else {})
-    for group, chosen in zip(optimizer.param_groups, found, strict=True):
+    return found
+
+
+def install_param_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Takes over the options of saved parameter groups, or raises what `match_param_groups` does."""
+    install_options(optimizer, match_param_groups(optimizer, names, saved))
+
+
+def install_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Takes over what `match_param_groups` has found."""
+    for group, chosen in zip(optimizer.param_groups, options, strict=True):
         for key, value in chosen.items():
             own = group.get(key)
             if isinstance(own, torch.Tensor):

@@ -87,6 +87,8 @@ class CheckpointConfig:
         """With the format chosen, if none was named. ConfigError for flags that it does not honour."""
         config = replace(self, ckpt_format=self.ckpt_format or default_format)
         if config.ckpt_format == TORCH_DCP:
+            is_folder = self.save is None or "://" not in self.save or self.save.startswith("file://")
+            expect(is_folder, "--save", f"a folder of a file system with --ckpt-format {TORCH_DCP}", self.save)
             for flag, is_given in (
                 ("--async-save", self.async_save),
                 ("--save-keep-last", self.save_keep_last is not None),

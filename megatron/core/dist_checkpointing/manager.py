@@ -5,10 +5,10 @@
     manager.finish()                                                         # published, or CheckpointError
 
 [Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the manifest, then, on
-rank 0, the publication. Nothing is copied but what is small; the optimizer's next update of a group waits for the piece
-that reads it, and for nothing else. Every rank learns the outcome from the folder: rank 0 from the manifests of the
-others, they from what rank 0 publishes or says. So no rank waits for another inside a collective, and a rank that fails
-or dies keeps nobody longer than the timeout.
+rank 0, the publication. Nothing is copied but counters and buffers; the optimizer's next update of a group waits for
+the piece that reads it, and for nothing else. Every rank learns the outcome from the folder: rank 0 from the manifests
+of the others, they from what rank 0 publishes or says. So no rank waits for another inside a collective, and a rank
+that fails or dies keeps nobody longer than the timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.folders import checkpoint_name, published_
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.publisher import abandon, await_outcome, publish
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.writer import Draft, RankWriter, release
+from megatron.core.dist_checkpointing.writer import Draft, RankWriter
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class CheckpointManager:
             elif writer.failure is not None:
                 raise writer.failure
             else:
-                self._await_outcome(save.draft)
+                await_outcome(save.draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
             self._last_published = time.monotonic()
             logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, _seconds(save.start))
         except BaseException as error:
@@ -287,13 +287,6 @@ class CheckpointManager:
             self._retain(draft.iteration)
         except Exception as error:  # remote stores have errors of their own
             logger.warning("could not tidy up %s: %s", self.store.root, error)
-
-    def _await_outcome(self, draft: Draft) -> None:
-        try:
-            await_outcome(draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
-        except BaseException:
-            release(draft, self._rank)
-            raise
 
     def _clear(self) -> None:
         while self._abandoned:

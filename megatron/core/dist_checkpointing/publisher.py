@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
-from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason
+from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason, release
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,12 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
     marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
     draft.check()
     draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
-    draft.store.publish(draft.name, draft.final)
+    try:
+        draft.store.publish(draft.name, draft.final)
+    except OSError as error:
+        if not _is_published(draft):
+            raise
+        logger.warning("%s/%s is published, but may not outlive a crash: %s", draft.store.root, draft.final, error)
     try:
         draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
     except Exception as error:  # what counts is done; remote stores have errors of their own
@@ -74,7 +79,8 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
 
 def abandon(draft: Draft, reason: str) -> None:
     """Tells the other ranks that a save has come to nothing."""
-    give_up(draft, 0, ABANDONED_FILE, reason)
+    release(draft, 0)
+    give_up(draft, ABANDONED_FILE, reason)
 
 
 def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
@@ -90,10 +96,11 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
             return True
         reason = read_reason(draft, ABANDONED_FILE)
         if reason is not None:
+            release(draft, rank)
             raise CheckpointError(reason)
         if not is_there:
             reason = f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
-            give_up(draft, rank, failure_file(rank), reason)  # rank 0 may still come to look for this rank's part
+            give_up(draft, failure_file(rank), reason)  # rank 0 may still come to look for this rank's part
             raise CheckpointError(reason)
         return False
 

@@ -74,9 +74,8 @@ def failure_file(rank: int) -> str:
     return f"failed_{rank}.json"
 
 
-def give_up(draft: Draft, rank: int, file: str, reason: str) -> None:
-    """Leaves word for the other ranks, on a full disk too: this rank's data file goes first. Raises nothing."""
-    release(draft, rank)
+def give_up(draft: Draft, file: str, reason: str) -> None:
+    """Leaves word for the other ranks, on a full disk too. Raises nothing."""
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
     # A full disk has room for an empty file where it has none for a reason.
     for text in (content, ""):
@@ -88,7 +87,11 @@ def give_up(draft: Draft, rank: int, file: str, reason: str) -> None:
 
 
 def release(draft: Draft, rank: int) -> None:
-    """Deletes this rank's data file of a save that has come to nothing, if that can be done. Raises nothing."""
+    """Deletes a rank's data file of a save that has come to nothing, if that can be done. Raises nothing.
+
+    Once a rank's manifest is there the file is rank 0's, which may be publishing it: only after rank 0's word that it
+    has abandoned the save may the rank itself delete it.
+    """
     with contextlib.suppress(Exception):
         # Where drafts have the checkpoints' names, it may be one after all.
         if draft.store.is_rename_atomic or not draft.store.exists(draft.path(MARKER_FILE)):
@@ -128,6 +131,7 @@ class RankWriter:
         self._file: DataFileWriter | None = None
         self._shares: dict[int, list[Placed]] = {}  # by the entry's number
         self._records: list[ChunkRecord] = []
+        self._may_be_published = False
 
     def write_group(self, number: int) -> None:
         """Writes the shares of one group of entries, once the updates of its unit that are under way have ended.
@@ -204,6 +208,7 @@ class RankWriter:
         self._draft.check()
         nbytes = file.finish()
         manifest = Manifest(self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records))
+        self._may_be_published = True
         self._draft.store.write(self._draft.path(manifest_file(self._rank)), manifest.to_bytes())
         self.manifest = manifest
 
@@ -211,7 +216,9 @@ class RankWriter:
         self.failure = error
         if self._file is not None:
             self._file.abort()
-        give_up(self._draft, self._rank, failure_file(self._rank), f"{type(error).__name__}: {error}")
+        if not self._may_be_published:
+            release(self._draft, self._rank)  # first: a full disk has room for the reason then
+        give_up(self._draft, failure_file(self._rank), f"{type(error).__name__}: {error}")
 
 
 def _rows_of(entry: Entry, share: Placed) -> torch.Tensor:

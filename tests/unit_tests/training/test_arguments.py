@@ -127,6 +127,10 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ["--save", "x", "--ckpt-format", "torch_dcp", "--async-save"],
             "--async-save: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
         ),
+        (
+            ["--save", "s3://bucket/run", "--ckpt-format", "torch_dcp"],
+            "--save: expected a folder of a file system with --ckpt-format torch_dcp, got 's3://bucket/run'.",
+        ),
         (["--save", "x", "--async-save-busy", "skip"], "--async-save-busy: expected --async-save, got 'skip'."),
         (["--lr"], "argument --lr: expected one argument"),
     ],
