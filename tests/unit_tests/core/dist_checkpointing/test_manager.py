@@ -15,8 +15,14 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER_FILE,
+    checkpoint_name,
+    latest_iteration,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.store import Store, open_store
@@ -183,3 +189,83 @@ def test_a_file_in_the_folders_place_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Expected a folder of checkpoints"):
         CheckpointManager.start(str(tmp_path / "file"), DEVICE)
+
+
+def _of_two_ranks(root: str, rank: int, model: nn.Module, optimizer: FusedAdam) -> CheckpointManager:
+    """A manager that has begun to save, as one of two ranks in this process."""
+    manager = CheckpointManager(open_store(root), DEVICE, rank, 2, "token", timeout_seconds=20.0)
+    contents = collect(model, optimizer, rank=rank, world_size=2)
+    if rank == 1:
+        manager.save(5, contents, {})
+    return manager
+
+
+def test_a_rank_that_leaves_while_rank_zero_publishes_takes_nothing_with_it(root, monkeypatch):
+    model, optimizer = trained(seed=0)
+    expected = values(model, optimizer)
+    second = _of_two_ranks(root, 1, model, optimizer)
+    first = _of_two_ranks(root, 0, model, optimizer)
+    write, left = first.store.write, []
+
+    def leave_first(path: str, content: bytes) -> None:
+        if path.endswith(MARKER_FILE):
+            second.close()
+            left.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(first.store, "write", leave_first)
+    first.save(5, collect(model, optimizer, rank=0, world_size=2), {})
+    first.finish()
+    first.close()
+    assert left
+    assert second.num_failed == 1
+    assert_same(load(open_store(root), 5), expected)
+
+
+class _DownError(Exception):
+    """What a remote file system raises, which is no OSError."""
+
+
+@pytest.mark.parametrize("error", [OSError("the network is down"), _DownError("the network is down")])
+def test_a_store_that_is_down_fails_the_save_and_nothing_else(root, monkeypatch, error):
+    model, optimizer = trained(seed=0)
+    with CheckpointManager.start(root, DEVICE) as manager:
+        with monkeypatch.context() as patch:
+            for method in ("open_data", "write", "exists", "delete", "make_folder", "remove", "read", "files"):
+                patch.setattr(manager.store, method, _raising(error))
+            manager.save(1, collect(model, optimizer), {})
+            step(model, optimizer)  # it waits for what reads its states
+            with pytest.raises(CheckpointError, match="the network is down"):
+                manager.finish()
+            assert not manager.is_busy
+        manager.save(2, collect(model, optimizer), {})
+        manager.finish()
+    assert published_iterations(open_store(root)) == [2]
+
+
+def _raising(error: Exception):
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    model, optimizer = trained(seed=0)
+    with CheckpointManager.start(root, DEVICE, retention=Retention(keep_last=1)) as manager:
+        write = manager.store.write
+
+        def no_tracker(path: str, content: bytes) -> None:
+            if path == TRACKER_FILE:
+                raise _DownError("the network is down")
+            write(path, content)
+
+        monkeypatch.setattr(manager.store, "write", no_tracker)
+        monkeypatch.setattr(manager.store, "folders", _raising(_DownError("the network is down")))
+        manager.save(1, collect(model, optimizer), {})
+        manager.finish()
+        assert manager.num_failed == 0
+    assert f"is published, but {TRACKER_FILE} still names another: the network is down" in caplog.text
+    assert "could not tidy up" in caplog.text
+    assert PublishedCheckpoint.open(open_store(root), checkpoint_name(1)).marker.iteration == 1
