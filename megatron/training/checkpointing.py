@@ -226,7 +226,8 @@ def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[int]) 
         store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
     for iteration in newer:
         aside = store.set_aside(checkpoint_name(iteration))
-        logger.warning("the damaged checkpoint of iteration %d is set aside as %s/%s", iteration, store.root, aside)
+        where = "is deleted" if aside is None else f"is set aside as {store.root}/{aside}"
+        logger.warning("the damaged checkpoint of iteration %d %s", iteration, where)
 
 
 def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -58,8 +58,14 @@ def collect(
 
     Raises:
         ValueError: for parameters that several modules share under one canonical name.
-        CheckpointError: for states that the format does not know.
+        CheckpointError: for states that the format does not know, and for modules with an extra state.
     """
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"Expected modules without an extra state of their own, got {type(module).__name__} at {name!r}; "
+                "--ckpt-format torch_dcp takes others."
+            )
     collector = _Collector(model, rank, world_size)
     groups = [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers())]
     plain = {}

@@ -18,13 +18,15 @@ import logging
 import secrets
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.device import Device, Event
+from megatron.core.device import Device, Event, Lane
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -114,6 +116,9 @@ class CheckpointManager:
         # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
+        self._is_closing = threading.Event()
+        # Also when the program ends: a thread that is in the middle of a save then would end it with a signal.
+        self._close = weakref.finalize(self, _close, self._is_closing, (self._lane, self._disk))
 
     @classmethod
     def start(
@@ -178,7 +183,7 @@ class CheckpointManager:
             f"{token}-{iteration}",
             iteration,
             self._world_size,
-            threading.Event(),
+            self._is_closing,
         )
         save = _Save(draft, start)
         contents = contents.frozen()
@@ -211,14 +216,11 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Abandons the save that is under way, if there is one, as soon as it can, and ends the lanes."""
-        if self.is_busy:
-            assert self._in_flight is not None, "it is busy with it"
-            self._in_flight.draft.is_cancelled.set()
+        self._is_closing.set()
         failure = self._settle()
         if failure is not None:
             logger.error("%s", failure)
-        self._lane.close()
-        self._disk.close()
+        self._close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -306,6 +308,12 @@ class CheckpointManager:
             pass  # another run has been faster
         except OSError as error:
             logger.warning("could not delete %s/%s: %s", self.store.root, name, error)
+
+
+def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:
+    is_closing.set()
+    for lane in lanes:
+        lane.close()
 
 
 def _write_group(writer: RankWriter, number: int) -> Any:

@@ -52,11 +52,8 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
     for name, content in ((METADATA_FILE, metadata), (TRAIN_STATE_FILE, train_state)):
         draft.store.write(draft.path(name), content)
         files[name] = FileRecord(len(content), digest(content))
-    _await_manifests(draft, timeout_seconds)
     entries = contents.entries
-    for rank in range(draft.world_size):
-        content = draft.store.read(draft.path(manifest_file(rank)))
-        manifest = Manifest.from_bytes(content, draft.path(manifest_file(rank)))
+    for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
         _check(draft, entries, manifest, rank, expected[rank], plain if rank == 0 else [])
         files[manifest_file(rank)] = FileRecord(len(content), digest(content))
         files[data_file(rank)] = FileRecord(manifest.nbytes, None)
@@ -115,23 +112,31 @@ def _is_published(draft: Draft) -> bool:
     return Marker.from_bytes(content, draft.final).save_id == draft.save_id
 
 
-def _await_manifests(draft: Draft, timeout_seconds: float) -> None:
-    """Returns once every rank has a manifest. CheckpointError, naming ranks, if one has failed or says nothing."""
-    missing: set[int] = set(range(draft.world_size))
+def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[bytes, Manifest]]:
+    """The manifests of all ranks, once they are there. CheckpointError, naming ranks, if one has failed or is late."""
+    found: dict[int, tuple[bytes, Manifest]] = {}
+    missing = set(range(draft.world_size))
 
     def look() -> bool:
         names = set(draft.store.files(draft.name))
-        missing.intersection_update({rank for rank in missing if manifest_file(rank) not in names})
-        for rank in missing:
+        for rank in sorted(missing):
+            if manifest_file(rank) in names:
+                content = draft.store.read(draft.path(manifest_file(rank)))
+                manifest = Manifest.from_bytes(content, draft.path(manifest_file(rank)))
+                # Where drafts have no names of their own, it may be what an earlier save has left.
+                if manifest.save_id == draft.save_id:
+                    found[rank] = content, manifest
             reason = read_reason(draft, failure_file(rank)) if failure_file(rank) in names else None
             if reason is not None:
                 raise CheckpointError(f"Expected every rank to write its part, got from rank {rank}: {reason}")
+        missing.difference_update(found)
         return not missing
 
     def describe() -> str:
         return f"a manifest of every rank in {draft.store.root}/{draft.name}, got none of {_ranks(missing)}"
 
     _poll(draft, look, timeout_seconds, describe)
+    return found
 
 
 def _poll(draft: Draft, look: Callable[[], bool], timeout_seconds: float, describe: Callable[[], str]) -> None:
@@ -177,11 +182,8 @@ def _check(
 ) -> None:
     """Holds a rank's manifest, and the size of its file, against arithmetic. CheckpointError if they differ."""
     source = f"{draft.store.root}/{draft.path(manifest_file(rank))}"
-    if manifest.save_id != draft.save_id or manifest.rank != rank:
-        raise CheckpointError(
-            f"Expected save {draft.save_id} of rank {rank} in {source}, got {manifest.save_id} of rank "
-            f"{manifest.rank}: another run saves into this folder."
-        )
+    if manifest.rank != rank:
+        raise CheckpointError(f"Expected rank {rank} in {source}, got {manifest.rank}.")
     wanted = [(entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected] + [
         (p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain
     ]

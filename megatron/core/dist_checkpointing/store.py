@@ -135,8 +135,12 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Deletes a published checkpoint, which is no longer one from the first step on."""
 
-    def set_aside(self, name: str) -> str:
-        """Makes a checkpoint none any more, and keeps its files, for people to look at. Returns where they are."""
+    def set_aside(self, name: str) -> str | None:
+        """Makes a damaged checkpoint none any more.
+
+        Returns:
+            Where its files are, for people to look at; None from a remote store, which deletes them.
+        """
 
 
 def open_store(root: str | Path) -> Store:
@@ -316,11 +320,9 @@ class RemoteStore:
     def remove(self, name: str) -> None:
         self._delete(name)
 
-    def set_aside(self, name: str) -> str:
-        # Without the sign first, or a sweep would take what is left for a draft.
-        self.delete(f"{name}/{SIGN_FILE}")
-        self.delete(f"{name}/{MARKER_FILE}")
-        return name
+    def set_aside(self, name: str) -> None:
+        # Its place will be taken, and there is no renaming it.
+        self._delete(name)
 
     def _is_abandoned(self, name: str) -> bool:
         names = self._list(self._at(name))

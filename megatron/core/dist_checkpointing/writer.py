@@ -10,6 +10,7 @@ Ranks meet in the draft's folder alone:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -103,7 +104,8 @@ def read_reason(draft: Draft, file: str) -> str | None:
     try:
         text = draft.store.read(draft.path(file))
         if not text:
-            return "there was no room to say why"
+            # Where drafts have no names of their own, it may be what an earlier save has left.
+            return "there was no room to say why: the disk is full" if draft.store.is_rename_atomic else None
         content = json.loads(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -129,6 +131,8 @@ class RankWriter:
         self._pool = pool
         self._disk = disk
         self._file: DataFileWriter | None = None
+        counts = (len(group.entries) for group in contents.groups)
+        self._first_entries = list(itertools.accumulate(counts, initial=0))  # of each group, by number
         self._shares: dict[int, list[Placed]] = {}  # by the entry's number
         self._records: list[ChunkRecord] = []
         self._may_be_published = False
@@ -157,8 +161,7 @@ class RankWriter:
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
         file = self._open()
-        first = sum(len(group.entries) for group in self._contents.groups[:number])
-        for index, entry in enumerate(self._contents.groups[number].entries, start=first):
+        for index, entry in enumerate(self._contents.groups[number].entries, start=self._first_entries[number]):
             for share in self._shares.get(index, ()):
                 self._draft.check()
                 self._write_share(file, entry, share)
