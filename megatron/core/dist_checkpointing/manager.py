@@ -278,7 +278,7 @@ class CheckpointManager:
             if writer.failure is not None:
                 raise writer.failure
             assert writer.manifest is not None, "it has finished and not failed"
-            publish(draft, contents, train_state, writer.manifest, self._timeout_seconds)
+            is_tracked = publish(draft, contents, train_state, writer.manifest, self._timeout_seconds)
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)
@@ -286,7 +286,8 @@ class CheckpointManager:
         try:
             # All ranks have written this one, and so have read before why earlier ones were abandoned.
             self._clear()
-            self._retain(draft.iteration)
+            if is_tracked:
+                self._retain(draft.iteration)
         except Exception as error:  # remote stores have errors of their own
             logger.warning("could not tidy up %s: %s", self.store.root, error)
 

@@ -33,13 +33,16 @@ logger = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
 
 
-def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float) -> None:
+def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float) -> bool:
     """Rank 0's part of a save, once its own file and manifest are written.
 
     Args:
         train_state: the content of `train_state.json`.
         own: rank 0's manifest.
         timeout_seconds: how long to wait for the other ranks.
+
+    Returns:
+        Whether the tracker file names the checkpoint, too. If not, the one that it does name must stay.
 
     Raises:
         CheckpointError: naming the rank that could not write, or has not within this time, and why. Nothing has been
@@ -66,12 +69,15 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
         if not _is_published(draft):
             raise
         logger.warning("%s/%s is published, but may not outlive a crash: %s", draft.store.root, draft.final, error)
+        return False  # the tracker must not name what may not be there
     try:
         draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
     except Exception as error:  # what counts is done; remote stores have errors of their own
         logger.warning(
             "%s/%s is published, but %s still names another: %s", draft.store.root, draft.final, TRACKER_FILE, error
         )
+        return False
+    return True
 
 
 def abandon(draft: Draft, reason: str) -> None:

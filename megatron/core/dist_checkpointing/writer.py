@@ -105,7 +105,11 @@ def read_reason(draft: Draft, file: str) -> str | None:
         text = draft.store.read(draft.path(file))
         if not text:
             # Where drafts have no names of their own, it may be what an earlier save has left.
-            return "there was no room to say why: the disk is full" if draft.store.is_rename_atomic else None
+            return (
+                "there was no room to say why: most likely, No space left on device"
+                if draft.store.is_rename_atomic
+                else None
+            )
         content = json.loads(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):

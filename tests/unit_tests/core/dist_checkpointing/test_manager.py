@@ -254,18 +254,28 @@ def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, capl
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     model, optimizer = trained(seed=0)
     with CheckpointManager.start(root, DEVICE, retention=Retention(keep_last=1)) as manager:
-        write = manager.store.write
+        write, store = manager.store.write, open_store(root)
 
         def no_tracker(path: str, content: bytes) -> None:
             if path == TRACKER_FILE:
                 raise _DownError("the network is down")
             write(path, content)
 
-        monkeypatch.setattr(manager.store, "write", no_tracker)
-        monkeypatch.setattr(manager.store, "folders", _raising(_DownError("the network is down")))
-        manager.save(1, collect(model, optimizer), {})
-        manager.finish()
+        def save(iteration: int) -> None:
+            manager.save(iteration, collect(model, optimizer), {})
+            manager.finish()
+
+        save(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.store, "write", no_tracker)
+            save(2)
+            assert f"is published, but {TRACKER_FILE} still names another: the network is down" in caplog.text
+            assert published_iterations(store) == [1, 2], "what the tracker names must not go"
+            assert latest_iteration(store) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.store, "folders", _raising(_DownError("the network is down")))
+            save(3)
+            assert "could not tidy up" in caplog.text
+        save(4)
+        assert published_iterations(store) == [4]
         assert manager.num_failed == 0
-    assert f"is published, but {TRACKER_FILE} still names another: the network is down" in caplog.text
-    assert "could not tidy up" in caplog.text
-    assert PublishedCheckpoint.open(open_store(root), checkpoint_name(1)).marker.iteration == 1
