@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.entries import Contents, Entry
+from megatron.core.dist_checkpointing.entries import Contents, Entry, ScaledValues
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 
@@ -83,7 +83,10 @@ def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: S
         for group in contents.groups:
             if group.unit is not None and group.unit.updated is not None:
                 group.unit.updated.synchronize()
-            num_bytes += sum(pool.map(load, _by_values(entry for entry in group.entries if id(entry) in chosen)))
+            alike = _by_values(entry for entry in group.entries if id(entry) in chosen)
+            num_bytes += sum(pool.map(load, [shared for shared in alike if not _is_scaled(shared)]))
+            # What these are put together from must not be there twice.
+            num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
     # The bytes were put into place behind autograd's back; compute weights follow what it sees.
     torch.autograd.graph.increment_version(list(contents.names))
     return num_bytes
@@ -95,6 +98,10 @@ def _by_values(entries: Iterable[Entry]) -> list[list[Entry]]:
     for entry in entries:
         found.setdefault(id(entry.values), []).append(entry)
     return list(found.values())
+
+
+def _is_scaled(shared: Sequence[Entry]) -> bool:
+    return isinstance(shared[0].values, ScaledValues)
 
 
 def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:

@@ -1,0 +1,445 @@
+"""Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in processes of their own.
+
+    `watched`             calls a function ahead of each operation that changes something below a folder
+    `Kill`, `Fault`       such functions: what happens at operation n
+    `PowerCut`            another: knows what would be left if the machine lost its power
+    `forks()`, `Child`    processes to let it happen in
+
+The operations of a rank are the same in every run, so the n-th is always the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import importlib
+import io
+import os
+import random
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+PIECE_BYTES = 64 << 10  # the most that a watched file writes at once: a multiple of what direct I/O wants
+DEFAULT_TIMEOUT = 60.0  # seconds
+KILLED = "killed"
+
+
+# Operations
+
+
+class Operation(NamedTuple):
+    """One change to a file system that is about to be made."""
+
+    what: str  # "open" a new file, "write", or the function's name in `os`
+    where: str  # below the watched folder, without what is drawn by lot
+    path: Path
+    target: Path | None = None  # of a rename
+    write_some: Callable[[int], None] | None = None  # of a write: does only so many bytes of it
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.where}"
+
+
+Before = Callable[[Operation], None]
+
+_CHANGES = ("fsync", "mkdir", "remove", "rename", "replace", "rmdir", "unlink")
+_BY_LOT = [
+    (re.compile(r"\.[0-9a-f]{16}\.tmp$"), ""),
+    (re.compile(r"(\.[0-9a-z]+)?\.saving"), ".saving"),
+    (re.compile(r"\.[0-9a-f]{16}\.deleting"), ".deleting"),
+    # Folders are emptied in the order of the file system.
+    (re.compile(r"\.deleting/.*"), ".deleting/*"),
+]
+
+
+@contextmanager
+def watched(root: Path, before: Before) -> Iterator[None]:
+    """While open, `before` is called ahead of every operation of this process on what is below `root`.
+
+    It may raise what the operation is to raise. What it does itself, in whatever threads, is not watched.
+    """
+    is_off = threading.Event()
+
+    def note(what: str, path: Path, target: Path | None = None, write_some: Any = None) -> None:
+        if path.is_relative_to(root) and not is_off.is_set():
+            is_off.set()
+            try:
+                before(Operation(what, _without_lot(root, target or path), path, target, write_some))
+            finally:
+                is_off.clear()
+
+    class WatchedFile(io.FileIO):
+        """Written to in pieces."""
+
+        def write(self, buffer: Any) -> int:
+            piece = memoryview(buffer).cast("B")[:PIECE_BYTES]
+            note("write", Path(str(self.name)), write_some=lambda nbytes: self._write_some(piece[:nbytes]))
+            return super().write(piece)
+
+        def _write_some(self, part: memoryview) -> None:
+            # Direct I/O takes whole blocks alone.
+            fcntl.fcntl(self.fileno(), fcntl.F_SETFL, fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT)
+            super().write(part)
+
+    def watched_open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
+        if not set(mode) & set("wxa+"):
+            return opened(file, mode, buffering, *args, **options)
+        note("open", Path(file))
+        raw = WatchedFile(file, mode.replace("b", ""))
+        return raw if buffering == 0 else io.BufferedWriter(raw)
+
+    def watching(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            target = Path(args[1]) if what in ("rename", "replace") else None
+            note(what, _path(args[0], options.get("dir_fd")), target)
+            return real(*args, **options)
+
+        return call
+
+    opened, originals = io.open, {name: getattr(os, name) for name in _CHANGES}
+    io.open = watched_open  # type: ignore[assignment]
+    for name, original in originals.items():
+        setattr(os, name, watching(name, original))
+    try:
+        yield
+    finally:
+        io.open = opened
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def _path(path: Any, folder: int | None) -> Path:
+    if isinstance(path, int):
+        return Path(f"/proc/self/fd/{path}").readlink()
+    return Path(path) if folder is None else Path(f"/proc/self/fd/{folder}").readlink() / path
+
+
+def _without_lot(root: Path, path: Path) -> str:
+    where = str(path.relative_to(root))
+    for pattern, replacement in _BY_LOT:
+        where = pattern.sub(replacement, where)
+    return where
+
+
+# What may happen
+
+
+class Kill:
+    """Ends this process, as `kill -9` does, at operation `number`: before it, or inside it if it is a write."""
+
+    def __init__(self, number: int, num_written: int = 0) -> None:
+        self._number = number
+        self._num_written = num_written
+        self._num_seen = 0
+
+    def __call__(self, operation: Operation) -> None:
+        if self._num_seen == self._number:
+            if self._num_written and operation.write_some is not None:
+                operation.write_some(self._num_written)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._num_seen += 1
+
+
+class Fault:
+    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the disk."""
+
+    def __init__(self, number: int, code: int = errno.ENOSPC, *, lasts: bool = False) -> None:
+        self._number = number
+        self._code = code
+        self._lasts = lasts
+        self._num_seen = 0
+
+    def __call__(self, operation: Operation) -> None:
+        number, self._num_seen = self._num_seen, self._num_seen + 1
+        takes_room = operation.what in ("open", "write", "mkdir")
+        if number == self._number or (self._lasts and number > self._number and takes_room):
+            raise OSError(self._code, os.strerror(self._code), operation.where)
+
+
+class At:
+    """Calls a function at operation `number`."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self._number = number
+        self._act = act
+        self._num_seen = 0
+
+    def __call__(self, _: Operation) -> None:
+        number, self._num_seen = self._num_seen, self._num_seen + 1
+        if number == self._number:
+            self._act()
+
+
+@dataclass
+class _File:
+    """Of which `synced` is on disk, and `descriptor` knows what else has been written."""
+
+    synced: bytes = b""
+    descriptor: int | None = None
+
+
+@dataclass
+class _Folder:
+    """Entries as programs see them, those that are on disk, and the steps between, any of which may be."""
+
+    seen: dict[str, _File | _Folder] = field(default_factory=dict)
+    synced: dict[str, _File | _Folder] = field(default_factory=dict)
+    steps: list[tuple[list[str], dict[str, _File | _Folder]]] = field(default_factory=list)  # names gone, and new
+
+    def change(self, gone: list[str], new: dict[str, _File | _Folder]) -> None:
+        self.steps.append((gone, new))
+        self.seen = {name: node for name, node in self.seen.items() if name not in gone} | new
+
+
+class PowerCut:
+    """Follows the operations on a folder, and knows what of it a power cut may leave.
+
+    A file has what it had when it was synced last, or any beginning of what has been written since. A folder has the
+    entries that it had when it was synced last, and any of the changes since, a rename being one change.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """With all that is there on disk."""
+        self._path = root
+        self._root = self._scan(root)
+
+    def __call__(self, operation: Operation) -> None:
+        folder, name = self._folder(operation.path.parent), operation.path.name
+        if operation.what == "fsync":
+            node = self._root if operation.path == self._path else folder.seen[name]
+            if isinstance(node, _File):
+                node.synced = operation.path.read_bytes()
+            else:
+                node.synced, node.steps = dict(node.seen), []
+        elif operation.what in ("open", "mkdir"):
+            if name not in folder.seen:
+                folder.change([], {name: _File() if operation.what == "open" else _Folder()})
+        elif operation.what == "write":
+            file = folder.seen[name]
+            assert isinstance(file, _File)
+            if file.descriptor is None:
+                file.descriptor = os.open(operation.path, os.O_RDONLY)
+        elif operation.target is not None:
+            assert operation.target.parent == operation.path.parent
+            folder.change([name], {operation.target.name: folder.seen[name]})
+        elif name in folder.seen:
+            folder.change([name], {})
+
+    def leave(self, target: Path, lot: random.Random) -> None:
+        """Writes down what is left, and what is not is by lot."""
+        self._leave(self._root, target, lot)
+
+    def _leave(self, folder: _Folder, target: Path, lot: random.Random) -> None:
+        target.mkdir()
+        entries = dict(folder.synced)
+        odds = lot.choice((0, 0.5, 1))
+        for gone, new in folder.steps:
+            if lot.random() < odds:
+                entries = {name: node for name, node in entries.items() if name not in gone} | new
+        for name, node in entries.items():
+            if isinstance(node, _Folder):
+                self._leave(node, target / name, lot)
+                continue
+            written = b"" if node.descriptor is None else os.pread(node.descriptor, 1 << 30, 0)
+            length = lot.choice((0, lot.randrange(len(written) + 1), len(written)))
+            is_lucky = len(written) > len(node.synced) and lot.random() < 0.5
+            (target / name).write_bytes(written[:length] if is_lucky else node.synced)
+
+    def _scan(self, path: Path) -> _Folder:
+        found: dict[str, _File | _Folder] = {
+            entry.name: self._scan(entry) if entry.is_dir() else _File(entry.read_bytes()) for entry in path.iterdir()
+        }
+        return _Folder(found, dict(found))
+
+    def _folder(self, path: Path) -> _Folder:
+        node = self._root
+        for name in () if path == self._path.parent else path.relative_to(self._path).parts:
+            child = node.seen[name]
+            assert isinstance(child, _Folder)
+            node = child
+        return node
+
+
+_NEWNS, _NEWUSER, _PRIVATE, _REMOUNT = 0x20000, 0x10000000, 0x44000, 0x20  # <linux/sched.h>, <linux/mount.h>
+_CAPABILITY_VERSION = 0x20080522
+
+
+def mount_small_disk(folder: Path, nbytes: int) -> bool:
+    """Mounts a file system of its own on a folder, for this process and its forks alone. Whether that is permitted."""
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    if libc.unshare(_NEWNS) != 0:
+        if libc.unshare(_NEWNS | _NEWUSER) != 0:
+            return False
+        for file, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{file}").write_text(line)
+    return libc.mount(None, b"/", None, _PRIVATE, None) == 0 and _mount(folder, nbytes, 0)
+
+
+def resize_disk(folder: Path, nbytes: int) -> None:
+    """Gives what `mount_small_disk` mounted another size."""
+    assert _mount(folder, nbytes, _REMOUNT)
+
+
+def _mount(folder: Path, nbytes: int, flags: int) -> bool:
+    mount = ctypes.CDLL(None).mount
+    return bool(mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={nbytes}".encode()) == 0)
+
+
+def give_up_privileges() -> None:
+    """From here on the permissions of files hold for this thread and those that it starts, even if root runs it."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, nothing) == 0
+
+
+# Processes
+
+
+class DiedError(AssertionError):
+    """A process that was to answer ended otherwise."""
+
+
+class Child:
+    """A forked process that runs a function."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._answers, answers = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _answer(answers, function, args)
+        os.close(answers)
+
+    def result(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """What the function returned. DiedError, with its traceback, if it raised, was killed, or does not answer."""
+        answer = self.end(timeout)
+        if answer == KILLED:
+            raise DiedError("Expected an answer, got the end of the process by a signal.")
+        return answer
+
+    def end(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """As `result`, but KILLED if the process has been killed."""
+        content = self._read(timeout)
+        os.close(self._answers)
+        status = os.waitpid(self.pid, 0)[1]
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            return KILLED
+        if status or not content:
+            raise DiedError(f"Expected an answer, got the end of the process with status {status}.")
+        is_good, result = cloudpickle.loads(content)
+        if not is_good:
+            raise DiedError(result)
+        return result
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it does nothing any more; before `end`."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _read(self, timeout: float) -> bytes:
+        deadline, content = time.monotonic() + timeout, b""
+        while True:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                os.kill(self.pid, signal.SIGKILL)
+                raise DiedError(f"Expected an answer within {timeout} s, got none.")
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                return content
+            content += part
+
+
+def _answer(answers: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The life of a child. Ends the process, and nothing that the parent has."""
+    try:
+        try:
+            content = cloudpickle.dumps((True, function(*args)))
+        except BaseException:
+            content = cloudpickle.dumps((False, traceback.format_exc()))
+        with os.fdopen(answers, "wb") as stream:
+            stream.write(content)
+    finally:
+        os._exit(0)
+
+
+class Forks:
+    """A process that has imported what tests need, and has no threads, whose locks a fork would copy as they are."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, modules), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Calls `function(*args)` in a fork, and returns what it returned: nothing of a class of the test's own."""
+        # Test files cannot be imported there.
+        module = sys.modules.get(function.__module__)
+        if module is not None and not module.__name__.startswith("tests."):
+            cloudpickle.register_pickle_by_value(module)
+        self._pipe.send_bytes(cloudpickle.dumps((function, args, timeout)))
+        if not self._pipe.poll(timeout + 30.0):
+            raise DiedError(f"Expected an answer within {timeout} s, got none.")
+        is_good, result = cloudpickle.loads(self._pipe.recv_bytes())
+        if not is_good:
+            raise DiedError(result)
+        return result
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def forks(*modules: str) -> Iterator[Forks]:
+    """A process to run functions in forks of, which has imported these modules."""
+    found = Forks(modules)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # or every fork would copy what it looks through for garbage
+    while True:
+        try:
+            function, args, timeout = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        child = Child(_in_own_group, function, args)
+        try:
+            answer = (True, child.result(timeout))
+        except DiedError as died:
+            answer = (False, str(died))
+        finally:
+            # With all that it has forked.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+def _in_own_group(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.setpgid(0, 0)
+    return function(*args)

@@ -1,0 +1,276 @@
+"""What tests save and load, and ranks that save together, each in a process of its own. Forks have this imported."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo  # what the first optimizer would import
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.entries import Contents
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.optimizer.fused_adam import FusedAdam
+from tests.unit_tests.core.dist_checkpointing.crashes import Before, Child, Operation, watched
+
+CPU = Device("cpu")
+ABANDONED, OLD, NEW, LATER = 5, 10, 20, 30  # iterations
+DRAFT = f"{checkpoint_name(NEW)}.saving"  # as `Operation` shows it
+_MOST_RANKS = 4
+_UNTOUCHED = 255
+
+
+class Size(NamedTuple):
+    """Of a model."""
+
+    dim: int
+    num_layers: int
+
+
+WHOLE = Size(256, 3)  # 2.4 MB with its states
+SMALL = Size(24, 2)
+
+
+class Model(nn.Module):
+    """Matrices, vectors, and a buffer."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size.dim, size.dim) for _ in range(size.num_layers))
+        self.register_buffer("seen", torch.zeros(size.dim, dtype=torch.int64))
+
+
+class State:
+    """What ranks save together: every tensor drawn for one iteration of one run, so that no two have one in common."""
+
+    def __init__(self, iteration: int | None, run: int = 0, size: Size = WHOLE) -> None:
+        """With None, what nobody has saved, to be loaded into."""
+        self.iteration = iteration
+        self.run = run
+        self.model = Model(size)
+        self.optimizer = FusedAdam(self.model.parameters(), lr=0.0 if iteration is None else iteration + run / 10)
+        self.optimizer.init_state()
+        self.private = [torch.zeros(3, dtype=torch.uint8) for _ in range(_MOST_RANKS)]
+        generator = torch.Generator().manual_seed(1000 * run + (iteration or 0))
+        with torch.no_grad():
+            for tensor in self.tensors().values():
+                values = torch.rand(tensor.shape, generator=generator) * _UNTOUCHED
+                tensor.copy_(torch.full_like(values, _UNTOUCHED) if iteration is None else values)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them, live."""
+        found = {**self.model.state_dict(), **{f"rng {rank}": tensor for rank, tensor in enumerate(self.private)}}
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{name} {key}": value for key, value in self.optimizer.state[parameter].items()}
+        return found
+
+    def contents(self, rank: int = 0, world_size: int = 1) -> Contents:
+        """What a rank saves of it."""
+        private = {"rng.torch": self.private[rank]}
+        return collect(self.model, self.optimizer, private=private, rank=rank, world_size=world_size)
+
+    @property
+    def train_state(self) -> dict[str, Any]:
+        """Of the same run."""
+        return {"iteration": self.iteration, "run": self.run}
+
+    def different(self, other: State) -> list[str]:
+        """What is not the same, to the bit, in another state."""
+        own, others = self.tensors(), other.tensors()
+        assert own.keys() == others.keys()
+        found = [name for name, value in others.items() if not torch.equal(own[name], value)]
+        return found + ["lr"] * (self.optimizer.param_groups[0]["lr"] != other.optimizer.param_groups[0]["lr"])
+
+
+def save_by_two(root: Path, iteration: int, size: Size = WHOLE) -> None:
+    """Publishes the checkpoint of two ranks, which are threads."""
+    state = State(iteration, size=size)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(CheckpointManager(open_store(root), CPU, rank, 2, f"token{iteration}"))
+            for rank in range(2)
+        ]
+        for rank, manager in enumerate(ranks):
+            manager.save(iteration, state.contents(rank, 2), state.train_state)
+        for manager in ranks:
+            manager.finish()
+
+
+def load(store: Store, iteration: int, size: Size = WHOLE) -> State:
+    """Loads all of a checkpoint."""
+    checkpoint = PublishedCheckpoint.open(store, checkpoint_name(iteration))
+    state = State(None, size=size)
+    for rank in range(checkpoint.marker.world_size):
+        contents = state.contents(rank, checkpoint.marker.world_size)
+        load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+        groups: Any = checkpoint.read_plain(PARAM_GROUPS)
+        install_param_groups(state.optimizer, contents.names, groups)
+    for rank in range(checkpoint.marker.world_size, _MOST_RANKS):
+        state.private[rank] = State(iteration, checkpoint.train_state["run"], size).private[rank]
+    state.iteration, state.run = checkpoint.train_state["iteration"], checkpoint.train_state["run"]
+    return state
+
+
+def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
+    """Loads a checkpoint, and asserts that it is what one run saved. Returns which."""
+    state = load(store, iteration, size)
+    assert state.iteration == iteration
+    assert state.different(State(iteration, state.run, size)) == []
+    return state.run
+
+
+def check_published(root: Path, size: Size = WHOLE, *, is_found: bool = True) -> dict[int, int]:
+    """{iteration: the run that saved it} of the checkpoints that are there, if any. Asserts that each is whole.
+
+    Args:
+        is_found: whether the newest must also be the one that a run takes which is not told which.
+    """
+    store = open_store(root)
+    published = published_iterations(store)
+    runs = {iteration: check_loads(store, iteration, size) for iteration in published}
+    assert not is_found or latest_iteration(store) == published[-1]
+    return runs
+
+
+def go_on(root: Path, size: Size = WHOLE) -> list[str]:
+    """A run that begins after another has died: it sweeps, and saves. Returns the folders that there are then."""
+    state = State(LATER, size=size)
+    with CheckpointManager.start(str(root), CPU) as manager:
+        manager.save(LATER, state.contents(), state.train_state)
+        manager.finish()
+    check_loads(open_store(root), LATER, size)
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def outcome_of_save(root: Path, before: Before | None = None, *, run: int = 0, size: Size = WHOLE) -> str | None:
+    """One rank saves the new checkpoint, and keeps no other. Returns the error, if there is one."""
+    state = State(NEW, run, size)
+    store = open_store(root)
+    with (
+        nullcontext() if before is None else watched(root, before),
+        CheckpointManager(store, CPU, 0, 1, f"abc{run}", retention=Retention(keep_last=1)) as manager,
+    ):
+        manager.save(NEW, state.contents(), state.train_state)
+        try:
+            manager.finish()
+        except CheckpointError as failure:
+            return str(failure)
+    return None
+
+
+def make_old(root: Path, size: Size = WHOLE) -> None:
+    """A folder with the old checkpoint, and the draft of a run that has died."""
+    save_by_two(root, OLD, size)
+    shutil.copytree(root / checkpoint_name(OLD), root / f"{checkpoint_name(ABANDONED)}.dead1.saving")
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory, if there is any for files: there, thousands of fsyncs take no time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+class Scene(NamedTuple):
+    """What has become of two ranks that saved together, and of the run after them."""
+
+    endings: list[str | None]  # of each rank: an error; KILLED; GAVE_UP; NOT_BEGUN; None: published
+    operations: list[list[str]]  # what each has done, or was about to
+    published: list[int]  # all that is published then, and whole
+    folders: list[str]  # once another run has gone on from there
+
+
+GAVE_UP, NOT_BEGUN = "gave up", "not begun"
+
+
+def run_scene(
+    root: Path,
+    befores: dict[int, Before],
+    struck: int | None = None,
+    is_hopeless: bool = False,
+    size: Size = WHOLE,
+) -> Scene:
+    """Two ranks save the new checkpoint beside the old one, each in a process of its own; then another run goes on.
+
+    Args:
+        befores: by rank, what happens ahead of its operations.
+        struck: a rank that does not live to the end, or fails without being able to say so.
+        is_hopeless: the other one cannot publish without it, and is told to give up then.
+    """
+    stop, tell = os.pipe()
+    logs = [os.memfd_create("log") for _ in range(2)]
+    ranks: dict[int, Child] = {}
+    endings: list[str | None] = [NOT_BEGUN, NOT_BEGUN]
+    for rank in range(2):
+        ranks[rank] = Child(_save_as_rank, root, rank, befores.get(rank), logs[rank], stop, size)
+        # The second begins when the first has made the folder, or who makes it would be left to chance.
+        if rank == 0 and not _comes_to(ranks[0], logs[0], f"open {DRAFT}/"):
+            break
+    if struck is not None:
+        endings[struck] = ranks.pop(struck).end()
+        if is_hopeless:
+            os.write(tell, b".")
+    for rank, child in ranks.items():
+        endings[rank] = child.end()
+    operations = [os.pread(log, 1 << 20, 0).decode().splitlines() for log in logs]
+    return Scene(endings, operations, list(check_published(root, size)), go_on(root, size))
+
+
+def end_by_themselves(root: Path, timeout: float = 30.0) -> list[str | None]:
+    """Two ranks save the new checkpoint, and nobody tells them to give up. Returns how they end, within a time."""
+    stop, _ = os.pipe()
+    log = os.memfd_create("log")
+    first = Child(_save_as_rank, root, 0, None, log, stop, WHOLE)
+    _comes_to(first, log, f"open {DRAFT}/")  # it sweeps before
+    second = Child(_save_as_rank, root, 1, None, log, stop, WHOLE)
+    return [rank.end(timeout) for rank in (first, second)]
+
+
+def _comes_to(child: Child, log: int, operation: str) -> bool:
+    """Waits until a rank is at an operation, or has ended before."""
+    while True:
+        has_ended = child.has_ended
+        if operation.encode() in os.pread(log, 1 << 20, 0):
+            return True
+        if has_ended:
+            return False
+        time.sleep(0.001)
+
+
+def _save_as_rank(root: Path, rank: int, before: Before | None, log: int, stop: int, size: Size) -> str | None:
+    def note(operation: Operation) -> None:
+        os.write(log, f"{operation}\n".encode())
+        if before is not None:
+            before(operation)
+
+    state = State(NEW, size=size)
+    with watched(root, note):
+        store = open_store(root)
+        if rank == 0:
+            store.sweep()
+        with CheckpointManager(store, CPU, rank, 2, "abcd", retention=Retention(keep_last=1)) as manager:
+            manager.save(NEW, state.contents(rank, 2), state.train_state)
+            while manager.is_busy:
+                if select.select([stop], [], [], 0.002)[0]:
+                    return GAVE_UP
+            try:
+                manager.finish()
+            except CheckpointError as failure:
+                return str(failure)
+    return None

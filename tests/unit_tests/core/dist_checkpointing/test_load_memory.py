@@ -1,0 +1,98 @@
+"""Loading writes to where states lie: it takes no second copy of them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from tests.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, moments
+
+_M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
+
+
+@contextmanager
+def nothing_kept_for_later() -> Iterator[None]:
+    """What is freed inside goes back to the system: else it would hide what is taken then, or look as if in use."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.malloc_trim(0)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # to which it may grow by itself
+
+
+class Resident:
+    """How much more memory was resident at its peak than before, in bytes."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._read("VmRSS")
+
+    def peak_growth(self) -> int:
+        return self._read("VmHWM") - self._before
+
+    def _read(self, name: str) -> int:
+        return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+class Peaks(NamedTuple):
+    """Bytes, on one rank."""
+
+    state: int
+    bucket: int  # a layer's weights and moments in fp32, in which they are read whatever they are kept in
+    loading: int
+    copying: int  # of a load that reads everything before it puts it into place
+
+
+def _wide_gpt() -> GPTModel:
+    config = TransformerConfig(
+        num_layers=4, hidden_size=384, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    with torch.device("meta"):
+        return GPTModel(config, 512)
+
+
+def _load_measured(root: str, setting: Setting) -> Peaks:
+    trained = Trained(setting, seed=0, model=_wide_gpt())
+    trained.step(0)
+    trained.save(root)
+    held = dict(trained.model.named_parameters())
+    states = trained.optimizer.optimizer.state
+    state = sum(local_tensor(tensor).nbytes for p in held.values() for tensor in (p, *states[p].values()))
+    bucket = 3 * 4 * sum(local_tensor(p).numel() for name, p in held.items() if ".layers.0." in name)
+    with nothing_kept_for_later():
+        resident = Resident()
+        trained.load(root)
+        loading = resident.peak_growth()
+        resident = Resident()
+        copies = [local_tensor(t).clone() for p in held.values() for t in (p, *states[p].values())]
+        copying = resident.peak_growth()
+    assert len(copies) == 4 * len(held)
+    dist.barrier()
+    return Peaks(state, bucket, loading, copying)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(), Setting("no_shard", 0.5, compute_dtype=torch.bfloat16), Setting(optimizer=moments("fp8", "fp16"))],
+    ids=str,
+)
+def test_loading_takes_no_more_memory_than_a_bucket(tmp_path, setting):
+    for peaks in run_ranks(2, _load_measured, str(tmp_path), setting):
+        assert peaks.state > 2 * peaks.bucket > 20e6
+        assert peaks.loading <= peaks.bucket
+        assert peaks.copying > 1.2 * peaks.bucket, "a copy of everything would be seen"

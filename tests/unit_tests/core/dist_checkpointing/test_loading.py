@@ -1,0 +1,465 @@
+"""What is loaded, what is refused before anything is touched, and what loading costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight
+from tests.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.models import (
+    DEVICE,
+    HFSDP,
+    HSDP,
+    ITERATION,
+    Setting,
+    Trained,
+    build_gpt,
+    differences,
+    expected_tensors,
+    full_tensors,
+    manager_of,
+    moments,
+    next_losses,
+    open_checkpoint,
+    train_and_save,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# Names
+
+
+def _keys(root: str, setting: Setting) -> dict[str, tuple[int, ...]]:
+    trained = Trained(setting, seed=0, model=build_gpt(setting, num_layers=1))
+    trained.save(root)
+    return {key: tuple(value.size) for key, value in open_checkpoint(root).tensors().items()}
+
+
+WEIGHTS = {
+    "embedding.word_embeddings.weight": (61, 24),
+    "decoder.layers.0.input_layernorm.weight": (24,),
+    "decoder.layers.0.input_layernorm.bias": (24,),
+    "decoder.layers.0.self_attention.query.weight": (24, 24),
+    "decoder.layers.0.self_attention.query.bias": (24,),
+    "decoder.layers.0.self_attention.key.weight": (12, 24),
+    "decoder.layers.0.self_attention.key.bias": (12,),
+    "decoder.layers.0.self_attention.value.weight": (12, 24),
+    "decoder.layers.0.self_attention.value.bias": (12,),
+    "decoder.layers.0.self_attention.q_layernorm.weight": (6,),
+    "decoder.layers.0.self_attention.q_layernorm.bias": (6,),
+    "decoder.layers.0.self_attention.k_layernorm.weight": (6,),
+    "decoder.layers.0.self_attention.k_layernorm.bias": (6,),
+    "decoder.layers.0.self_attention.linear_proj.weight": (24, 24),
+    "decoder.layers.0.self_attention.linear_proj.bias": (24,),
+    "decoder.layers.0.pre_mlp_layernorm.weight": (24,),
+    "decoder.layers.0.pre_mlp_layernorm.bias": (24,),
+    "decoder.layers.0.mlp.gate.weight": (10, 24),
+    "decoder.layers.0.mlp.gate.bias": (10,),
+    "decoder.layers.0.mlp.up.weight": (10, 24),
+    "decoder.layers.0.mlp.up.bias": (10,),
+    "decoder.layers.0.mlp.linear_fc2.weight": (24, 10),
+    "decoder.layers.0.mlp.linear_fc2.bias": (24,),
+    "decoder.final_layernorm.weight": (24,),
+    "decoder.final_layernorm.bias": (24,),
+}
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting("no_shard", 1.0, is_fused=False), Setting("optim", 0.5, is_tied=False)], ids=str
+)
+def test_keys_and_shapes_are_those_of_a_model_of_which_nothing_is_fused(tmp_path, setting):
+    weights = dict(WEIGHTS) if setting.is_tied else {**WEIGHTS, "output_layer.weight": (61, 24)}
+    expected = {f"model.{name}": shape for name, shape in weights.items()}
+    for state in ("exp_avg", "exp_avg_sq"):
+        expected |= {f"optimizer.state.{name}.{state}": shape for name, shape in weights.items()}
+    expected |= {f"optimizer.state.{name}.step": () for name in weights}
+    for keys in run_ranks(2, _keys, str(tmp_path), setting):
+        assert keys == expected
+
+
+# Parameter groups
+
+
+def with_groups(trained: Trained, groups: list[dict[str, Any]]) -> Trained:
+    """The run with an optimizer over these groups."""
+    trained.optimizer = DistributedOptimizer(FusedAdam(groups), clip_grad=1.0)
+    return trained
+
+
+def options_by_name(trained: Trained) -> dict[str, dict[str, Any]]:
+    names = trained.contents().names
+    return {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in trained.optimizer.param_groups
+        for parameter in group["params"]
+        for name in names[parameter]
+    }
+
+
+def _options_of(name: str) -> dict[str, Any]:
+    """Constants that tell matrices, biases and norms apart."""
+    rate = 0.01 if "norm" in name else 0.003 if name.endswith("bias") else 0.001
+    return {"lr": rate, "weight_decay": 10 * rate, "betas": (0.8, 1 - rate), "eps": rate * 1e-6}
+
+
+def _three_groups(trained: Trained) -> list[dict[str, Any]]:
+    groups: dict[float, dict[str, Any]] = {}
+    for name, parameter in trained.model.named_parameters():
+        options = _options_of(name)
+        groups.setdefault(options["lr"], {"params": [], **options})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _save_three_groups(root: str) -> tuple[dict[str, Any], list[float]]:
+    trained = Trained(Setting(), seed=0)
+    with_groups(trained, _three_groups(trained))
+    for number in range(ITERATION):
+        trained.step(number)
+    trained.save(root)
+    return options_by_name(trained), next_losses(trained)
+
+
+def _load_other_groups(root: str, setting: Setting) -> tuple[dict[str, Any], list[float]]:
+    """Every parameter in a group of its own, the last first."""
+    trained = Trained(setting, seed=1)
+    parameters = list(trained.model.parameters())[::-1]
+    with_groups(trained, [{"params": [parameter], "lr": 0.5, "eps": 1.0} for parameter in parameters])
+    trained.load(root)
+    return options_by_name(trained), next_losses(trained)
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting(is_fused=False)], ids=str)
+def test_the_options_of_groups_come_to_the_parameters_by_name(tmp_path, setting):
+    options, losses = run_ranks(2, _save_three_groups, str(tmp_path))[0]
+    assert options == {name: {"bias_correction": True, **_options_of(name)} for name in options}
+    assert len({values["lr"] for values in options.values()}) == 3
+    for loaded, after in run_ranks(2, _load_other_groups, str(tmp_path), setting):
+        assert loaded == options
+        assert after == losses if setting.is_fused else after == pytest.approx(losses, rel=1e-5)
+
+
+def _load_groups_that_mix(root: str) -> tuple[str, str]:
+    """What is said of a group whose parameters had different options, and of a parameter that had no group."""
+    trained = Trained(Setting(), seed=1)
+    with_groups(trained, [{"params": list(trained.model.parameters()), "lr": 0.5}])
+    saved: Any = open_checkpoint(root).read_plain(PARAM_GROUPS)
+    before = deepcopy([{**group, "params": None} for group in trained.optimizer.param_groups])
+    messages = []
+    for groups in (saved, saved[:1]):
+        with pytest.raises(CheckpointError) as caught:
+            install_param_groups(trained.optimizer.optimizer, trained.contents().names, groups)
+        messages.append(str(caught.value))
+        assert [{**group, "params": None} for group in trained.optimizer.param_groups] == before
+    return messages[0], messages[1]
+
+
+def test_groups_that_cannot_be_restored_are_left_as_they_are(tmp_path):
+    run_ranks(2, _save_three_groups, str(tmp_path))
+    for mixed, missing in run_ranks(2, _load_groups_that_mix, str(tmp_path)):
+        assert "alike for the parameters of group 0" in mixed
+        assert "0.001" in mixed
+        assert "decoder.final_layernorm.weight" in missing
+
+
+def _save_sections_apart(root: str) -> None:
+    """Query, key and value with rates of their own."""
+    setting = Setting(is_fused=False)
+    trained = Trained(setting, seed=0)
+    rates = {"query": 0.1, "key": 0.2}
+    with_groups(
+        trained,
+        [
+            {"params": [parameter], "lr": next((rates[part] for part in name.split(".") if part in rates), 0.3)}
+            for name, parameter in trained.model.named_parameters()
+        ],
+    )
+    trained.save(root)
+
+
+def _load_sections_together(root: str) -> str:
+    trained = Trained(Setting(), seed=1)
+    with_groups(trained, [{"params": [parameter]} for parameter in trained.model.parameters()])
+    with pytest.raises(CheckpointError) as caught:
+        trained.load(root)
+    return str(caught.value)
+
+
+def test_sections_that_had_different_options_cannot_be_fused(tmp_path):
+    run_ranks(1, _save_sections_apart, str(tmp_path))
+    (message,) = run_ranks(1, _load_sections_together, str(tmp_path))
+    assert "query.weight: {'lr': 0.1" in message
+
+
+def _save_counters_apart(root: str) -> None:
+    trained = Trained(Setting(is_fused=False), seed=0)
+    trained.step(0)
+    key = trained.model.decoder.layers[1].self_attention.key.weight
+    trained.optimizer.optimizer.state[key]["step"].fill_(7.0)
+    trained.save(root)
+
+
+def test_sections_that_have_taken_different_numbers_of_steps_cannot_be_fused(tmp_path):
+    run_ranks(2, _save_counters_apart, str(tmp_path))
+    for message in run_ranks(2, _load_sections_together, str(tmp_path)):
+        assert "Expected optimizer.state.decoder.layers.1.self_attention.key.weight.step to be 1.0" in message
+        assert "got 7.0" in message
+
+
+# Optimizers, and states in other formats
+
+
+def _load(root: str, setting: Setting) -> tuple[list[str], list[float]]:
+    trained = Trained(setting, seed=1, lr=1e-3)
+    trained.step(99)
+    trained.load(root)
+    return differences(full_tensors(trained), expected_tensors(root)), next_losses(trained)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(compute_dtype=BF16, optimizer=moments("fp8", "fp16")),
+        Setting("optim", optimizer=moments("bf16", "bf16")),
+        Setting("no_shard", compute_dtype=BF16, optimizer=moments("fp16", "fp32")),
+        Setting(optimizer=(("optimizer", "sgd"),)),
+        Setting("optim_grads", compute_dtype=BF16, optimizer=(("optimizer", "sgd"), ("sgd_momentum", 0.0))),
+        Setting(compute_dtype=BF16, optimizer=(("gpu_optimizer", "torch"),)),
+        Setting("optim", 0.5, compute_dtype=BF16),
+    ],
+    ids=str,
+)
+def test_every_optimizer_goes_on_bit_by_bit(tmp_path, setting):
+    losses = run_ranks(2, train_and_save, str(tmp_path), setting)[0]
+    for found, after in run_ranks(2, _load, str(tmp_path), setting):
+        assert found == []
+        assert after == losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "optimizer"),
+    [
+        (1, "no_shard", moments("fp8", "fp16")),
+        (3, "optim_grads_params", moments("fp8", "fp16")),
+        (4, HFSDP, moments("fp16", "bf16")),
+    ],
+)
+def test_sections_and_shards_of_states_in_short_formats_keep_their_bits(tmp_path, world_size, strategy, optimizer):
+    # Of one rank's whole tensors, every part has a scale of its own that is no larger: nothing is rounded anew.
+    losses = run_ranks(1, train_and_save, str(tmp_path), Setting(optimizer=optimizer))[0]
+    setting = Setting(strategy, is_fused=False, optimizer=optimizer)
+    for found, after in run_ranks(world_size, _load, str(tmp_path), setting):
+        assert found == []
+        assert after == pytest.approx(losses, rel=1e-4)
+
+
+def _load_rounded(root: str, setting: Setting) -> dict[str, torch.Tensor]:
+    trained = Trained(setting, seed=1)
+    trained.load(root)
+    return full_tensors(trained)
+
+
+def test_where_parts_with_scales_of_their_own_come_together_values_are_rounded_once(tmp_path):
+    optimizer = moments("fp8", "fp16")
+    run_ranks(4, train_and_save, str(tmp_path), Setting(is_fused=False, optimizer=optimizer))
+    (loaded,) = run_ranks(1, _load_rounded, str(tmp_path), Setting(optimizer=optimizer))
+    expected = expected_tensors(str(tmp_path))
+    rounded = differences(loaded, expected)
+    assert rounded
+    for key in rounded:
+        layer, name, state = re.fullmatch(r"optimizer\.state\.(.*)\.\w+\.(\w+)\.(\w+)", key).groups()
+        together = [value for k, value in expected.items() if re.fullmatch(rf".*{layer}\.\w+\.{name}\.{state}", k)]
+        largest = max(value.abs().max() for value in together)
+        # Half of the last of 4 significant bits, or 11; or of the least number beside the largest value.
+        bits, least = {"exp_avg": (4, 2**-18), "exp_avg_sq": (11, 2**-40)}[state]
+        error = (loaded[key] - expected[key]).abs()
+        assert torch.all(error <= (expected[key].abs() * 2**-bits).clamp_min(largest * least))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "saving", "loading"),
+    [
+        ((("optimizer", "sgd"),), 0.5, None),
+        ((("optimizer", "sgd"),), 0.0, 1.0),
+        (moments("bf16", "bf16"), None, 0.5),
+        (moments("bf16", "bf16"), 1.0, 0.0),
+    ],
+)
+def test_what_is_offloaded_of_other_optimizers_makes_no_difference(tmp_path, optimizer, saving, loading):
+    setting = Setting(HSDP, saving, is_tied=False, compute_dtype=BF16, optimizer=optimizer)
+    losses = run_ranks(4, train_and_save, str(tmp_path), setting)[0]
+    for found, after in run_ranks(4, _load, str(tmp_path), setting._replace(fraction=loading)):
+        assert found == []
+        assert after == losses
+
+
+# Models without an engine, in this very process
+
+
+class Plain(nn.Module):
+    """A fused weight, a scalar and a buffer."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.fused = FusedLinear(8, FusedWeight((("gate", 3), ("up", 5))), init_std=0.5)
+        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fused(x)) * self.scale
+
+
+def _plain_losses(model: Plain, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        loss = (model(x.to(model.scale.dtype)).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _fused_adam(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: FusedAdam(model.parameters(), lr=1e-2, **options)
+
+
+def _hybrid(cls: type[torch.optim.Optimizer] | None = None) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: HybridDeviceOptimizer(model.parameters(), 0.5, cls, cls, param_update_in_fp32=True, lr=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(_fused_adam(master_weights=True), id="masters"),
+        pytest.param(_fused_adam(master_weights=True, store_param_remainders=True), id="remainders"),
+        pytest.param(_fused_adam(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16), id="scaled"),
+        pytest.param(_hybrid(), id="hybrid"),
+        pytest.param(_hybrid(torch.optim.Adagrad), id="hybrid Adagrad"),
+        pytest.param(lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True), id="AdamW"),
+        pytest.param(lambda m: torch.optim.Adafactor([m.scale]), id="Adafactor of a scalar"),
+    ],
+)
+def test_a_plain_model_goes_on_bit_by_bit_with_any_optimizer(tmp_path, dtype, make):
+    model = Plain(dtype, seed=0)
+    optimizer = make(model)
+    _plain_losses(model, optimizer, range(ITERATION))
+    with CheckpointManager(open_store(tmp_path), DEVICE, 0, 1, "test") as manager:
+        manager.save(ITERATION, collect(model, optimizer), {})
+        losses = _plain_losses(model, optimizer, range(ITERATION, 6))
+        manager.finish()
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert {"model.gate.weight", "model.up.weight", "model.scale"} < set(checkpoint.keys())
+    for num_steps_before in (0, 1):
+        other = Plain(dtype, seed=1)
+        optimizer = make(other)
+        _plain_losses(other, optimizer, range(50, 50 + num_steps_before))
+        contents = collect(other, optimizer)
+        load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+        install_param_groups(optimizer, contents.names, checkpoint.read_plain(PARAM_GROUPS))
+        assert _plain_losses(other, optimizer, range(ITERATION, 6)) == losses
+
+
+# What is not trained
+
+
+def _freeze(model: GPTModel) -> None:
+    for part in (model.embedding, model.decoder.layers[0].mlp, model.decoder.layers[1].self_attention):
+        part.requires_grad_(False)
+
+
+def _frozen_model(setting: Setting) -> GPTModel:
+    model = build_gpt(setting)
+    _freeze(model)
+    return model
+
+
+def _save_frozen(root: str, setting: Setting) -> list[float]:
+    return train_and_save(root, setting, _frozen_model(setting))
+
+
+def _load_frozen(root: str, setting: Setting) -> tuple[list[str], list[float], str]:
+    trained = Trained(setting, seed=1, model=_frozen_model(setting))
+    trained.load(root)
+    found = differences(full_tensors(trained), expected_tensors(root))
+    # One of which nothing is frozen wants more states.
+    with pytest.raises(CheckpointError) as caught:
+        Trained(setting, seed=1).load(root)
+    return found, next_losses(trained), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        (Setting(), Setting(fraction=0.5)),
+        (Setting("no_shard", 1.0, compute_dtype=BF16), Setting("no_shard", compute_dtype=BF16)),
+    ],
+    ids=str,
+)
+def test_frozen_weights_are_saved_without_states(tmp_path, saving, loading):
+    losses = run_ranks(2, _save_frozen, str(tmp_path), saving)[0]
+    keys = open_checkpoint(str(tmp_path)).keys()
+    assert "model.embedding.word_embeddings.weight" in keys
+    assert "model.decoder.layers.0.mlp.up.weight" in keys
+    assert not [key for key in keys if key.startswith("optimizer.state.") and ("embedding" in key or "0.mlp" in key)]
+    for found, after, refused in run_ranks(2, _load_frozen, str(tmp_path), loading):
+        assert found == []
+        assert after == losses
+        assert "it lacks optimizer.state." in refused
+
+
+def _model_with_buffers(setting: Setting, value: float) -> GPTModel:
+    model = build_gpt(setting)
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_buffer("scores", torch.full((3, 5), value + number))
+        layer.register_buffer("scratch", torch.full((2,), value), persistent=False)
+    model.register_buffer("num_tokens", torch.tensor(int(value)))
+    return model
+
+
+def _save_buffers(root: str, setting: Setting) -> None:
+    trained = Trained(setting, seed=0, model=_model_with_buffers(setting, 7.0))
+    with manager_of(root, trained) as manager:
+        manager.save(ITERATION, trained.contents(), {})
+        # A forward may write to them at any time.
+        for buffer in trained.model.buffers():
+            buffer.zero_()
+        manager.finish()
+
+
+def _load_buffers(root: str, setting: Setting) -> dict[str, Any]:
+    trained = Trained(setting, seed=1, model=_model_with_buffers(setting, -1.0))
+    trained.load(root)
+    return {name: buffer.unique().tolist() for name, buffer in trained.model.named_buffers()}
+
+
+def test_buffers_are_saved_as_they_are_when_a_save_begins(tmp_path):
+    run_ranks(2, _save_buffers, str(tmp_path), Setting())
+    for world_size in (1, 2):
+        for buffers in run_ranks(world_size, _load_buffers, str(tmp_path), Setting("optim", 1.0)):
+            assert buffers == {
+                "num_tokens": [7],
+                "decoder.layers.0.scores": [7.0],
+                "decoder.layers.1.scores": [8.0],
+                "decoder.layers.0.scratch": [-1.0],
+                "decoder.layers.1.scratch": [-1.0],
+            }

@@ -1,0 +1,243 @@
+"""What PyTorch DCP itself makes of the checkpoints: it reads them, loads into their tensors, and saves them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from tests.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.models import (
+    HFSDP,
+    HSDP,
+    ITERATION,
+    Setting,
+    Trained,
+    differences,
+    full_tensors,
+    moments,
+    next_losses,
+)
+
+RUNS = [
+    (1, Setting(is_tied=False)),
+    (2, Setting(fraction=0.5)),
+    (2, Setting("optim", compute_dtype=torch.bfloat16, optimizer=moments("fp8", "fp32"))),
+    (3, Setting("no_shard", 1.0, is_fused=False, is_tied=False)),
+    (4, Setting(HSDP, 1.0, optimizer=moments("bf16", "bf16"))),
+    (4, Setting(HFSDP, optimizer=(("optimizer", "sgd"),))),
+]
+IDS = [f"{world_size}-{setting}" for world_size, setting in RUNS]
+
+# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> {folder: what differs}
+VANILLA = """
+import json, sys, warnings
+
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "megatron":
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import megatron.core
+    raise SystemExit("megatron can be imported")
+except ImportError:
+    pass
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+def is_equal(one, other):
+    if not isinstance(other, torch.Tensor):
+        return one == other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+def differing(got, expected):
+    keys = sorted(got.keys() ^ expected.keys())
+    return keys + [key for key in expected if key in got and not is_equal(got[key], expected[key])]
+
+def flat(key):
+    section, _, rest = key.partition(".")
+    if section == "optimizer" and rest.startswith("state."):
+        return ("optimizer", "state", *rest[len("state."):].rsplit(".", 1))
+    return (section, *rest.split(".", 1)) if section == "rng" else (section, rest)
+
+def dig(nested, path):
+    for name in path:
+        nested = nested[name]
+    return nested
+
+def count(nested):
+    return sum(map(count, nested.values())) if isinstance(nested, dict) else 1
+
+verdicts = {}
+for folder, file in json.loads(sys.argv[1]):
+    expected = torch.load(file, weights_only=True)
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = dict.fromkeys(found)
+    for key, value in found.items():
+        if isinstance(value, TensorStorageMetadata):
+            state[key] = torch.full(value.size, 77, dtype=value.properties.dtype)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    # Some of the weights, as somebody asks for them who has a model.
+    weights = {key.removeprefix("model."): value for key, value in expected.items() if key.startswith("model.decoder")}
+    some = {"model": {name: torch.full_like(value, 77) for name, value in weights.items()}}
+    dcp.load(some, checkpoint_id=folder, no_dist=True)
+    dcp_to_torch_save(folder, file + ".all")
+    everything = torch.load(file + ".all", weights_only=True)
+    verdicts[folder] = {
+        "dcp.load": differing(state, expected),
+        "dcp.load of a part": differing(some["model"], weights),
+        "dcp_to_torch_save": differing(
+            {key: everything[key] if key in everything else dig(everything, flat(key)) for key in expected}, expected
+        ),
+        "number of values": count(everything) - len(expected),
+        "number of tensors": sum(isinstance(value, torch.Tensor) for value in state.values()),
+    }
+print(json.dumps(verdicts))
+"""
+
+
+def _ranks_own(rank: int) -> torch.Tensor:
+    return torch.arange(5, dtype=torch.uint8) + rank
+
+
+def _save(root: str, setting: Setting) -> list[float]:
+    """Publishes a checkpoint, and beside it a file with all that must be in it. Answers the losses after it."""
+    trained = Trained(setting, seed=0)
+    for number in range(ITERATION):
+        trained.step(number)
+    trained.save(root, private={"rng.torch": _ranks_own(trained.rank)})
+    expected: dict[str, Any] = full_tensors(trained)
+    expected |= {f"rng.{rank}.torch": _ranks_own(rank) for rank in range(trained.world_size)}
+    expected[PARAM_GROUPS] = trained.contents().plain[PARAM_GROUPS]
+    if trained.rank == 0:
+        torch.save(expected, f"{root}/expected.pt")
+    return next_losses(trained)
+
+
+def read_by_pytorch_alone(*places: tuple[Path, Path]) -> dict[str, dict[str, Any]]:
+    """What differs from what is expected, by folder."""
+    argument = json.dumps([(str(folder), str(expected)) for folder, expected in places])
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", VANILLA, argument], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Where each of RUNS has saved."""
+    folders = [tmp_path_factory.mktemp(name) for name in IDS]
+    for root, (world_size, setting) in zip(folders, RUNS, strict=True):
+        run_ranks(world_size, _save, str(root), setting)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def verdicts(roots: list[Path]) -> list[dict[str, Any]]:
+    """What PyTorch alone finds in what each of RUNS has saved."""
+    folders = [root / checkpoint_name(ITERATION) for root in roots]
+    found = read_by_pytorch_alone(*((folder, folder.parent / "expected.pt") for folder in folders))
+    return [found[str(folder)] for folder in folders]
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=IDS)
+def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, number):
+    verdict = verdicts[number]
+    assert verdict["dcp.load"] == []
+    assert verdict["dcp.load of a part"] == []
+    assert verdict["dcp_to_torch_save"] == []
+    assert verdict["number of values"] == 0
+    assert verdict["number of tensors"] > 60
+
+
+def test_a_flipped_bit_would_be_seen(roots, tmp_path):
+    expected = torch.load(roots[0] / "expected.pt", weights_only=True)
+    for key in (
+        "model.decoder.layers.0.self_attention.key.weight",
+        "optimizer.state.embedding.word_embeddings.weight.step",
+    ):
+        expected[key].view(torch.int32).reshape(-1)[-1] ^= 1
+    del expected["rng.0.torch"]
+    torch.save(expected, tmp_path / "other.pt")
+    folder = roots[0] / checkpoint_name(ITERATION)
+    (verdict,) = read_by_pytorch_alone((folder, tmp_path / "other.pt")).values()
+    assert len(verdict["dcp.load"]) == 3
+    assert len(verdict["dcp.load of a part"]) == 1
+    assert len(verdict["dcp_to_torch_save"]) == 2
+
+
+def _load_by_pytorch(root: str, setting: Setting) -> tuple[list[str], list[float]]:
+    """(what differs after `dcp.load`, the next losses)"""
+    trained = Trained(setting, seed=1)
+    # Whoever has updates under way, has them awaited.
+    trained.step(99)
+    trained.optimizer.synchronize()
+    dcp.load(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
+    expected = torch.load(f"{root}/expected.pt", weights_only=True)
+    tensors = {key: value for key, value in expected.items() if key.startswith(("model.", "optimizer.state."))}
+    found = differences(full_tensors(trained), tensors)
+    return found, next_losses(trained)
+
+
+def _load_by_ourselves(root: str, setting: Setting) -> list[float]:
+    trained = Trained(setting, seed=1)
+    trained.load(root, skip=["rng.*"])
+    return next_losses(trained)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fraction"),
+    [("no_shard", 0.5), ("optim", None), ("optim_grads", 1.0), ("optim_grads_params", None), (HSDP, 0.5), (HFSDP, 0.0)],
+)
+def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(roots, strategy, fraction):
+    root = str(roots[IDS.index("3-no_shard-offload=1.0-unfused-untied-float32")])
+    setting = Setting(strategy, fraction, is_tied=False, compute_dtype=torch.bfloat16)
+    losses = run_ranks(4, _load_by_ourselves, root, setting)
+    for (found, after), expected in zip(run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True):
+        assert found == []
+        assert after == expected
+
+
+def _save_by_pytorch(root: str, setting: Setting) -> None:
+    trained = Trained(setting, seed=0)
+    for number in range(ITERATION):
+        trained.step(number)
+    trained.optimizer.synchronize()
+    dcp.save(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
+    if trained.rank == 0:
+        torch.save(full_tensors(trained), f"{root}/expected.pt")
+    else:
+        full_tensors(trained)
+
+
+def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(tmp_path):
+    settings = [Setting(HFSDP, 0.5), Setting(HSDP, is_fused=False)]
+    roots = [tmp_path / str(setting) for setting in settings]
+    for root, setting in zip(roots, settings, strict=True):
+        root.mkdir()
+        run_ranks(4, _save_by_pytorch, str(root), setting)
+        for found, _ in run_ranks(3, _load_by_pytorch, str(root), Setting(is_fused=False)):
+            assert found == []
+    verdicts = read_by_pytorch_alone(*((root / checkpoint_name(ITERATION), root / "expected.pt") for root in roots))
+    assert len(verdicts) == len(settings)
+    for verdict in verdicts.values():
+        assert (verdict["dcp.load"], verdict["dcp_to_torch_save"]) == ([], [])
