@@ -253,7 +253,7 @@ class PowerCut:
         for gone, new in folder.steps:
             if lot.random() < odds:
                 entries = {name: node for name, node in entries.items() if name not in gone} | new
-        for name, node in entries.items():
+        for name, node in sorted(entries.items()):
             if isinstance(node, _Folder):
                 self._leave(node, target / name, lot)
                 continue
@@ -264,7 +264,8 @@ class PowerCut:
 
     def _scan(self, path: Path) -> _Folder:
         found: dict[str, _File | _Folder] = {
-            entry.name: self._scan(entry) if entry.is_dir() else _File(entry.read_bytes()) for entry in path.iterdir()
+            entry.name: self._scan(entry) if entry.is_dir() else _File(entry.read_bytes())
+            for entry in sorted(path.iterdir())
         }
         return _Folder(found, dict(found))
 

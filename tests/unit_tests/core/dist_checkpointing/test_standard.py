@@ -27,17 +27,20 @@ from tests.unit_tests.core.dist_checkpointing.models import (
     next_losses,
 )
 
-RUNS = [
-    (1, Setting(is_tied=False)),
-    (2, Setting(fraction=0.5)),
-    (2, Setting("optim", compute_dtype=torch.bfloat16, optimizer=moments("fp8", "fp32"))),
-    (3, Setting("no_shard", 1.0, is_fused=False, is_tied=False)),
-    (4, Setting(HSDP, 1.0, optimizer=moments("bf16", "bf16"))),
-    (4, Setting(HFSDP, optimizer=(("optimizer", "sgd"),))),
-]
-IDS = [f"{world_size}-{setting}" for world_size, setting in RUNS]
+RUNS = {
+    "one rank": (1, Setting(is_tied=False)),
+    "two ranks": (2, Setting(fraction=0.5)),
+    "fp8": (2, Setting("optim", compute_dtype=torch.bfloat16, optimizer=moments("fp8", "fp32"))),
+    "three ranks alike": (3, Setting("no_shard", 1.0, is_fused=False, is_tied=False)),
+    "hsdp": (4, Setting(HSDP, 1.0, optimizer=moments("bf16", "bf16"))),
+    "hfsdp": (4, Setting(HFSDP, optimizer=(("optimizer", "sgd"),))),
+}
+BY_PYTORCH = {
+    "hfsdp by PyTorch": (4, Setting(HFSDP, 0.5)),
+    "hsdp by PyTorch": (4, Setting(HSDP, is_fused=False)),
+}
 
-# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> {folder: what differs}
+# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> [what differs] * n
 VANILLA = """
 import json, sys, warnings
 
@@ -86,7 +89,7 @@ def dig(nested, path):
 def count(nested):
     return sum(map(count, nested.values())) if isinstance(nested, dict) else 1
 
-verdicts = {}
+verdicts = []
 for folder, file in json.loads(sys.argv[1]):
     expected = torch.load(file, weights_only=True)
     found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -101,7 +104,7 @@ for folder, file in json.loads(sys.argv[1]):
     dcp.load(some, checkpoint_id=folder, no_dist=True)
     dcp_to_torch_save(folder, file + ".all")
     everything = torch.load(file + ".all", weights_only=True)
-    verdicts[folder] = {
+    verdicts.append({
         "dcp.load": differing(state, expected),
         "dcp.load of a part": differing(some["model"], weights),
         "dcp_to_torch_save": differing(
@@ -109,7 +112,7 @@ for folder, file in json.loads(sys.argv[1]):
         ),
         "number of values": count(everything) - len(expected),
         "number of tensors": sum(isinstance(value, torch.Tensor) for value in state.values()),
-    }
+    })
 print(json.dumps(verdicts))
 """
 
@@ -132,8 +135,8 @@ def _save(root: str, setting: Setting) -> list[float]:
     return next_losses(trained)
 
 
-def read_by_pytorch_alone(*places: tuple[Path, Path]) -> dict[str, dict[str, Any]]:
-    """What differs from what is expected, by folder."""
+def read_by_pytorch_alone(*places: tuple[Path, Path]) -> list[dict[str, Any]]:
+    """What differs from what is expected, for each (folder, file with the expected)."""
     argument = json.dumps([(str(folder), str(expected)) for folder, expected in places])
     result = subprocess.run(
         [sys.executable, "-I", "-c", VANILLA, argument], capture_output=True, text=True, check=False
@@ -142,26 +145,50 @@ def read_by_pytorch_alone(*places: tuple[Path, Path]) -> dict[str, dict[str, Any
     return json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Where each of RUNS has saved."""
-    folders = [tmp_path_factory.mktemp(name) for name in IDS]
-    for root, (world_size, setting) in zip(folders, RUNS, strict=True):
-        run_ranks(world_size, _save, str(root), setting)
-    return folders
+def _save_by_pytorch(root: str, setting: Setting) -> None:
+    """As `_save`, but by `dcp.save`, which knows of no parameter groups here."""
+    trained = Trained(setting, seed=0)
+    for number in range(ITERATION):
+        trained.step(number)
+    trained.optimizer.synchronize()
+    dcp.save(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
+    expected = full_tensors(trained)
+    if trained.rank == 0:
+        torch.save(expected, f"{root}/expected.pt")
 
 
 @pytest.fixture(scope="module")
-def verdicts(roots: list[Path]) -> list[dict[str, Any]]:
-    """What PyTorch alone finds in what each of RUNS has saved."""
-    folders = [root / checkpoint_name(ITERATION) for root in roots]
-    found = read_by_pytorch_alone(*((folder, folder.parent / "expected.pt") for folder in folders))
-    return [found[str(folder)] for folder in folders]
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each of RUNS has saved, and each of BY_PYTORCH."""
+    found = {}
+    for save, runs in ((_save, RUNS), (_save_by_pytorch, BY_PYTORCH)):
+        for name, (world_size, setting) in runs.items():
+            found[name] = tmp_path_factory.mktemp("run")
+            run_ranks(world_size, save, str(found[name]), setting)
+    return found
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)), ids=IDS)
-def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, number):
-    verdict = verdicts[number]
+OTHER = "other.pt"  # expectations that are not met
+
+
+@pytest.fixture(scope="module")
+def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What PyTorch alone finds in what each has saved; under OTHER, what it finds if something else is expected."""
+    places = {name: (root / checkpoint_name(ITERATION), root / "expected.pt") for name, root in roots.items()}
+    folder, file = next(iter(places.values()))
+    expected = torch.load(file, weights_only=True)
+    name = "embedding.word_embeddings.weight"
+    for key in ("model.decoder.layers.0.self_attention.key.weight", f"optimizer.state.{name}.step"):
+        expected[key].view(torch.int32).reshape(-1)[-1] ^= 1
+    del expected["rng.0.torch"]
+    torch.save(expected, file.with_name(OTHER))
+    places[OTHER] = (folder, file.with_name(OTHER))
+    return dict(zip(places, read_by_pytorch_alone(*places.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, name):
+    verdict = verdicts[name]
     assert verdict["dcp.load"] == []
     assert verdict["dcp.load of a part"] == []
     assert verdict["dcp_to_torch_save"] == []
@@ -169,17 +196,8 @@ def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, number):
     assert verdict["number of tensors"] > 60
 
 
-def test_a_flipped_bit_would_be_seen(roots, tmp_path):
-    expected = torch.load(roots[0] / "expected.pt", weights_only=True)
-    for key in (
-        "model.decoder.layers.0.self_attention.key.weight",
-        "optimizer.state.embedding.word_embeddings.weight.step",
-    ):
-        expected[key].view(torch.int32).reshape(-1)[-1] ^= 1
-    del expected["rng.0.torch"]
-    torch.save(expected, tmp_path / "other.pt")
-    folder = roots[0] / checkpoint_name(ITERATION)
-    (verdict,) = read_by_pytorch_alone((folder, tmp_path / "other.pt")).values()
+def test_a_flipped_bit_would_be_seen(verdicts):
+    verdict = verdicts[OTHER]
     assert len(verdict["dcp.load"]) == 3
     assert len(verdict["dcp.load of a part"]) == 1
     assert len(verdict["dcp_to_torch_save"]) == 2
@@ -209,7 +227,7 @@ def _load_by_ourselves(root: str, setting: Setting) -> list[float]:
     [("no_shard", 0.5), ("optim", None), ("optim_grads", 1.0), ("optim_grads_params", None), (HSDP, 0.5), (HFSDP, 0.0)],
 )
 def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(roots, strategy, fraction):
-    root = str(roots[IDS.index("3-no_shard-offload=1.0-unfused-untied-float32")])
+    root = str(roots["three ranks alike"])
     setting = Setting(strategy, fraction, is_tied=False, compute_dtype=torch.bfloat16)
     losses = run_ranks(4, _load_by_ourselves, root, setting)
     for (found, after), expected in zip(run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True):
@@ -217,27 +235,8 @@ def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(roots
         assert after == expected
 
 
-def _save_by_pytorch(root: str, setting: Setting) -> None:
-    trained = Trained(setting, seed=0)
-    for number in range(ITERATION):
-        trained.step(number)
-    trained.optimizer.synchronize()
-    dcp.save(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
-    if trained.rank == 0:
-        torch.save(full_tensors(trained), f"{root}/expected.pt")
-    else:
-        full_tensors(trained)
-
-
-def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(tmp_path):
-    settings = [Setting(HFSDP, 0.5), Setting(HSDP, is_fused=False)]
-    roots = [tmp_path / str(setting) for setting in settings]
-    for root, setting in zip(roots, settings, strict=True):
-        root.mkdir()
-        run_ranks(4, _save_by_pytorch, str(root), setting)
-        for found, _ in run_ranks(3, _load_by_pytorch, str(root), Setting(is_fused=False)):
-            assert found == []
-    verdicts = read_by_pytorch_alone(*((root / checkpoint_name(ITERATION), root / "expected.pt") for root in roots))
-    assert len(verdicts) == len(settings)
-    for verdict in verdicts.values():
-        assert (verdict["dcp.load"], verdict["dcp_to_torch_save"]) == ([], [])
+@pytest.mark.parametrize("name", BY_PYTORCH)
+def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(roots, verdicts, name):
+    assert (verdicts[name]["dcp.load"], verdicts[name]["dcp_to_torch_save"]) == ([], [])
+    for found, _ in run_ranks(3, _load_by_pytorch, str(roots[name]), Setting(is_fused=False)):
+        assert found == []

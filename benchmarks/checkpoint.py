@@ -1,0 +1,564 @@
+#!/usr/bin/env python3
+"""Saving and loading beside PyTorch DCP: the same names, shapes and values, on the same disk, in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py --write
+
+A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host memory (2.4 GB), ZeRO-3. DCP gets as
+many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are written and verified throughout.
+
+    raw                 the same number of bytes from three buffers of 8 MiB: O_DIRECT where the file system has it, one
+                        write after the other, fsync; or read through one
+    ours, dcp           a save from the call until it is published, on disk and on tmpfs
+    ours, dcp async     what the call blocks, and how much resident memory grows at most until the save is done
+    load                into the live state; warm: all files are in the page cache; cold: none is
+    2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and what 4 have saved, warm: seconds and bytes read
+
+Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are printed with the
+smallest and the largest. Before the first round each runs once, untimed, and that loads bring back every value is
+checked. Between two variants their memory is kept busy: in a virtual machine the host may take what is free, and touching
+it again is slow, which would be charged to whoever comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import queue
+import shutil
+import statistics
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import report
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.data_file import BufferPool
+from megatron.core.dist_checkpointing.entries import Contents
+from megatron.core.dist_checkpointing.file_plan import place
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.distributed import megatron_fsdp
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.init import seeded_reset
+
+OFFLOADED = OptimizerConfig(
+    optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+)
+PIECE = 1 << 20  # elements that are made or checked at a time
+Figures = dict[str, float]
+
+
+class Part(NamedTuple):
+    """A rank's rows of a tensor."""
+
+    key: str
+    begin: int  # elements before it in the whole tensor
+    values: torch.Tensor  # fp32
+
+
+def pattern(part: Part, start: int, stop: int) -> torch.Tensor:
+    """What belongs at these elements of a part: positive numbers about 0.01, as bits."""
+    places = torch.arange(part.begin + start, part.begin + stop, dtype=torch.int32)
+    return (
+        places.mul_(-1640531527).add_(zlib.crc32(part.key.encode()) & 0xFFFFFF).bitwise_and_(0x7FFFFF).add_(0x3C000000)
+    )
+
+
+def pieces(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory of a part as bits, and what belongs there."""
+    bits = part.values.detach().view(torch.int32).view(-1)
+    for start in range(0, bits.numel(), PIECE):
+        stop = min(start + PIECE, bits.numel())
+        yield bits[start:stop], pattern(part, start, stop)
+
+
+class State:
+    """The model with its optimizer; and the same values in DTensors for DCP."""
+
+    def __init__(self, arguments: argparse.Namespace, device: Device, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        config = TransformerConfig(
+            num_layers=arguments.layers,
+            hidden_size=arguments.hidden,
+            num_attention_heads=arguments.hidden // 64,
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        )
+        with torch.device("meta"):
+            self.model = GPTModel(config, arguments.vocabulary)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        mesh = build_mesh(device.kind, world_size)
+        megatron_fsdp.shard_model(
+            self.model,
+            mesh,
+            device,
+            DataParallelConfig(),
+            compute_dtype=torch.bfloat16,
+            reset_parameters=seeded_reset(self.model, device.torch_device, 0),
+            offloaded=offloaded_units(self.model, OFFLOADED),
+        )
+        self.optimizer = build_optimizer(self.model, OFFLOADED, 1e-4, world_size).optimizer
+        contents = self.contents()
+        self.parts = []
+        for entry in contents.entries:
+            if entry.saved_as.shape:
+                row = int(np.prod(entry.saved_as.shape[1:]))
+                self.parts.append(Part(entry.key, entry.offsets[0] * row, entry.part_of(entry.values.target())))
+        self.even_parts: list[Part] = []
+        self.even = self._even(contents, mesh)
+        self.file_nbytes = max(placed.stop for placed in place([e.saved_as for e in contents.entries], rank))
+        for part in (*self.parts, *self.even_parts):
+            for bits, wanted in pieces(part):
+                bits.copy_(wanted)
+
+    def contents(self) -> Contents:
+        return collect(self.model, self.optimizer, rank=self.rank, world_size=self.world_size)
+
+    def _even(self, contents: Contents, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for entry in contents.entries:
+            shape = torch.Size(entry.saved_as.shape)
+            if not shape:
+                state[entry.key] = entry.values.read().clone()
+                continue
+            sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
+            local = torch.empty(sizes)
+            strides = torch.empty(shape, device="meta").stride()
+            state[entry.key] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+            self.even_parts.append(Part(entry.key, offsets[0] * strides[0], local))
+        return state
+
+
+def clear(parts: list[Part]) -> None:
+    for part in parts:
+        part.values.detach().zero_()
+
+
+def check(parts: list[Part]) -> None:
+    """Raises RuntimeError if a value is not what it was."""
+    for part in parts:
+        for bits, wanted in pieces(part):
+            if not torch.equal(bits, wanted):
+                raise RuntimeError(f"Expected the values that were saved in {part.key}, got others.")
+
+
+# What the system says.
+
+
+def of_status(name: str) -> int:
+    """Bytes, from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def num_bytes_read() -> int:
+    """Bytes that this process has read from files so far, whether or not they were in the page cache."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+
+
+def resident_share(folder: Path) -> float:
+    """How much of the files in a folder is in the page cache."""
+    resident = total = 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in filter(lambda path: path.stat().st_size, folder.iterdir()):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            num_pages = -(-len(mapped) // mmap.PAGESIZE)
+            found = np.zeros(num_pages, np.uint8)
+            view = np.frombuffer(mapped, np.uint8)
+            status = libc.mincore(
+                ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(found.ctypes.data)
+            )
+            del view
+            if status:
+                raise OSError(ctypes.get_errno(), "mincore")
+            resident += int((found & 1).sum())
+            total += num_pages
+    return resident / total
+
+
+def evict(folder: Path) -> None:
+    """Takes the files of a folder out of the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Bench:
+    """One rank's side of one process group."""
+
+    def __init__(self, arguments: argparse.Namespace, folders: dict[str, Path], rank: int, world_size: int) -> None:
+        self.device = Device("cpu")
+        self.rank, self.world_size = rank, world_size
+        self.folders = folders
+        self.state = State(arguments, self.device, rank, world_size)
+        self.managers = {
+            where: CheckpointManager.start(str(self._ours(where)), self.device, rank, world_size) for where in folders
+        }
+        self.buffers = BufferPool(self.device).lend()
+        for buffer in self.buffers:
+            buffer[:] = os.urandom(len(buffer))
+        self.iteration = world_size  # of what is kept, see `keep`
+        self._reserve = folders["tmpfs"] / f"reserve_{rank}"
+
+    def run(self, variants: dict[str, Callable[[], Figures]], num_rounds: int) -> dict[str, list[Figures]]:
+        """What each variant has measured in each round."""
+        figures: dict[str, list[Figures]] = {name: [] for name in variants}
+        for number, name in enumerate(report.schedule(list(variants), num_rounds)):
+            figures[name].append(self._slowest(self._run_one(variants[name])))
+            if self.rank == 0 and not (number + 1) % len(variants):
+                print(
+                    f"{self.world_size} ranks: round {(number + 1) // len(variants)} of {num_rounds}", file=sys.stderr
+                )
+        return figures
+
+    def _run_one(self, variant: Callable[[], Figures]) -> Figures:
+        """Runs a variant with memory at hand: a copy of the state, and as much page cache."""
+        gc.collect()
+        self._reserve.unlink(missing_ok=True)
+        try:
+            return variant()
+        finally:
+            with self._reserve.open("xb", buffering=0) as file:
+                for _ in range(0, 2 * self.state.file_nbytes, len(self.buffers[0])):
+                    file.write(self.buffers[0])
+
+    def close(self) -> None:
+        for manager in self.managers.values():
+            manager.close()
+
+    # Saving
+
+    def write_raw(self, where: str) -> Figures:
+        path = self.folders[where] / f"raw_{self.rank}"
+
+        def work() -> None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(path, flags | (os.O_DIRECT if where == "disk" else 0))
+            for number, position in enumerate(range(0, self.state.file_nbytes, len(self.buffers[0]))):
+                nbytes = min(len(self.buffers[0]), self.state.file_nbytes - position) // 4096 * 4096
+                os.write(descriptor, self.buffers[number % len(self.buffers)][:nbytes])
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+        seconds = self._time(work)
+        dist.barrier()
+        path.unlink()
+        return {"seconds": seconds}
+
+    def save_ours(self, where: str) -> Figures:
+        self.iteration += 1
+
+        def work() -> None:
+            self._begin_ours(where)
+            self.managers[where].finish()
+
+        seconds = self._time(work)
+        self._remove(self._ours(where) / checkpoint_name(self.iteration))
+        return {"seconds": seconds}
+
+    def save_dcp(self, where: str) -> Figures:
+        folder = self.folders[where] / "dcp"
+        seconds = self._time(lambda: dcp.save(self.state.even, checkpoint_id=folder))
+        self._remove(folder)
+        return {"seconds": seconds}
+
+    def save_ours_async(self) -> Figures:
+        self.iteration += 1
+        with growth() as grown:
+            blocked = self._time(lambda: self._begin_ours("disk"))
+            total = blocked + report.seconds(self.managers["disk"].finish)
+        self._remove(self._ours("disk") / checkpoint_name(self.iteration))
+        return {"seconds": total, "blocked_seconds": blocked, "growth_bytes": grown[0]}
+
+    def save_dcp_async(self) -> Figures:
+        folder = self.folders["disk"] / "dcp"
+        futures = []
+        with growth() as grown:
+            blocked = self._time(lambda: futures.append(dcp.async_save(self.state.even, checkpoint_id=folder)))
+            total = blocked + report.seconds(futures[0].result)
+        self._remove(folder)
+        return {"seconds": total, "blocked_seconds": blocked, "growth_bytes": grown[0]}
+
+    def keep(self) -> None:
+        """Saves what is loaded later: on disk, as iteration `world_size`, and by DCP as `dcp_<world_size>`."""
+        self.iteration = self.world_size
+        self._begin_ours("disk")
+        self.managers["disk"].finish()
+        dcp.save(self.state.even, checkpoint_id=self.kept("dcp", self.world_size))
+
+    def kept(self, who: str, num_ranks: int) -> Path:
+        """The folder in which so many ranks have kept their state."""
+        return (
+            self._ours("disk") / checkpoint_name(num_ranks)
+            if who == "ours"
+            else self.folders["disk"] / f"dcp_{num_ranks}"
+        )
+
+    # Loading
+
+    def load(self, who: str, num_ranks: int, *, is_cold: bool = False, verify: bool = True) -> Figures:
+        """Loads what `num_ranks` ranks have kept."""
+        folder = self.kept("dcp" if who == "dcp" else "ours", num_ranks)
+        works: dict[str, Callable[[], object]] = {
+            "ours": partial(self._load_ours, num_ranks, self.state.contents(), verify),
+            "dcp": partial(dcp.load, self.state.even, checkpoint_id=folder),
+            "raw": partial(self._read_raw, folder),
+        }
+        if self.rank == 0:
+            evict(folder) if is_cold else self._read_all(folder)
+        dist.barrier()
+        resident = resident_share(folder)
+        before = num_bytes_read()
+        seconds = self._time(works[who])
+        return {"seconds": seconds, "bytes_read": num_bytes_read() - before, "resident_share": resident}
+
+    def check_loads(self, num_ranks: int) -> None:
+        """Warms up. RuntimeError if a load does not bring back what was saved."""
+        for who, parts in {"ours": self.state.parts, "dcp": self.state.even_parts}.items():
+            clear(parts)
+            self.load(who, num_ranks)
+            check(parts)
+
+    def _load_ours(self, num_ranks: int, contents: Contents, verify: bool) -> None:
+        store = self.managers["disk"].store
+        checkpoint = PublishedCheckpoint.open(store, checkpoint_name(num_ranks), verify=verify)
+        load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+
+    def _read_raw(self, folder: Path) -> None:
+        with (folder / f"__{self.rank}_0.distcp").open("rb", buffering=0) as file:
+            while file.readinto(self.buffers[0]):
+                pass
+
+    def _read_all(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(self.buffers[0]):
+                    pass
+
+    # Both
+
+    def _ours(self, where: str) -> Path:
+        return self.folders[where] / "ours"
+
+    def _begin_ours(self, where: str) -> None:
+        self.managers[where].save(self.iteration, self.state.contents(), {"iteration": self.iteration})
+
+    def _time(self, work: Callable[[], object]) -> float:
+        dist.barrier()
+        return report.seconds(work)
+
+    def _remove(self, folder: Path) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
+            os.sync()
+        dist.barrier()
+
+    def _slowest(self, figures: Figures) -> Figures:
+        """The largest of each figure on all ranks; but the sum of bytes read."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, figures)
+        return {name: (sum if name == "bytes_read" else max)(figures[name] for figures in gathered) for name in figures}
+
+
+@contextlib.contextmanager
+def growth() -> Iterator[list[int]]:
+    """How many bytes more than at the beginning were resident at most; a list that has it in the end."""
+    found: list[int] = []
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = of_status("VmRSS")
+    yield found
+    found.append(of_status("VmHWM") - before)
+
+
+def measure_two(bench: Bench, num_rounds: int) -> dict[str, list[Figures]]:
+    """Saves, asynchronous saves and loads on the ranks that have saved."""
+    own = bench.world_size
+    variants: dict[str, Callable[[], Figures]] = {
+        "async save, ours": bench.save_ours_async,
+        "async save, dcp": bench.save_dcp_async,
+    }
+    for where in bench.folders:
+        variants[f"save to {where}, raw"] = partial(bench.write_raw, where)
+        variants[f"save to {where}, ours"] = partial(bench.save_ours, where)
+        variants[f"save to {where}, dcp"] = partial(bench.save_dcp, where)
+    for kind in ("warm", "cold"):
+        for who in ("raw", "ours", "dcp"):
+            variants[f"{kind} load, {who}"] = partial(bench.load, who, own, is_cold=kind == "cold")
+        unverified = partial(bench.load, "ours", own, is_cold=kind == "cold", verify=False)
+        variants[f"{kind} load, ours without digests"] = unverified
+    bench.keep()
+    bench.check_loads(own)
+    bench.iteration = own + 1000  # what is saved from here on is thrown away
+    bench.run({name: variant for name, variant in variants.items() if "save" in name}, 1)
+    return bench.run(variants, num_rounds)
+
+
+def measure_four(bench: Bench, num_rounds: int) -> dict[str, list[Figures]]:
+    """Loads of what fewer ranks, and what as many have saved."""
+    bench.keep()
+    variants: dict[str, Callable[[], Figures]] = {}
+    for num_ranks in (bench.world_size // 2, bench.world_size):
+        bench.check_loads(num_ranks)
+        for who in ("ours", "dcp"):
+            variants[f"load {num_ranks} -> {bench.world_size}, {who}"] = partial(bench.load, who, num_ranks)
+    return bench.run(variants, num_rounds)
+
+
+def serve(
+    rank: int, world_size: int, arguments: argparse.Namespace, folders: dict[str, Path], results: Any, store: str
+) -> None:
+    """A rank's life."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    bench = Bench(arguments, folders, rank, world_size)
+    figures = (measure_two if world_size == 2 else measure_four)(bench, arguments.rounds)
+    if rank == 0:
+        results.put((figures, bench.state.num_parameters))
+    bench.close()
+    dist.destroy_process_group()
+
+
+def measure(world_size: int, arguments: argparse.Namespace, folders: dict[str, Path]) -> tuple[Any, int]:
+    """(figures, number of parameters) from ranks of their own."""
+    results = mp.get_context("spawn").Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(
+            serve, (world_size, arguments, folders, results, f"{folder}/store"), nprocs=world_size, join=False
+        )
+        while True:
+            with contextlib.suppress(queue.Empty):
+                found = results.get(timeout=1)
+                break
+            context.join(timeout=0)  # raises what a rank has raised
+        while not context.join():
+            pass
+    figures, num_parameters = found
+    return figures, num_parameters
+
+
+def summary(figures: dict[str, list[Figures]]) -> dict[str, Figures]:
+    """Medians, and the range of the seconds."""
+    found = {}
+    for name, rounds in figures.items():
+        found[name] = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        for extreme, of in (("fastest", min), ("slowest", max)):
+            found[name][f"{extreme}_seconds"] = of(each["seconds"] for each in rounds)
+    return found
+
+
+class Bar(NamedTuple):
+    """A ratio, and what it must be."""
+
+    name: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    def __str__(self) -> str:
+        limit = f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
+        is_met = self.value >= self.least if self.least is not None else self.value <= (self.most or 0)
+        return f"{self.name:>60} {self.value:9.3f}   {limit}{'' if is_met else '   MISSED'}"
+
+
+def bars(medians: dict[str, Figures]) -> list[Bar]:
+    def ratio(one: str, other: str, figure: str = "seconds") -> float:
+        return medians[one][figure] / medians[other][figure]
+
+    found = [
+        Bar("save to disk, raw over ours", ratio("save to disk, raw", "save to disk, ours"), least=0.9),
+        Bar("save to disk, dcp over ours", ratio("save to disk, dcp", "save to disk, ours"), least=1.0),
+        Bar("save to tmpfs, dcp over ours", ratio("save to tmpfs, dcp", "save to tmpfs, ours"), least=1.4),
+        Bar(
+            "async save, blocked, ours over dcp",
+            ratio("async save, ours", "async save, dcp", "blocked_seconds"),
+            most=0.05,
+        ),
+        Bar("async save, growth of ours in MB", medians["async save, ours"]["growth_bytes"] / 1e6, most=64),
+        Bar("warm load, dcp over ours", ratio("warm load, dcp", "warm load, ours"), least=1.0),
+        Bar("cold load, dcp over ours", ratio("cold load, dcp", "cold load, ours"), least=1.3),
+    ]
+    for figure in ("seconds", "bytes_read"):
+        name = f"load 2 -> 4 over 4 -> 4, ours, {figure}"
+        found.append(Bar(name, ratio("load 2 -> 4, ours", "load 4 -> 4, ours", figure), most=1.2))
+    return found
+
+
+def show(medians: dict[str, Figures]) -> None:
+    for name in sorted(medians):
+        each = medians[name]
+        extra = [f"{each['seconds']:8.3f} s ({each['fastest_seconds']:.3f} to {each['slowest_seconds']:.3f})"]
+        if "blocked_seconds" in each:
+            extra.append(f"blocks {each['blocked_seconds'] * 1e3:.1f} ms, grows by {each['growth_bytes'] / 1e6:.0f} MB")
+        if "bytes_read" in each:
+            extra.append(f"reads {each['bytes_read'] / 1e6:.0f} MB, {each['resident_share']:.0%} were in memory")
+        print(f"{name:>34} " + "  ".join(extra))
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=13)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--disk", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--tmpfs", default="/dev/shm", help="a folder on a tmpfs")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folders = {
+            name: Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent)))
+            for name, parent in {"disk": arguments.disk, "tmpfs": arguments.tmpfs}.items()
+        }
+        figures, num_parameters = measure(2, arguments, folders)
+        figures |= measure(4, arguments, folders)[0]
+    medians = summary(figures)
+    print(f"{num_parameters / 1e6:.1f}M parameters, {arguments.rounds} rounds")
+    show(medians)
+    for bar in bars(medians):
+        print(bar)
+    if arguments.write:
+        content = {
+            "settings": vars(arguments),
+            "parameters": num_parameters,
+            "medians": medians,
+            "bars": [bar._asdict() for bar in bars(medians)],
+            "rounds": figures,
+        }
+        print(report.write("checkpoint", content))
+
+
+if __name__ == "__main__":
+    main()
