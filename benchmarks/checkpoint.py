@@ -15,8 +15,8 @@ many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are wr
 
 Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are printed with the
 smallest and the largest. Before the first round each runs once, untimed, and that loads bring back every value is
-checked. Between two variants their memory is kept busy: in a virtual machine the host may take what is free, and touching
-it again is slow, which would be charged to whoever comes first.
+checked. Between two variants their memory is kept busy: in a virtual machine the host may take what is free, and
+touching it again is slow, which would be charged to whoever comes first.
 """
 
 from __future__ import annotations

@@ -92,7 +92,6 @@ def _load_measured(root: str, setting: Setting) -> Peaks:
 )
 def test_loading_takes_no_more_memory_than_a_bucket(tmp_path, setting):
     for peaks in run_ranks(2, _load_measured, str(tmp_path), setting):
-        print(peaks)
         assert peaks.state > 2 * peaks.bucket > 20e6
         assert peaks.loading <= peaks.bucket
         assert peaks.copying > 1.2 * peaks.bucket, "a copy of everything would be seen"
