@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.device import Device, Event, Lane
+from megatron.core.device import Device, Event, Lane, is_lane_thread
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -144,7 +144,7 @@ class CheckpointManager:
                 if swept:
                     logger.warning("swept what earlier runs left unfinished in %s: %s", root, ", ".join(swept))
                 outcome[0] = secrets.token_hex(4)
-            except OSError as error:
+            except Exception as error:  # remote stores have errors of their own, and the other ranks wait
                 outcome[1] = f"Expected a folder of checkpoints at {root}, got {type(error).__name__}: {error}."
         if world_size > 1:
             dist.broadcast_object_list(outcome, src=0)
@@ -313,7 +313,8 @@ class CheckpointManager:
 
 def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:
     is_closing.set()
-    for lane in lanes:
+    # A manager that was let go of in the middle of a save ends with it, on the lane; lanes then end by themselves.
+    for lane in () if is_lane_thread() else lanes:
         lane.close()
 
 

@@ -134,16 +134,12 @@ def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
     return state.run
 
 
-def check_published(root: Path, size: Size = WHOLE, *, is_found: bool = True) -> dict[int, int]:
-    """{iteration: the run that saved it} of the checkpoints that are there, if any. Asserts that each is whole.
-
-    Args:
-        is_found: whether the newest must also be the one that a run takes which is not told which.
-    """
+def check_published(root: Path, size: Size = WHOLE) -> dict[int, int]:
+    """{iteration: the run that saved it} of the checkpoints that are there. Asserts that each is whole."""
     store = open_store(root)
     published = published_iterations(store)
     runs = {iteration: check_loads(store, iteration, size) for iteration in published}
-    assert not is_found or latest_iteration(store) == published[-1]
+    assert latest_iteration(store) == published[-1], "the newest is found"
     return runs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -279,3 +280,17 @@ def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, capl
         save(4)
         assert published_iterations(store) == [4]
         assert manager.num_failed == 0
+
+
+def test_a_manager_that_is_let_go_of_finishes_its_save(root):
+    model, optimizer = trained(seed=0)
+    expected = values(model, optimizer)
+    manager = CheckpointManager.start(root, DEVICE)
+    manager.save(5, collect(model, optimizer), {})
+    assert manager._in_flight is not None
+    done = manager._in_flight.done
+    assert done is not None
+    del manager
+    gc.collect()
+    done.synchronize()
+    assert_same(load(open_store(root), 5), expected)
