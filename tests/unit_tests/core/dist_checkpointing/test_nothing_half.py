@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import re
@@ -18,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import pytest
 
 from megatron.core.device import delays
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration
-from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
 from tests.unit_tests.core.dist_checkpointing.crashes import (
     KILLED,
@@ -47,6 +49,8 @@ from tests.unit_tests.core.dist_checkpointing.scenes import (
     NOT_BEGUN,
     OLD,
     SMALL,
+    State,
+    check_loads,
     check_published,
     end_by_themselves,
     go_on,
@@ -56,8 +60,8 @@ from tests.unit_tests.core.dist_checkpointing.scenes import (
     run_scene,
 )
 
-# What a save does, and which operations that is.
 PAGE = 4096
+# What a save does, and which operations that is.
 PHASES = {
     "sweep": r".* iter_0000005\.(saving|deleting).*",
     "beginning": rf"(mkdir {DRAFT}|fsync \.|open {DRAFT}/__.*)",
@@ -510,3 +514,70 @@ def test_two_runs_that_begin_and_save_at_once_leave_the_checkpoint_of_one_or_the
         assert endings[published[NEW] - 1] is None
     else:
         assert published == {OLD: 0}
+
+
+# A remote store that goes away.
+
+
+class LostConnection:
+    """The files of a remote store, of which none can be reached from the n-th request on."""
+
+    def __init__(self, files: Any, num_good: float) -> None:
+        self.num_requests = 0
+        self._files = files
+        self._num_good = num_good
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._files, name)
+        return partial(self._request, value) if callable(value) else value
+
+    def _request(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.num_requests += 1
+        if self.num_requests > self._num_good:
+            raise ConnectionError("connection lost")
+        return request(*args, **options)
+
+
+@pytest.fixture
+def remote() -> Iterator[str]:
+    yield "memory://nothing_half"
+    # The memory of fsspec is the process's.
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+def _save_remotely(root: str, iteration: int, num_good: float) -> tuple[str | None, int]:
+    """Returns the error, if there is one, and how many requests there have been."""
+    store, state = open_store(root), State(iteration, size=SMALL)
+    connection = store._files = LostConnection(store._files, num_good)
+    with CheckpointManager(store, CPU, 0, 1, f"{num_good}", retention=Retention(keep_last=1)) as manager:
+        manager.save(iteration, state.contents(), state.train_state)
+        try:
+            manager.finish()
+        except CheckpointError as failure:
+            return str(failure), connection.num_requests
+    return None, connection.num_requests
+
+
+def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_the_new_one(remote):
+    assert _save_remotely(f"{remote}/good", OLD, math.inf)[0] is None
+    error, num_requests = _save_remotely(f"{remote}/good", NEW, math.inf)
+    assert error is None
+    outcomes = []
+    for num_good in range(num_requests):
+        root = f"{remote}/{num_good}"
+        assert _save_remotely(root, OLD, math.inf)[0] is None
+        error, _ = _save_remotely(root, NEW, num_good)
+        store = open_store(root)
+        published = published_iterations(store)
+        assert latest_iteration(store) == published[-1]
+        for iteration in published:
+            assert check_loads(store, iteration, SMALL) == 0
+        assert error is None or "connection lost" in error
+        outcomes.append((published, error is None))
+        store.sweep()
+        assert _save_remotely(root, LATER, math.inf)[0] is None
+        assert published_iterations(store) == [LATER]
+    assert outcomes[0] == ([OLD], False)
+    assert outcomes[-1][1]
+    assert all((NEW in published) >= is_good for published, is_good in outcomes), "what is said to be published is"
