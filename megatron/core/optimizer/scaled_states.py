@@ -17,6 +17,7 @@ import torch
 
 # The largest finite value of the formats that have a scale. bf16 has the range of fp32 and needs none.
 _LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
+_PIECE_NUMEL = 1 << 18
 
 
 def is_scaled(dtype: torch.dtype) -> bool:
@@ -42,14 +43,20 @@ def write(stored: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> No
     if values.numel() == 0:
         return
     scale.copy_(_scale_of(values, _LARGEST[stored.dtype]))
-    scaled = values / scale
-    if stored.dtype == torch.float8_e4m3fn:
-        # Otherwise conversion makes the largest finite number of infinities.
-        scaled.masked_fill_(values.isinf(), torch.nan)
-    stored.copy_(scaled)
+    # Piece by piece: what a state is stored from may be most of the memory that there is to spare.
+    pieces = [(stored, values)]
+    if stored.is_contiguous():
+        pieces = list(zip(stored.view(-1).split(_PIECE_NUMEL), values.reshape(-1).split(_PIECE_NUMEL), strict=True))
+    for own, part in pieces:
+        scaled = part / scale
+        if stored.dtype == torch.float8_e4m3fn:
+            # Otherwise conversion makes the largest finite number of infinities.
+            scaled.masked_fill_(part.isinf(), torch.nan)
+        own.copy_(scaled)
 
 
 def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
-    ratio = values.abs().amax() / largest
+    smallest, greatest = values.aminmax()  # of the magnitudes there would have to be a tensor
+    ratio = torch.maximum(-smallest, greatest) / largest
     exponent = torch.frexp(ratio).exponent
     return torch.where(ratio.isfinite() & (ratio > 0), torch.ldexp(torch.ones_like(ratio), exponent), 1.0)
