@@ -38,7 +38,7 @@ def shard_model(
     """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
 
     Args:
-        model: fp32, usually on meta.
+        model: usually on meta. Main weights are made of real parameters as they are; buffers stay what they are.
         mesh: one axis, over all ranks.
         compute_dtype: dtype of the weights and activations in forward and backward.
         reset_parameters: gives a module with parameters on meta its initial weights; see `fully_shard_context`.
@@ -52,8 +52,8 @@ def shard_model(
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype(config, compute_dtype),
         grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
+        compute_dtype=compute_dtype,
     )
-    model.to(compute_dtype)
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
         for unit in sharding_units(model):
             fully_shard(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.core.distributed.units import sharding_units
 
@@ -35,3 +35,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root's backward begins where its forward ends: freeing its weights in between would only gather them again.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights of all groups: `model`'s parameters are the sharded ones again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -124,11 +124,11 @@ class FsdpParameterGroup:
         first = owned[0].original
         self.number = number
         self.name = ""
-        self.dtype = first.dtype
+        self.policy = policy.resolve(first.dtype)
+        self.dtype = _known(self.policy.compute_dtype)
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
-        self.policy = policy.resolve(self.dtype)
         self.layout = GlobalLayout.build([parameter.original.shape for parameter in owned], mesh.size())
         self._device = device
         self._is_on_host = self.requires_grad and offload is not None and offload.main_weights_on_host

@@ -11,7 +11,7 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of what stands behind the compute weights, which keep the dtype that the module has.
+    """The dtypes of the weights that a module computes with, and of what stands behind them. Buffers stay as they are.
 
     Attributes:
         main_params_dtype: of the main weights, which the optimizer updates; None: the compute weights' own.
@@ -19,27 +19,32 @@ class MixedPrecisionPolicy:
             compute weights' own.
         grad_comm_dtype: in which gradients are reduced over ranks; None: main_grads_dtype. On the CPU gradients travel
             in this dtype or in the compute weights', whichever is narrower, and are always added in fp32.
+        compute_dtype: of the weights in forward and backward; None: that of the module's parameters. Main weights are
+            made of the parameters as they are.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in _FLOATING:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
 
-    def resolve(self, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """This policy with every dtype filled in, for parameters of `compute_dtype`. TypeError if that is no float."""
-        if compute_dtype not in _FLOATING:
-            raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {compute_dtype}.")
+    def resolve(self, dtype: torch.dtype) -> MixedPrecisionPolicy:
+        """This policy with every dtype filled in, for parameters of `dtype`. TypeError if that is no float."""
+        if dtype not in _FLOATING:
+            raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {dtype}.")
+        compute_dtype = self.compute_dtype or dtype
         main_grads = self.main_grads_dtype or compute_dtype
         return MixedPrecisionPolicy(
             main_params_dtype=self.main_params_dtype or compute_dtype,
             main_grads_dtype=main_grads,
             grad_comm_dtype=self.grad_comm_dtype or main_grads,
+            compute_dtype=compute_dtype,
         )
 
 
