@@ -19,6 +19,12 @@ class CheckpointConfig:
     save_interval: int | None = option(
         None, "iterations between checkpoints; the end of a run always saves", more_than=0
     )
+    save_interval_seconds: float | None = option(
+        None, "seconds between checkpoints, besides --save-interval: whichever comes first", more_than=0
+    )
+    save_interval_epochs: float | None = option(
+        None, "passes through the training data between checkpoints, besides the others", more_than=0
+    )
     async_save: bool = option(False, "write checkpoints while training goes on")
     async_save_busy: str = option(
         "wait", "when a save is due and the one before is still being written: wait, or skip", choices=("wait", "skip")
@@ -71,6 +77,8 @@ class CheckpointConfig:
             "save",
             {
                 "--save-interval": self.save_interval is not None,
+                "--save-interval-seconds": self.save_interval_seconds is not None,
+                "--save-interval-epochs": self.save_interval_epochs is not None,
                 "--no-save-optim": not self.save_optim,
                 "--async-save": self.async_save,
                 "--save-keep-last": self.save_keep_last is not None,

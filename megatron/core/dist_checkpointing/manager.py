@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -93,12 +93,15 @@ class CheckpointManager:
         *,
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
+        on_published: Callable[[int, float], object] | None = None,
     ) -> None:
         """Communicates nothing, and so needs no process group: any processes with one token are the ranks of a save.
 
         Args:
             token: the same on all ranks, and no other run's.
             timeout_seconds: for which rank 0 waits for the others, and they for it.
+            on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
+                took; on a thread of the manager's.
         """
         self.store = store
         self.num_failed = 0
@@ -108,6 +111,7 @@ class CheckpointManager:
         self._token = token
         self._retention = retention or Retention()
         self._timeout_seconds = timeout_seconds
+        self._on_published = on_published
         self._num_saves = 0
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
@@ -123,42 +127,52 @@ class CheckpointManager:
     @classmethod
     def start(
         cls,
-        root: str,
+        root: str | Store,
         device: Device,
         rank: int = 0,
         world_size: int = 1,
         *,
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
+        on_published: Callable[[int, float], object] | None = None,
     ) -> CheckpointManager:
         """For the ranks of the default process group together: sweeps abandoned drafts, and agrees on a token.
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
         """
-        store = open_store(root)
+        store = open_store(root) if isinstance(root, str) else root
         outcome: list[str | None] = [None, None]  # token, error
         if rank == 0:
             try:
                 swept = store.sweep()
                 if swept:
-                    logger.warning("swept what earlier runs left unfinished in %s: %s", root, ", ".join(swept))
+                    logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
                 outcome[0] = secrets.token_hex(4)
             except Exception as error:  # remote stores have errors of their own, and the other ranks wait
-                outcome[1] = f"Expected a folder of checkpoints at {root}, got {type(error).__name__}: {error}."
+                outcome[1] = f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: {error}."
         if world_size > 1:
             dist.broadcast_object_list(outcome, src=0)
         token, failure = outcome
         if token is None:
             raise CheckpointError(str(failure))
-        return cls(store, device, rank, world_size, token, retention=retention, timeout_seconds=timeout_seconds)
+        return cls(
+            store,
+            device,
+            rank,
+            world_size,
+            token,
+            retention=retention,
+            timeout_seconds=timeout_seconds,
+            on_published=on_published,
+        )
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
         return self._in_flight is not None and not self._in_flight.is_done
 
-    def save(self, iteration: int, contents: Contents, train_state: dict[str, Any]) -> None:
+    def save(self, iteration: int, contents: Contents, train_state: dict[str, Any], *, name: str | None = None) -> None:
         """Begins to save, once the save before has ended. All ranks call it, with the same iteration.
 
         Until the save is done, states and weights must be written to by the optimizer's `step` alone, which waits for
@@ -167,6 +181,8 @@ class CheckpointManager:
         Args:
             contents: what `collect` made just now.
             train_state: plain data; rank 0's is written.
+            name: of the checkpoint's folder, for one that is not to count among a run's: the tracker file and what it
+                names stay as they are. Default: `checkpoint_name(iteration)`.
 
         Raises:
             CheckpointError: if the save before has failed. This one has begun all the same.
@@ -175,7 +191,7 @@ class CheckpointManager:
         earlier = self._settle()
         self._num_saves += 1
         token = f"{self._token}{self._num_saves}"
-        final = checkpoint_name(iteration)
+        final = name or checkpoint_name(iteration)
         draft = Draft(
             self.store,
             self.store.draft_name(final, token),
@@ -184,6 +200,7 @@ class CheckpointManager:
             iteration,
             self._world_size,
             self._is_closing,
+            is_tracked=name is None,
         )
         save = _Save(draft, start)
         contents = contents.frozen()
@@ -267,7 +284,10 @@ class CheckpointManager:
             else:
                 await_outcome(save.draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
             self._last_published = time.monotonic()
-            logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, _seconds(save.start))
+            seconds = time.perf_counter() - save.start
+            logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, seconds)
+            if self._on_published is not None:
+                self._on_published(save.draft.iteration, seconds)
         except BaseException as error:
             save.failure = error
         finally:
@@ -320,7 +340,3 @@ def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:
 
 def _write_group(writer: RankWriter, number: int) -> Any:
     return lambda: writer.write_group(number)
-
-
-def _seconds(start: float) -> float:
-    return time.perf_counter() - start

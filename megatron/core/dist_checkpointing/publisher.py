@@ -70,6 +70,8 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
             raise
         logger.warning("%s/%s is published, but may not outlive a crash: %s", draft.store.root, draft.final, error)
         return False  # the tracker must not name what may not be there
+    if not draft.is_tracked:
+        return False
     try:
         draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
     except Exception as error:  # what counts is done; remote stores have errors of their own

@@ -1,20 +1,23 @@
 """Loading: from a published checkpoint straight into the memory where model and optimizer have their states.
 
-First everything is compared, then everything is read: a checkpoint of another model is refused before a byte has been
-written. Digests are verified as the bytes come, so that damage is found while loading; what has been loaded until then
-is no state to go on with.
+First everything is compared: a checkpoint of another model is refused before a byte has been written. Then
+`check_data` reads all that this rank needs and holds it against the digests, and keeps nothing; then `load_entries`
+reads it again, from the page cache where that is large enough, and puts it into place. It holds the bytes against the
+digests once more: what they were a moment ago is no proof.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.boxes import Box, ranges
 from megatron.core.dist_checkpointing.entries import Contents, Entry, ScaledValues
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
@@ -22,6 +25,7 @@ from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # that read: while one copies and hashes, another waits for the disk
+_CHECKED_BYTES = 16 << 20  # at a time, by each of them
 
 
 def check_contents(
@@ -56,6 +60,27 @@ def check_contents(
     if problems:
         raise other_model(checkpoint.path, problems)
     return [entry for entry in wanted.values() if entry.is_own]
+
+
+def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int:
+    """Reads this rank's part of the entries, holds it against the digests, and touches nothing.
+
+    Args:
+        entries: what `check_contents` has found.
+
+    Returns:
+        The bytes read from the checkpoint's files.
+
+    Raises:
+        CheckpointDamagedError: for bytes that are not those that were written.
+        CheckpointError: for counters of one fused weight's sections that differ.
+    """
+
+    def check(shared: list[Entry]) -> int:
+        return sum(_check(checkpoint, entry, shared[0]) for entry in shared)
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader") as pool:
+        return sum(pool.map(check, _by_values(entries)))
 
 
 def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]) -> int:
@@ -115,6 +140,24 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
         if part.numel():
             num_bytes += checkpoint.read(entry.key, entry.offsets, part)
     shared[0].values.install()
+    return num_bytes
+
+
+def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry) -> int:
+    """One entry, or the counter of a section against the first section's, in pieces that are soon forgotten."""
+    if entry.num_rows is None and entry is not first:
+        target = torch.empty(entry.values.shape, dtype=entry.values.dtype)
+        return checkpoint.read(first.key, first.offsets, target) + _expect_equal(checkpoint, entry, first, target)
+    rest = tuple(entry.values.shape)
+    shape = rest if entry.num_rows is None else (entry.num_rows, *rest[1:])
+    if not math.prod(shape):
+        return 0
+    itemsize, num_bytes = entry.values.dtype.itemsize, 0
+    whole = Box((0,) * len(shape), shape)
+    for part in ranges(whole, shape, max_span=_CHECKED_BYTES // itemsize, max_gap=0):
+        piece = torch.empty(part.box.sizes, dtype=entry.values.dtype)
+        offsets = [mine + inner for mine, inner in zip(entry.offsets, part.box.offsets, strict=True)]
+        num_bytes += checkpoint.read(entry.key, offsets, piece)
     return num_bytes
 
 

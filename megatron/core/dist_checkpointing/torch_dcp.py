@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.manifest import METADATA_FILE, TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
@@ -29,20 +29,29 @@ from megatron.core.dist_checkpointing.state import check_tensors
 from megatron.core.files import published, sync_folder
 
 
-def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], train_state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    root: str | Path,
+    iteration: int,
+    state: dict[str, Any],
+    train_state: dict[str, Any],
+    *,
+    name: str | None = None,
+) -> Path:
     """Writes and publishes a checkpoint. Called by all ranks together; returns its folder.
 
     Args:
         root: the folder of all checkpoints, made if need be.
-        iteration: names the checkpoint.
+        iteration: of the checkpoint.
         state: nested dict of tensors (DTensors stay sharded: each rank writes what it has) and of what DCP pickles.
         train_state: plain data, for `train_state.json`; rank 0's is written.
+        name: of its folder, for one that is not to count among a run's: the tracker file stays as it is. Default:
+            `checkpoint_name(iteration)`.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write. Nothing has been published then, unless all that
             failed was the tracker file, which comes after.
     """
-    folder = Path(root) / checkpoint_name(iteration)
+    folder = Path(root) / (name or checkpoint_name(iteration))
     draft = folder.with_name(folder.name + ".saving")
 
     def prepare() -> None:
@@ -56,7 +65,8 @@ def save_checkpoint(root: str | Path, iteration: int, state: dict[str, Any], tra
         _write_durably(draft / TRAIN_STATE_FILE, json.dumps(train_state, indent=1) + "\n")
         draft.rename(folder)
         sync_folder(folder.parent)
-        _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
+        if name is None:
+            _write_durably(Path(root) / TRACKER_FILE, f"{iteration}\n")
 
     on_first_rank(prepare, f"preparing {draft}")
     try:
@@ -76,6 +86,25 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as failure:
         raise CheckpointError(f"Expected DCP metadata in {path}, got {type(failure).__name__}: {failure}.") from failure
     return parse_metadata(content, str(path))
+
+
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """Holds the sizes of a published checkpoint's files against its metadata: all that can be checked of this format.
+
+    Raises:
+        CheckpointDamagedError: naming the file that is missing, or too short.
+    """
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for file, end in sorted(ends.items()):
+        path = folder / file
+        try:
+            size = path.stat().st_size
+        except OSError as failure:
+            raise CheckpointDamagedError(f"Expected to read {path}, got {failure.strerror}.") from failure
+        if size < end:
+            raise CheckpointDamagedError(f"Expected {end} bytes or more in {path}, got {size}.")
 
 
 def load_tensors(folder: Path, metadata: Metadata, state: dict[str, Any], ignored_prefixes: tuple[str, ...]) -> None:

@@ -50,6 +50,7 @@ class Draft:
         iteration: of the checkpoint.
         world_size: ranks that save together.
         is_cancelled: set, it ends the save on this rank as soon as possible.
+        is_tracked: whether it is one of a run's checkpoints, the newest of which the tracker file names.
     """
 
     store: Store
@@ -59,6 +60,7 @@ class Draft:
     iteration: int
     world_size: int
     is_cancelled: threading.Event
+    is_tracked: bool = True
 
     def path(self, file: str) -> str:
         """Of a file in the draft's folder, for the store."""
