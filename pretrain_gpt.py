@@ -9,29 +9,23 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
-from megatron.core.datasets.indexed_dataset import IndexedDatasetError
-from megatron.core.device import PinError
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.host_memory import HostMemoryError
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
+from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
 from megatron.training.launch import Launch
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
-_EXIT_BAD_FILES = 1
-_EXIT_BAD_CONFIGURATION = 2
 _SECONDS_TO_SAY_IT = 10.0
 
 
@@ -63,32 +57,30 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 2 for a configuration that cannot be honoured, 1 for files that cannot be."""
+    """Trains. The answer is the status that the process is to end with; docs/recovery.md lists them."""
     try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (ConfigError, HostMemoryError, PinError) as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
-            # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.
-            time.sleep(_SECONDS_TO_SAY_IT)
-        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
-        return _EXIT_BAD_CONFIGURATION
-    except (CheckpointError, IndexedDatasetError) as error:
+        launch = Launch.from_environment()
+        outcome = run(sys.argv[1:] if argv is None else argv)
+    except Exception as error:
+        code = code_of(error)
+        if not is_foreseen(error):
+            traceback.print_exc()
+        elif not (isinstance(error, ExitError) and error.is_reported):
+            _say(error, code)
+        return int(code)
+    return process_status(outcome.code, launch.is_elastic)
+
+
+def _say(error: Exception, code: ExitCode) -> None:
+    """An error in one line, of the first rank that has it."""
+    if code is not ExitCode.BAD_CONFIGURATION:
         print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return _EXIT_BAD_FILES
-    return 0
-
-
-def exit_process(code: int) -> NoReturn:
-    """Ends this process without the interpreter's finalisation.
-
-    gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the interpreter is being
-    finalised ends in std::terminate: a run that went well would now and then exit with SIGABRT. Everything has been
-    closed and saved by now.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
+        # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.
+        time.sleep(_SECONDS_TO_SAY_IT)
+    print(f"pretrain_gpt.py: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ from typing import Any
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.device import DeviceConfig
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.engines import EngineConfig
+from megatron.training.inject import InjectConfig, check_paths
 from megatron.training.metrics import LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
@@ -49,6 +52,29 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class RecoverConfig:
+    """How a run comes back after it has died."""
+
+    recover_mode: str = option(
+        "auto",
+        "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must be one; off: begin "
+        "as --load says, and refuse a --save that holds newer ones",
+        choices=("on", "auto", "off"),
+    )
+    recover_retries: int = option(
+        3, "relaunches by torchrun or Slurm from one checkpoint before the run gives up", at_least=0
+    )
+    hang_timeout_seconds: float | None = option(
+        None,
+        "end the run when a rank makes no progress for so long; default: --distributed-timeout-minutes",
+        more_than=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """All settings of a run, by owner. Every flag belongs to exactly one of them."""
 
@@ -60,7 +86,9 @@ class RunConfig:
     parallel: DataParallelConfig
     checkpoint: CheckpointConfig
     training: TrainingConfig
+    recover: RecoverConfig
     stop: StopConfig
+    inject: InjectConfig
     logging: LoggingConfig
     device: DeviceConfig
 
@@ -84,6 +112,7 @@ class RunConfig:
         config._check_engine(world_size)
         config._check_fp16()
         config._check_flags_that_need_others()
+        config._check_recovery()
         LRSchedule.build(config.schedule, config.training.train_iters)
         return config
 
@@ -93,6 +122,27 @@ class RunConfig:
         if self.training.global_batch_size is None:
             raise RuntimeError("Expected a resolved configuration, got one whose --global-batch-size is still open.")
         return self.training.global_batch_size
+
+    @property
+    def events_dir(self) -> str | None:
+        """The folder of the run's event log; None: there is none."""
+        save = self.checkpoint.save
+        if self.logging.events_dir is not None or save is None:
+            return self.logging.events_dir
+        store = open_store(save)
+        return store.root if store.is_rename_atomic else None
+
+    def engine(self) -> EngineConfig:
+        """What of it an engine knows."""
+        return EngineConfig(
+            self.optimizer,
+            self.schedule,
+            self.parallel,
+            self.training.train_iters,
+            self.training.compute_dtype,
+            self.training.seed,
+            records_timings=self.logging.timing_log_level > 0,
+        )
 
     def num_microbatches(self, data_parallel_size: int) -> int:
         """Microbatches that each rank runs in one iteration."""
@@ -160,8 +210,19 @@ class RunConfig:
             ("--use-checkpoint-opt-param-scheduler", self.schedule.use_checkpoint_opt_param_scheduler),
         ):
             loads_schedule = self.checkpoint.load is not None and not self.checkpoint.finetune
-            if is_given and not loads_schedule:
+            recovers = self.checkpoint.save is not None and self.recover.recover_mode != "off"
+            if is_given and not loads_schedule and not recovers:
                 raise ConfigError(f"{flag}: expected --load without --finetune, which loads no schedule.")
+
+    def _check_recovery(self) -> None:
+        expect(
+            self.recover.recover_mode != "on" or self.checkpoint.save is not None,
+            "--recover-mode",
+            "--save, in whose folder the checkpoints are",
+            self.recover.recover_mode,
+        )
+        places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
+        check_paths(self.inject, [place for place in places if place is not None])
 
     def _check_engine(self, world_size: int) -> None:
         num_instances = self.parallel.num_distributed_optimizer_instances

@@ -1,9 +1,12 @@
-"""Loading a run's checkpoint: which one, what must fit, and what happens to one that is damaged."""
+"""Loading a run's checkpoint: which one, what must fit, and what happens to one that is damaged.
+
+A load is a transaction: everything is read and checked first, on all ranks, then installed.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,77 +25,92 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, is_skipped, load_entries
+from megatron.core.dist_checkpointing.reader import check_contents, check_data, is_skipped, load_entries
 from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata
+from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError, expect
-from megatron.training.checkpointing import FORMAT_VERSION, Progress, RunState, private_rng, rng_entry
-from megatron.training.config import RunConfig
+from megatron.training.checkpointing import RunState, place_of, private_rng, rng_entry
+from megatron.training.recover_info import RecoverInfo
 from megatron.training.rng import rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 
-# Settings that may differ between a checkpoint and the run that loads it without a word.
-_UNREMARKABLE = {
-    "save",
-    "load",
-    "ckpt_format",
-    "async_save",
-    "metrics_jsonl",
-    "tensorboard_dir",
-    "progress_bar",
-    "log_interval",
-    "exit_interval",
-}
+
+class Loaded(NamedTuple):
+    """What a load has come to.
+
+    Attributes:
+        path: of the checkpoint.
+        info: what it says of its run; `state` has taken over what its flags ask for.
+        damaged: paths of newer checkpoints that were passed over for being damaged.
+    """
+
+    path: str
+    info: RecoverInfo
+    damaged: list[str]
 
 
-def load_run(config: RunConfig, state: RunState, device: Device) -> list[int] | None:
+def load_run(
+    config: CheckpointConfig,
+    schedule: LRScheduleConfig,
+    state: RunState,
+    device: Device,
+    *,
+    known_damage: Mapping[str, str] | None = None,
+    on_damage: Callable[[str, str], None] | None = None,
+) -> Loaded | None:
     """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
 
     One that turns out to be damaged is passed over, loudly, for the one before it, unless `--ckpt-step` names it.
 
+    Args:
+        schedule: says whose schedule holds where the checkpoint's differs.
+        known_damage: why checkpoints at these paths are damaged, as was found before: they are not read again.
+        on_damage: is told the path and the reason of each that is found to be.
+
     Returns:
-        The iterations of damaged checkpoints that were passed over; None if there is no checkpoint at all, which
-        `--exit-on-missing-checkpoint` makes an error.
+        None if there is no checkpoint at all, which `--exit-on-missing-checkpoint` makes an error.
 
     Raises:
-        CheckpointError: for a checkpoint that is there but cannot be loaded; `state` has not been changed unless a
-            data file turned out to be unreadable or damaged, and no earlier checkpoint was whole.
+        CheckpointError: for a checkpoint that is there but cannot be loaded. `state` has not been changed, unless a
+            file that could be read a moment ago could not be read again.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
-    checkpoint, root = config.checkpoint, config.checkpoint.load
+    root = config.load
     if root is None:
         return None
     store = open_store(root)
-    wanted = on_first_rank(lambda: _wanted_iterations(checkpoint, store), f"looking for checkpoints in {root}")
+    wanted = on_first_rank(lambda: _wanted_iterations(config, store), f"looking for checkpoints in {root}")
     if not wanted:
-        logger.info("no checkpoint found in %s, starting from the beginning", root)
         return None
-    damaged: dict[int, CheckpointDamagedError] = {}
+    damaged: dict[str, str] = {}
     for iteration in wanted:
         name = checkpoint_name(iteration)
-        try:
-            train_state = _load_any(config, state, device, store, name)
-        except CheckpointDamagedError as failure:
-            logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, failure)
-            damaged[iteration] = failure
-            continue
-        if not checkpoint.finetune:
-            _report_differences(config, train_state)
-        logger.info(
-            "loaded checkpoint %s/%s; this run begins after iteration %d and %d samples",
-            root,
-            name,
-            state.progress.iteration,
-            state.progress.consumed_samples,
-        )
-        return list(damaged)
-    newest = damaged[wanted[0]]
-    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {newest}") from newest
+        path = f"{place_of(root)}/{name}"
+        reason = (known_damage or {}).get(path)
+        if reason is None:
+            try:
+                info = load_checkpoint(config, schedule, state, device, store, name)
+            except CheckpointDamagedError as failure:
+                reason = str(failure)
+                if on_damage is not None:
+                    on_damage(path, reason)
+            else:
+                logger.info(
+                    "loaded checkpoint %s/%s; this run begins after iteration %d and %d samples",
+                    root,
+                    name,
+                    state.step_info.iteration,
+                    state.step_info.consumed_samples,
+                )
+                return Loaded(path, info, list(damaged))
+        logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
+        damaged[path] = reason
+    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}")
 
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:
@@ -105,6 +123,19 @@ def load_weights(store: Store, name: str, model: nn.Module) -> None:
     tensors = app.state_dict()
     load_tensors(folder, read_metadata(folder), tensors, ("rng.", "optim."))
     app.load_state_dict(tensors)
+
+
+def load_checkpoint(
+    config: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+) -> RecoverInfo:
+    """Loads one checkpoint of either format into `state`, in place. Called by all ranks together.
+
+    Raises:
+        CheckpointDamagedError, CheckpointError, ConfigError: as `load_run`.
+    """
+    found = on_first_rank(lambda: format_of(store, name), f"looking at {name}")
+    load = _load_fsdp_dtensor if found == FSDP_DTENSOR else _load_torch_dcp
+    return load(config, schedule, state, device, store, name)
 
 
 def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
@@ -124,45 +155,47 @@ def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
     return published[::-1]
 
 
-def _load_any(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
-    """Loads one checkpoint of either format. Returns its `train_state.json`."""
-    if on_first_rank(lambda: format_of(store, name), f"looking at {name}") == FSDP_DTENSOR:
-        return _load_fsdp_dtensor(config, state, device, store, name)
-    return _load_torch_dcp(config, state, device, store, name)
-
-
 class _Plain(NamedTuple):
     """What of a checkpoint is plain data, read and checked; installed once the tensors are there."""
 
-    progress: Progress
+    info: RecoverInfo
     schedule: LRSchedule
     loss_scaler: LossScaler | None
     loads_optimizer: bool
+    loads_run: bool  # counters and schedule, too
 
     @classmethod
-    def read(cls, config: RunConfig, state: RunState, train_state: dict[str, Any], folder: str) -> _Plain:
+    def read(
+        cls,
+        config: CheckpointConfig,
+        own: LRScheduleConfig,
+        state: RunState,
+        train_state: dict[str, Any],
+        folder: str,
+    ) -> _Plain:
         """CheckpointError, ConfigError for what cannot be taken over; `state` stays as it is."""
-        checkpoint = config.checkpoint
-        progress, schedule = _progress(train_state, folder), state.schedule
-        if not checkpoint.finetune:
-            schedule = _schedule(config.schedule, state.schedule, train_state, folder)
-        loads_optimizer = checkpoint.load_optim and not checkpoint.finetune
+        info, schedule = RecoverInfo.from_plain(train_state, folder), state.schedule
+        if not config.finetune:
+            schedule = _schedule(own, state.schedule, info.schedule)
+        loads_optimizer = config.load_optim and not config.finetune
         scaler = state.optimizer.loss_scaler
         if loads_optimizer:
-            scaler = _loss_scaler(scaler, train_state, folder)
-        return cls(progress, schedule, scaler, loads_optimizer)
+            scaler = _loss_scaler(scaler, info, folder)
+        return cls(info, schedule, scaler, loads_optimizer, not config.finetune)
 
-    def install(self, config: RunConfig, state: RunState) -> None:
+    def install(self, state: RunState) -> None:
         state.optimizer.loss_scaler = self.loss_scaler
-        if not config.checkpoint.finetune:
+        if self.loads_run:
             state.schedule = self.schedule
-            vars(state.progress).update(vars(self.progress))
+            vars(state.step_info).update(vars(self.info.step_info))
 
 
-def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
-    flags, optimizer = config.checkpoint, state.optimizer.optimizer
+def _load_fsdp_dtensor(
+    flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+) -> RecoverInfo:
+    optimizer = state.optimizer.optimizer
     checkpoint = on_all_ranks(lambda: PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint))
-    plain = _Plain.read(config, state, checkpoint.train_state, checkpoint.path)
+    plain = on_all_ranks(lambda: _Plain.read(flags, schedule, state, checkpoint.train_state, checkpoint.path))
     own_rng = None
     if not flags.finetune and flags.load_rng:
         own_rng = _saved_rng(checkpoint.metadata, device)
@@ -180,49 +213,58 @@ def _load_fsdp_dtensor(config: RunConfig, state: RunState, device: Device, store
 
     def check() -> tuple[list[Entry], list[dict[str, Any]] | None]:
         entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-        if PARAM_GROUPS not in contents.plain or is_skipped(PARAM_GROUPS, skip):
-            return entries, None
-        loaded = {entry.key for entry in entries}
-        names = {p: own for p, own in contents.names.items() if all(f"model.{name}" in loaded for name in own)}
-        saved: Any = checkpoint.read_plain(PARAM_GROUPS)
-        return entries, match_param_groups(optimizer, names, saved)
+        options = None
+        if PARAM_GROUPS in contents.plain and not is_skipped(PARAM_GROUPS, skip):
+            loaded = {entry.key for entry in entries}
+            names = {p: own for p, own in contents.names.items() if all(f"model.{name}" in loaded for name in own)}
+            saved: Any = checkpoint.read_plain(PARAM_GROUPS)
+            options = match_param_groups(optimizer, names, saved)
+        if flags.verify_checkpoint:
+            check_data(checkpoint, entries)
+        return entries, options
 
     entries, options = on_all_ranks(check)
     on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
     if options is not None:
         with _own_constants(optimizer):
             install_options(optimizer, options)
-    plain.install(config, state)
+    plain.install(state)
     if own_rng is not None:
         set_rng_state(device, own_rng)
-    return checkpoint.train_state
+    return plain.info
 
 
-def _load_torch_dcp(config: RunConfig, state: RunState, device: Device, store: Store, name: str) -> dict[str, Any]:
+def _load_torch_dcp(
+    flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+) -> RecoverInfo:
     if not store.is_rename_atomic:
         raise CheckpointError(f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}.")
-    checkpoint, folder = config.checkpoint, Path(store.root) / name
+    folder = Path(store.root) / name
     for flag, is_given in (
-        ("--load-skip-keys", bool(checkpoint.load_skip_keys)),
-        ("--dist-ckpt-strictness", checkpoint.dist_ckpt_strictness != "raise_all"),
+        ("--load-skip-keys", bool(flags.load_skip_keys)),
+        ("--dist-ckpt-strictness", flags.dist_ckpt_strictness != "raise_all"),
     ):
         expect(not is_given, flag, f"a checkpoint of the format {FSDP_DTENSOR}", f"{folder}, which is {TORCH_DCP}")
-    train_state = read_train_state(store, name)
-    # Read and checked first, installed last: a refusal must leave the run as it was.
-    plain = _Plain.read(config, state, train_state, str(folder))
+
+    def check() -> tuple[_Plain, Metadata]:
+        plain = _Plain.read(flags, schedule, state, read_train_state(store, name), str(folder))
+        metadata = read_metadata(folder)
+        check_files(folder, metadata)
+        return plain, metadata
+
+    plain, metadata = on_all_ranks(check)
     app = DCPState(state.model, state.optimizer.optimizer if plain.loads_optimizer else None)
     tensors = app.state_dict()
-    metadata = read_metadata(folder)
-    own_rng = None if checkpoint.finetune or not checkpoint.load_rng else _saved_rng(metadata, device)
+    own_rng = None if flags.finetune or not flags.load_rng else _saved_rng(metadata, device)
     if own_rng is not None:
         tensors |= rng_entry(own_rng)
     load_tensors(folder, metadata, tensors, ("rng.",) if plain.loads_optimizer else ("rng.", "optim."))
     with _own_constants(state.optimizer.optimizer):
         app.load_state_dict(tensors)
-    plain.install(config, state)
+    plain.install(state)
     if own_rng is not None:
         set_rng_state(device, own_rng)
-    return train_state
+    return plain.info
 
 
 @contextmanager
@@ -234,23 +276,8 @@ def _own_constants(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(own_constants)
 
 
-def _progress(train_state: dict[str, Any], folder: str) -> Progress:
-    if train_state.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"Expected format version {FORMAT_VERSION} in {folder}, got {train_state.get('format_version')!r}."
-        )
-    try:
-        return Progress(**train_state["progress"])
-    except (KeyError, TypeError) as failure:
-        raise CheckpointError(f"Expected the run's counters in {folder}, got {failure}.") from None
-
-
-def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, Any], folder: str) -> LRSchedule:
+def _schedule(config: LRScheduleConfig, own: LRSchedule, saved: LRSchedule) -> LRSchedule:
     """This run's schedule or the checkpoint's, as the flags say; ConfigError if they differ and no flag says."""
-    try:
-        saved = LRSchedule.from_state(train_state["schedule"])
-    except (KeyError, TypeError) as failure:
-        raise CheckpointError(f"Expected a learning-rate schedule in {folder}, got {failure}.") from None
     if saved == own or config.override_opt_param_scheduler:
         return own
     if config.use_checkpoint_opt_param_scheduler:
@@ -266,12 +293,12 @@ def _schedule(config: LRScheduleConfig, own: LRSchedule, train_state: dict[str, 
     )
 
 
-def _loss_scaler(own: LossScaler | None, train_state: dict[str, Any], folder: str) -> LossScaler | None:
+def _loss_scaler(own: LossScaler | None, info: RecoverInfo, folder: str) -> LossScaler | None:
     """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had none."""
-    if own is None or "loss_scaler" not in train_state:
+    if own is None or info.loss_scaler is None:
         return own
     try:
-        return own.from_state(train_state["loss_scaler"])
+        return own.from_state(info.loss_scaler)
     except (AttributeError, ValueError) as failure:
         raise CheckpointError(f"Expected the state of a loss scaler in {folder}, got {failure}.") from None
 
@@ -292,10 +319,3 @@ def _saved_rng(metadata: Metadata, device: Device) -> dict[str, torch.Tensor] | 
         ", ".join(sorted(own)),
     )
     return None
-
-
-def _report_differences(config: RunConfig, train_state: dict[str, Any]) -> None:
-    saved, own = train_state.get("config", {}), config.values()
-    for name in own:
-        if name not in _UNREMARKABLE and name in saved and saved[name] != own[name]:
-            logger.info("resuming with another %s: %s in the checkpoint, %s now", name, saved[name], own[name])

@@ -1,65 +1,99 @@
-"""The training loop: steps, reports, evaluations, checkpoints, and a clean end."""
+"""The training loop: steps, reports, evaluations, checkpoints, and a clean end. What trains is an engine."""
 
 from __future__ import annotations
 
 import logging
-import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
-from megatron.core.device import Device
-from megatron.training.checkpointing import Checkpointer, Progress, RunState
 from megatron.training.config import RunConfig
+from megatron.training.engine import StepInfo
+from megatron.training.engines import ModuleEngine
+from megatron.training.events import EventLog
+from megatron.training.exits import ExitCode
+from megatron.training.inject import Injections
 from megatron.training.metrics import Metrics
-from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult, evaluate, train_step
-from megatron.training.stop import StopConditions
+from megatron.training.recover import Frequency, RecoverHandler, Votes
+from megatron.training.recover_info import RecoverInfo
+from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult
+from megatron.training.stop import Stop, StopConditions
 
 logger = logging.getLogger(__name__)
 
 
+class Watch(Protocol):
+    """Who is told of the run's progress: the watchdog."""
+
+    def mark(self, phase: str, iteration: int) -> None:
+        """A phase of an iteration begins."""
+
+    def status(self, **fields: object) -> None:
+        """What the heartbeat says besides."""
+
+
+class NoWatch:
+    """Nobody watches: a program that embeds this one minds its own processes."""
+
+    def mark(self, phase: str, iteration: int) -> None:
+        pass
+
+    def status(self, **fields: object) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What the loop works with and does not change."""
+    """What the loop works with."""
 
     config: RunConfig
-    device: Device
-    mesh: DeviceMesh
     forward_step: ForwardStep
     metrics: Metrics
     stop: StopConditions
-    checkpoints: Checkpointer
+    recover: RecoverHandler
+    frequency: Frequency
+    events: EventLog
+    watch: Watch
+    injections: Injections
+    data: dict[str, Any]  # what tells the training data from others
+    evaluated: dict[str, Any]  # the last evaluation: iteration, and loss by split
 
-    @property
-    def num_microbatches(self) -> int:
-        return self.config.num_microbatches(self.mesh.size())
+    def mark(self, phase: str, iteration: int) -> None:
+        """A phase begins: the watchdog hears of it, and a fault that is to be injected there strikes."""
+        self.watch.mark(phase, iteration)
+        self.injections.at(phase, iteration)
+
+    def info(self, engine: ModuleEngine) -> RecoverInfo:
+        """What a checkpoint of the present moment says besides tensors."""
+        return engine.state.info(
+            data=self.data, logger=self.metrics.state(), evaluator=self.evaluated, config=self.config.values()
+        )
 
 
 def microbatches(
-    dataset: SampleDataset, surroundings: Surroundings, first_sample: int, num_samples: int
+    dataset: SampleDataset, engine: ModuleEngine, config: RunConfig, first_sample: int, num_samples: int
 ) -> Iterator[Batch]:
     """This rank's microbatches of the global batches that cover samples `first_sample` to `num_samples`, in order."""
-    training = surroundings.config.training
     sampler = GlobalBatchSampler(
         num_samples=num_samples,
         consumed_samples=first_sample,
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=surroundings.config.global_batch_size,
-        data_parallel_rank=surroundings.mesh.get_local_rank(),
-        data_parallel_size=surroundings.mesh.size(),
+        micro_batch_size=config.training.micro_batch_size,
+        global_batch_size=config.global_batch_size,
+        data_parallel_rank=engine.mesh.get_local_rank(),
+        data_parallel_size=engine.mesh.size(),
     )
     loader = build_data_loader(
-        dataset, sampler, num_workers=surroundings.config.data.num_workers, pin_memory=surroundings.device.pins_batches
+        dataset, sampler, num_workers=config.data.num_workers, pin_memory=engine.device.pins_batches
     )
     return iter(loader)
 
 
 def train(
-    state: RunState, surroundings: Surroundings, train_data: SampleDataset, valid_data: SampleDataset | None
-) -> str | None:
+    engine: ModuleEngine, surroundings: Surroundings, train_data: SampleDataset, valid_data: SampleDataset | None
+) -> Stop | None:
     """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the end.
 
     Returns:
@@ -67,97 +101,135 @@ def train(
 
     Raises:
         NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
-        CheckpointError: if the last state could not be saved. Failures before that are logged, and training goes on,
-            but for `--ckpt-format torch_dcp`, where they end it.
+        ExitError: if the last state could not be saved. Failures before that are logged, and training goes on, but for
+            `--ckpt-format torch_dcp`, where they end it.
     """
-    config, progress = surroundings.config, state.progress
-    checkpoint, training = config.checkpoint, config.training
-    batches = microbatches(train_data, surroundings, progress.consumed_samples, num_train_samples(config, progress))
-    surroundings.checkpoints.check(state)
+    config, step_info = surroundings.config, engine.state.step_info
+    train_iters, saves = config.training.train_iters, config.checkpoint.save is not None
+    num_samples = num_train_samples(config, step_info)
+    batches = microbatches(train_data, engine, config, step_info.consumed_samples, num_samples)
+    surroundings.recover.check(engine)
+    if valid_data is not None and _is_evaluation_missing(engine, surroundings):
+        report_evaluation(engine, surroundings, valid_data, "validation")
     surroundings.metrics.resume_clock()
-    while progress.iteration < training.train_iters:
-        result = _run_iteration(state, surroundings, batches)
-        *stop_votes, num_busy, num_failed = result.votes
-        reason = surroundings.stop.reason(progress.iteration, stop_votes)
-        if num_failed and checkpoint.exit_on_save_failure:
-            reason = reason or "a checkpoint could not be saved"
-        is_last = reason is not None or progress.iteration == training.train_iters
-        if valid_data is not None and _is_due(progress, training.eval_interval) and not is_last:
-            report_evaluation(state, surroundings, valid_data, "validation")
-        if checkpoint.save is not None and is_last:
-            surroundings.checkpoints.save_last(state)
-        elif checkpoint.save is not None and _is_due(progress, checkpoint.save_interval):
-            surroundings.checkpoints.save(state, num_busy)
+    first, start = step_info.iteration + 1, time.perf_counter()
+    while step_info.iteration < train_iters:
+        result = _run_iteration(engine, surroundings, batches)
+        if step_info.iteration == first:
+            _write(engine, surroundings, "step", seconds=time.perf_counter() - start)
+        *stop_votes, busy, failed, late = result.votes
+        stop = surroundings.stop.stop(step_info.iteration, stop_votes)
+        if failed and config.checkpoint.exit_on_save_failure and (stop is None or stop.saves):
+            stop = Stop("a checkpoint could not be saved", ExitCode.NOT_SAVED, saves=True)
+        is_last = stop is not None or step_info.iteration == train_iters
+        if valid_data is not None and _is_due(step_info, config.training.eval_interval) and not is_last:
+            report_evaluation(engine, surroundings, valid_data, "validation")
+        if saves and is_last and (stop is None or stop.saves):
+            surroundings.mark("save", step_info.iteration)
+            surroundings.recover.dump_last(engine, surroundings.info(engine))
+        elif saves and not is_last and surroundings.frequency.is_due(step_info, result.num_samples, late):
+            surroundings.mark("save", step_info.iteration)
+            surroundings.recover.dump(engine, surroundings.info(engine), busy)
         surroundings.metrics.resume_clock()
-        if reason is not None and progress.iteration < training.train_iters:
-            state.optimizer.synchronize()
-            logger.info("exiting at iteration %d of %d: %s", progress.iteration, training.train_iters, reason)
-            return reason
-    state.optimizer.synchronize()
-    logger.info("training ended at iteration %d", progress.iteration)
+        if stop is not None and step_info.iteration < train_iters:
+            engine.state.optimizer.synchronize()
+            logger.info("exiting at iteration %d of %d: %s", step_info.iteration, train_iters, stop.reason)
+            return stop
+    engine.state.optimizer.synchronize()
+    logger.info("training ended at iteration %d", step_info.iteration)
     return None
 
 
-def num_train_samples(config: RunConfig, progress: Progress) -> int:
+def num_train_samples(config: RunConfig, step_info: StepInfo) -> int:
     """Samples that the whole run consumes, from its very first to its last.
 
     Counted from what has been consumed, not from iterations: a run may be resumed with another global batch size.
     """
-    remaining = max(0, config.training.train_iters - progress.iteration)
-    return progress.consumed_samples + remaining * config.global_batch_size
+    remaining = max(0, config.training.train_iters - step_info.iteration)
+    return step_info.consumed_samples + remaining * config.global_batch_size
 
 
-def report_evaluation(state: RunState, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:
+def report_evaluation(engine: ModuleEngine, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:
     """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones, and reports the loss."""
-    config = surroundings.config
+    config, iteration = surroundings.config, engine.state.step_info.iteration
     num_iters = config.training.eval_iters
-    loss = evaluate(
-        state.model,
-        microbatches(dataset, surroundings, 0, num_iters * config.global_batch_size),
-        forward_step=surroundings.forward_step,
-        num_microbatches=num_iters * surroundings.num_microbatches,
-        device=surroundings.device.torch_device,
-        mesh=surroundings.mesh,
+    surroundings.mark("evaluate", iteration)
+
+    def batches() -> Iterator[Batch]:
+        for batch in microbatches(dataset, engine, config, 0, num_iters * config.global_batch_size):
+            surroundings.watch.mark("evaluate", iteration)
+            yield batch
+
+    loss = engine.eval_batch(
+        batches(),
+        surroundings.forward_step,
+        num_microbatches=num_iters * config.num_microbatches(engine.mesh.size()),
     )
-    surroundings.metrics.evaluation(split, loss, state.progress.iteration)
+    surroundings.metrics.evaluation(split, loss, iteration)
+    surroundings.evaluated.update({"iteration": iteration, split: loss})
+    _write(engine, surroundings, "evaluation", split=split, loss=loss)
     return loss
 
 
-def _is_due(progress: Progress, interval: int | None) -> bool:
+def _is_due(step_info: StepInfo, interval: int | None) -> bool:
     """Whether something done at this interval is done now; None: it never is."""
-    return interval is not None and progress.iteration % interval == 0
+    return interval is not None and step_info.iteration % interval == 0
 
 
-def _run_iteration(state: RunState, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:
-    """One iteration: step, counters, report."""
-    config, progress = surroundings.config, state.progress
-    learning_rate = state.schedule.apply(state.optimizer.param_groups, progress.iteration)
-    result = train_step(
-        state.model,
-        state.optimizer,
-        batches,
-        forward_step=surroundings.forward_step,
-        num_microbatches=surroundings.num_microbatches,
-        device=surroundings.device.torch_device,
-        mesh=surroundings.mesh,
-        votes=lambda: (*surroundings.stop.votes(), *surroundings.checkpoints.votes()),
+def _is_evaluation_missing(engine: ModuleEngine, surroundings: Surroundings) -> bool:
+    """Whether the run was stopped at an iteration whose evaluation it then left out."""
+    step_info, training = engine.state.step_info, surroundings.config.training
+    return (
+        0 < step_info.iteration < training.train_iters
+        and _is_due(step_info, training.eval_interval)
+        and surroundings.evaluated["iteration"] != step_info.iteration
     )
-    progress.iteration += 1
-    progress.consumed_samples += config.global_batch_size
-    progress.skipped_iterations += result.is_skipped
-    progress.nan_iterations += not math.isfinite(result.loss)
+
+
+def _run_iteration(engine: ModuleEngine, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:
+    """One iteration: step, report."""
+    config, step_info, watch = surroundings.config, engine.state.step_info, surroundings.watch
+    number = step_info.iteration + 1
+
+    def votes() -> tuple[float, ...]:
+        saving: Votes = surroundings.recover.votes()
+        return (*surroundings.stop.votes(surroundings.recover.save_seconds), *saving)
+
+    result = engine.train_batch(
+        batches,
+        surroundings.injections.forward_step(surroundings.forward_step, number),
+        num_microbatches=config.num_microbatches(engine.mesh.size()),
+        votes=votes,
+        mark=lambda phase: surroundings.mark(phase, number),
+    )
     surroundings.metrics.step(
         result,
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        learning_rate=learning_rate,
-        skipped=progress.skipped_iterations,
-        nan=progress.nan_iterations,
+        iteration=step_info.iteration,
+        consumed_samples=step_info.consumed_samples,
+        learning_rate=result.learning_rate,
+        skipped=step_info.skipped_iterations,
+        nan=step_info.nan_iterations,
     )
-    if _is_due(progress, config.logging.log_interval):
-        timings = state.optimizer.timings()
+    watch.status(
+        iteration=step_info.iteration,
+        train_iters=config.training.train_iters,
+        loss=result.loss,
+        ms_per_iteration=surroundings.metrics.ms_per_iteration,
+    )
+    if not result.is_finite:
+        _write(engine, surroundings, "nan", ranks=list(result.bad_ranks))
+    if result.is_skipped:
+        _write(engine, surroundings, "skip", grad_norm=result.grad_norm)
+    if _is_due(step_info, config.logging.log_interval):
+        timings = engine.state.optimizer.timings()
         if timings is not None:
-            surroundings.metrics.timings(timings, progress.iteration)
-    if config.training.check_for_nan_in_loss and not math.isfinite(result.loss):
-        raise NonFiniteLossError(progress.iteration, result.bad_ranks, result.loss)
+            surroundings.metrics.timings(timings, step_info.iteration)
+    if config.training.check_for_nan_in_loss and not result.is_finite:
+        raise NonFiniteLossError(step_info.iteration, result.bad_ranks, result.loss)
     return result
+
+
+def _write(engine: ModuleEngine, surroundings: Surroundings, kind: str, **fields: object) -> None:
+    """An event of the present iteration, from rank 0."""
+    if engine.mesh.get_rank() == 0:
+        surroundings.events.write(kind, iteration=engine.state.step_info.iteration, **fields)

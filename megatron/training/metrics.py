@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.training.jsonl import JsonLines
 from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,7 @@ _MILLISECONDS = 1000.0
 _GIGA = 1e9
 _TERA = 1e12
 _TIMES = ("d2h", "host", "h2d", "waited_d2h", "waited_host", "waited_h2d")
+_LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.state`
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class LoggingConfig:
     )
     progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
     metrics_jsonl: str | None = option(None, "file that gets one JSON object for each iteration and evaluation")
+    events_dir: str | None = option(
+        None, "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no remote store"
+    )
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
     wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
@@ -55,6 +58,8 @@ class LoggingConfig:
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 expect(self.wandb_project is not None, "--wandb-project", f"a name, since {flag} is given", None)
+        if self.events_dir is not None:
+            expect("://" not in self.events_dir, "--events-dir", "a folder of the file system", self.events_dir)
 
 
 class Sink(Protocol):
@@ -63,6 +68,9 @@ class Sink(Protocol):
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Takes a record."""
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run's sink needs to go on where this one is: plain data, under names of its own."""
+
     def close(self) -> None:
         """Flushes and lets go."""
 
@@ -70,23 +78,34 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object a line, appended. Numbers that are not finite become null.
 
-    After a resume the file goes on, so an iteration may stand in it twice: the later line counts.
+    After a resume the file goes on, so an iteration may stand in it twice: the later line counts. A line that cannot be
+    written, on a full disk say, is lost, with one warning: the training is worth more.
     """
 
     def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a")  # noqa: SIM115  closed by close()
+        """ConfigError if there can be no such file."""
+        self._lines = JsonLines(path)
+        self._has_warned = False
+        try:
+            self._lines.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-jsonl: expected a file that can be written, got {path} ({error.strerror})."
+            ) from None
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._lines.append({"kind": kind, **record})
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("Could not write %s: %s. It may lack lines from here on.", self._lines.path, error)
+
+    def state(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open between two lines."""
 
 
 class TensorBoardSink:
@@ -105,36 +124,60 @@ class TensorBoardSink:
         for name, value in _scalars(kind, record).items():
             self._writer.add_scalar(name, value, record["iteration"])
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbSink:
-    """Weights & Biases, with the scalars' names of `TensorBoardSink`."""
+    """Weights & Biases, with the scalars' names of `TensorBoardSink`.
 
-    def __init__(self, config: LoggingConfig, run_config: dict[str, Any]) -> None:
+    A resumed run goes on with the run of its first start there. Iterations that it makes again are dropped by the
+    service, which takes steps in ascending order only.
+    """
+
+    def __init__(self, config: LoggingConfig, run_config: dict[str, Any], run_id: str | None = None) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=config.wandb_project, name=config.wandb_exp_name, dir=config.wandb_save_dir, config=run_config
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            dir=config.wandb_save_dir,
+            config=run_config,
+            id=run_id,
+            resume="allow",  # and a new one if it has been deleted
         )
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         self._run.log(_scalars(kind, record), step=record["iteration"])
 
+    def state(self) -> dict[str, Any]:
+        return {_WANDB_RUN: self._run.id}
+
     def close(self) -> None:
         self._run.finish()
 
 
-def build_sinks(config: LoggingConfig, run_config: dict[str, Any], start_iteration: int) -> list[Sink]:
-    """The sinks that were asked for. For rank 0 only."""
+def build_sinks(
+    config: LoggingConfig, run_config: dict[str, Any], start_iteration: int, state: Mapping[str, Any] | None = None
+) -> list[Sink]:
+    """The sinks that were asked for. For rank 0 only.
+
+    Args:
+        run_config: the run's settings, for Weights & Biases.
+        start_iteration: iterations made before this start.
+        state: what the resumed run's `Metrics.state` gave on rank 0.
+    """
     sinks: list[Sink] = []
     if config.metrics_jsonl is not None:
         sinks.append(JsonlSink(config.metrics_jsonl))
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoardSink(config.tensorboard_dir, start_iteration))
     if config.wandb_project is not None:
-        sinks.append(WandbSink(config, run_config))
+        run_id = (state or {}).get(_WANDB_RUN)
+        sinks.append(WandbSink(config, run_config, run_id if isinstance(run_id, str) else None))
     return sinks
 
 
@@ -160,14 +203,23 @@ class Metrics:
         *,
         start_iteration: int,
         shows_progress: bool,
+        state: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """
+        Args:
+            sinks: empty on all ranks but 0.
+            start_iteration: iterations made before this start.
+            state: what the resumed run's `state` gave. What it lacks, or what cannot be used, starts anew.
+            clock: seconds.
+        """
         self._rates = rates
         self._config = config
         self._sinks = sinks
         self._clock = clock
-        self._losses: list[float] = []
-        self._num_steps = 0
+        self._losses = _saved_losses(state)  # the finite ones of the interval under way
+        self._num_steps = 0  # of the interval, that this process has made: those whose time is known
+        self.ms_per_iteration: float | None = None  # mean of the interval so far, or of the one before
         self._step_start = self._interval_start = clock()
         is_terminal = config.progress_bar and shows_progress and sys.stderr.isatty()
         self._bar = tqdm(
@@ -183,6 +235,7 @@ class Metrics:
         self._num_steps += 1
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
+        self.ms_per_iteration = (now - self._interval_start) / self._num_steps * _MILLISECONDS
         tokens_per_second, tflops = self._throughput(seconds)
         record = {
             "iteration": iteration,
@@ -236,6 +289,16 @@ class Metrics:
         self._step_start += pause
         self._interval_start += pause
 
+    def state(self) -> dict[str, Any]:
+        """Plain data with which a resumed run reports what this one would have: its losses to the bit, not its times.
+
+        Only rank 0 knows what the sinks need, so what is saved should be rank 0's.
+        """
+        state: dict[str, Any] = {_LOSSES: list(self._losses)}
+        for sink in self._sinks:
+            state |= sink.state()
+        return state
+
     def close(self) -> None:
         """Closes the bar and the sinks."""
         self._bar.close()
@@ -277,6 +340,15 @@ class Metrics:
             f"number of nan iterations: {record['nan_iterations']:3}",
         ]
         return " | ".join(parts) + " |"
+
+
+def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
+    """The interval's losses in what `Metrics.state` gave; none if there is anything else in their place."""
+    losses = (state or {}).get(_LOSSES)
+    if not isinstance(losses, list):
+        return []
+    is_usable = all(isinstance(loss, float) and math.isfinite(loss) for loss in losses)
+    return list(losses) if is_usable else []
 
 
 def _optional_values(result: StepResult) -> dict[str, float]:

@@ -1,41 +1,47 @@
 """`pretrain`: from a configuration and three functions to a trained model.
 
 The caller says what the model is, what the data is, and how a microbatch becomes a loss; everything else (ranks,
-sharding, precision, optimizer, checkpoints, reports) is here and does not know what a GPT is.
+sharding, precision, optimizer, checkpoints, recovery, reports) is here and does not know what a GPT is.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import log
 from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
-from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import build_mesh
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, check_host_memory_for, offloaded_units
-from megatron.core.optimizer.lr_schedule import LRSchedule
-from megatron.core.optimizer.state_memory import format_state_memory
-from megatron.core.transformer.init import materialize, seeded_reset
+from megatron.core.options import ConfigError
 from megatron.training.arguments import describe
-from megatron.training.checkpointing import Checkpointer, Progress, RunState, check_save_folder
 from megatron.training.config import RunConfig
+from megatron.training.engine import StepInfo
+from megatron.training.engines import ModuleEngine, build_engine
+from megatron.training.events import EventLog
+from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen
+from megatron.training.inject import Injections
 from megatron.training.launch import Launch, process_group
-from megatron.training.loading import load_run
-from megatron.training.loop import Surroundings, num_train_samples, report_evaluation, train
+from megatron.training.loading import Loaded
+from megatron.training.loop import NoWatch, Surroundings, Watch, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
+from megatron.training.recover import Frequency, RecoverHandler
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
-from megatron.training.stop import StopConditions
+from megatron.training.stop import Stop, StopConditions
+from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +53,18 @@ class Outcome:
     iteration: int
     validation_loss: float | None
     test_loss: float | None
+    code: ExitCode = ExitCode.FINISHED
+    reason: str = "trained to the end"
+
+
+@dataclass(frozen=True)
+class Providers:
+    """What the caller of `pretrain` knows."""
+
+    model: Callable[[RunConfig], nn.Module]
+    datasets: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets]
+    forward_step: ForwardStep
+    flops_per_sequence: float
 
 
 def pretrain(
@@ -57,7 +75,7 @@ def pretrain(
     forward_step: ForwardStep,
     flops_per_sequence: float,
 ) -> Outcome:
-    """Trains, evaluates and checkpoints as `config` says. All ranks call it together.
+    """Trains, evaluates, checkpoints and recovers as `config` says. All ranks call it together.
 
     Args:
         config: resolved for the number of ranks.
@@ -66,146 +84,225 @@ def pretrain(
         datasets_provider: builds the (train, validation, test) datasets with at least these numbers of samples.
         forward_step: (model, microbatch) -> the microbatch's mean loss.
         flops_per_sequence: forward and backward, for the throughput that is logged.
+
+    Raises:
+        ExitError: for an end with a code of its own; LOST_RANK where another rank is the cause.
     """
     launch = Launch.from_environment()
     device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank)
+    providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
+    is_embedded = dist.is_initialized()
     with (
         process_group(launch, device, config.parallel.distributed_timeout_minutes),
-        StopConditions(config.stop) as stop,
+        StopConditions(config.stop, rank=launch.rank) as stop,
     ):
+        launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
+        events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
+        if launch.rank == 0:
+            events.write(
+                "start",
+                iteration=None,
+                world_size=launch.world_size,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                command=sys.argv,
+            )
+        with _watch(config, launch, events, is_embedded) as watch:
+            try:
+                outcome = _Run(config, providers, launch, device, events, stop, watch).run()
+            except Exception as error:
+                _end_by(error, watch, launch, events)
+                raise
+            if launch.rank == 0:
+                _write_exit(events, outcome.code, outcome.reason, outcome.iteration)
+            return outcome
+
+
+class _Run:
+    """One start of a run, from its model to its end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        providers: Providers,
+        launch: Launch,
+        device: Device,
+        events: EventLog,
+        stop: StopConditions,
+        watch: Watch,
+    ) -> None:
+        self._config = config
+        self._providers = providers
+        self._launch = launch
+        self._device = device
+        self._events = events
+        self._stop = stop
+        self._watch = watch
+        self._injections = Injections(config.inject, rank=launch.rank, restart=launch.restart_count, events=events)
+
+    def run(self) -> Outcome:
+        """All of it."""
+        config, launch = self._config, self._launch
         logger.info("%s", describe(config))
-        mesh = build_mesh(device.kind, launch.world_size)
-        state = build_run_state(config, model_provider, device, mesh, launch.local_world_size)
+        self._mark("build", 0)
+        engine = build_engine(
+            config.engine(),
+            self._device,
+            build_mesh(self._device.kind, launch.world_size),
+            num_local_ranks=launch.local_world_size,
+        )
+        engine.initialize(lambda: self._providers.model(config))
         seed_all(config.training.seed, launch.rank)
-        damaged = load_run(config, state, device)
+        recover = RecoverHandler(
+            config,
+            self._device,
+            events=self._events,
+            restart_count=launch.restart_count,
+            wrap_store=self._injections.store,
+        )
+        self._mark("load", 0)
+        loaded = recover.load(engine)
         if not config.training.skip_train:
-            check_save_folder(config.checkpoint, state.progress.iteration, damaged or [])
-        datasets = datasets_provider(config, _num_samples(config, state.progress))
-        with (
-            _metrics(config, launch, state.progress, flops_per_sequence) as metrics,
-            Checkpointer(config, device) as checkpoints,
-        ):
-            surroundings = Surroundings(config, device, mesh, forward_step, metrics, stop, checkpoints)
-            return _run(state, surroundings, datasets)
+            recover.prepare_folder(engine, loaded)
+        self._mark("data", engine.state.step_info.iteration)
+        datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
+        own_run = loaded if loaded is not None and loaded.info.step_info == engine.step_info() else None
+        with self._metrics(engine.step_info(), own_run) as metrics, recover:
+            surroundings = Surroundings(
+                config,
+                self._providers.forward_step,
+                metrics,
+                self._stop,
+                recover,
+                _frequency(config, datasets.train),
+                self._events,
+                self._watch,
+                self._injections,
+                data=_described(datasets.train, own_run),
+                evaluated=_evaluated(engine.step_info(), own_run),
+            )
+            return self._train(engine, surroundings, datasets)
 
+    def _train(self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
+        """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
+        stop: Stop | None = None
+        if not self._config.training.skip_train and datasets.train is not None:
+            stop = train(engine, surroundings, datasets.train, datasets.valid)
+            logger.info("peak memory of rank 0: %.1f MiB", self._device.peak_memory_bytes() / 2**20)
 
-def build_run_state(
-    config: RunConfig,
-    model_provider: Callable[[RunConfig], nn.Module],
-    device: Device,
-    mesh: DeviceMesh,
-    num_local_ranks: int = 1,
-) -> RunState:
-    """Model, optimizer and schedule, sharded, with the initial weights of `--seed`."""
-    with torch.device("meta"):
-        model = model_provider(config)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _shard(model, config, device, mesh, num_local_ranks)
-    dtype = config.training.compute_dtype
-    optimizer = build_optimizer(
-        model,
-        config.optimizer,
-        config.schedule.lr,
-        num_local_ranks,
-        scales_loss=dtype == "fp16",
-        records_timings=config.logging.timing_log_level > 0,
-    )
-    schedule = LRSchedule.build(config.schedule, config.training.train_iters)
-    logger.info(
-        "%d parameters, %s on %d rank(s), %s, %s",
-        num_parameters,
-        config.parallel.engine,
-        mesh.size(),
-        "fp32" if dtype == "fp32" else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
-        device.description,
-    )
-    if optimizer.plan is not None:
-        logger.info(
-            "optimizer states of %.0f%% in host memory:\n%s", 100 * optimizer.plan.host_fraction, optimizer.plan
+        def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
+            if dataset is None or stop is not None:
+                return None
+            return report_evaluation(engine, surroundings, dataset, split)
+
+        outcome = Outcome(
+            iteration=engine.step_info().iteration,
+            validation_loss=final_loss(datasets.valid, "validation"),
+            test_loss=final_loss(datasets.test, "test"),
         )
-    logger.info("memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model)))
-    return RunState(model, optimizer, schedule, Progress())
+        return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
+    def _mark(self, phase: str, iteration: int) -> None:
+        self._watch.mark(phase, iteration)
+        self._injections.at(phase, iteration)
 
-def _shard(model: nn.Module, config: RunConfig, device: Device, mesh: DeviceMesh, num_local_ranks: int) -> None:
-    """Hands the model, on meta, to its engine and gives it its initial weights."""
-    parallel, seed = config.parallel, config.training.seed
-    compute_dtype = DTYPES[config.training.compute_dtype]
-    offloaded = offloaded_units(model, config.optimizer)
-    if offloaded:
-        numel = sum(offloaded.values()) // parallel.num_optimizer_shards(mesh.size())
-        # Other engines' parameters are fp32, and so are their gradients.
-        dtypes = (torch.float32, torch.float32)
-        if parallel.use_megatron_fsdp:
-            dtypes = (megatron_fsdp.main_grads_dtype(parallel, compute_dtype), compute_dtype)
-        check_host_memory_for(numel, config.optimizer, *dtypes, num_local_ranks, mesh)
-    if parallel.use_megatron_fsdp:
-        megatron_fsdp.shard_model(
-            model,
-            mesh,
-            device,
-            parallel,
-            compute_dtype=compute_dtype,
-            reset_parameters=seeded_reset(model, device.torch_device, seed),
-            main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
-            offloaded=offloaded,
+    @contextmanager
+    def _metrics(self, step_info: StepInfo, own_run: Loaded | None) -> Iterator[Metrics]:
+        config, is_first = self._config, self._launch.rank == 0
+        rates = Rates(
+            train_iters=config.training.train_iters,
+            global_batch_size=config.global_batch_size,
+            seq_length=config.data.seq_length,
+            flops_per_sequence=self._providers.flops_per_sequence,
+            num_devices=self._launch.world_size,
         )
-        return
-    if parallel.use_torch_fsdp2:
-        torch_fsdp2.shard_model(
-            model,
-            mesh,
-            compute_dtype=compute_dtype,
-            reshard_after_forward=parallel.torch_fsdp2_reshard_after_forward,
+        state = None if own_run is None else own_run.info.logger
+        metrics = Metrics(
+            rates,
+            config.logging,
+            build_sinks(config.logging, config.values(), step_info.iteration, state) if is_first else [],
+            start_iteration=step_info.iteration,
+            shows_progress=is_first,
+            state=state,
         )
-    materialize(model, device.torch_device, seed)
+        try:
+            yield metrics
+        finally:
+            metrics.close()
 
 
-def _run(state: RunState, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
-    """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
-    config = surroundings.config
-    stopped = False
-    if not config.training.skip_train and datasets.train is not None:
-        stopped = train(state, surroundings, datasets.train, datasets.valid) is not None
-        peak = surroundings.device.peak_memory_bytes()
-        logger.info("peak memory of rank 0: %.1f MiB", peak / 2**20)
-
-    def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
-        return None if dataset is None or stopped else report_evaluation(state, surroundings, dataset, split)
-
-    return Outcome(
-        iteration=state.progress.iteration,
-        validation_loss=final_loss(datasets.valid, "validation"),
-        test_loss=final_loss(datasets.test, "test"),
-    )
+def _agreed_restart_count(launch: Launch, device: Device) -> int:
+    """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
+    count = torch.tensor(launch.restart_count, device=device.torch_device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return int(count)
 
 
-def _num_samples(config: RunConfig, progress: Progress) -> tuple[int, int, int]:
+def _num_samples(config: RunConfig, step_info: StepInfo) -> tuple[int, int, int]:
     """Samples that the run will ask of each split."""
-    num_train = 0 if config.training.skip_train else num_train_samples(config, progress)
+    num_train = 0 if config.training.skip_train else num_train_samples(config, step_info)
     num_eval = config.training.eval_iters * config.global_batch_size
     return num_train, num_eval, num_eval
 
 
+def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency:
+    """When to save. ConfigError for epochs of data that has none."""
+    checkpoint, samples = config.checkpoint, None
+    if checkpoint.save_interval_epochs is not None and train_data is not None:
+        epoch = getattr(train_data, "samples_per_epoch", None)
+        if epoch is None:
+            raise ConfigError(
+                "--save-interval-epochs: expected training data from one source, whose end can be known, got "
+                f"{type(train_data).__name__}."
+            )
+        samples = max(1, round(checkpoint.save_interval_epochs * epoch))
+    return Frequency(checkpoint.save_interval, checkpoint.save_interval_seconds, samples)
+
+
+def _described(train_data: SampleDataset | None, own_run: Loaded | None) -> dict[str, Any]:
+    """What tells the training data from others. Data that has changed since the checkpoint is a loud line."""
+    data = {"kind": type(train_data).__name__, "samples_per_epoch": getattr(train_data, "samples_per_epoch", None)}
+    saved = {} if own_run is None else own_run.info.data
+    if saved and train_data is not None and saved != data:
+        logger.warning("the training data is not what it was: %s in the checkpoint, %s now", saved, data)
+    return data
+
+
+def _evaluated(step_info: StepInfo, own_run: Loaded | None) -> dict[str, Any]:
+    """The last evaluation; of checkpoints that do not tell, taken for one that has been."""
+    evaluated = {} if own_run is None else dict(own_run.info.evaluator)
+    return evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
+
+
 @contextmanager
-def _metrics(config: RunConfig, launch: Launch, progress: Progress, flops_per_sequence: float) -> Iterator[Metrics]:
-    rates = Rates(
-        train_iters=config.training.train_iters,
-        global_batch_size=config.global_batch_size,
-        seq_length=config.data.seq_length,
-        flops_per_sequence=flops_per_sequence,
-        num_devices=launch.world_size,
-    )
-    is_first = launch.rank == 0
-    metrics = Metrics(
-        rates,
-        config.logging,
-        build_sinks(config.logging, config.values(), progress.iteration) if is_first else [],
-        start_iteration=progress.iteration,
-        shows_progress=is_first,
-    )
-    try:
-        yield metrics
-    finally:
-        metrics.close()
+def _watch(config: RunConfig, launch: Launch, events: EventLog, is_embedded: bool) -> Iterator[Watchdog | NoWatch]:
+    """The watchdog, unless this is part of a program that minds its own processes."""
+    if is_embedded:
+        yield NoWatch()
+        return
+    limit = config.recover.hang_timeout_seconds or 60.0 * config.parallel.distributed_timeout_minutes
+    handles_signals = config.stop.exit_signal_handler
+    with Watchdog(
+        launch=launch,
+        store=_get_default_store() if launch.world_size > 1 else None,
+        events=events,
+        hang_timeout_seconds=limit,
+        grace_seconds=config.stop.exit_signal_grace_seconds if handles_signals else None,
+    ) as watchdog:
+        yield watchdog
+
+
+def _end_by(error: Exception, watch: Watchdog | NoWatch, launch: Launch, events: EventLog) -> None:
+    """Finds out whose fault an error is, and writes the run's end down. ExitError if another rank is the cause."""
+    if is_foreseen(error) or not isinstance(watch, Watchdog):
+        if launch.rank == 0:
+            _write_exit(events, code_of(error), str(error), None)
+        return
+    cause = watch.explain(error)  # which writes it down
+    if not cause.is_own:
+        raise ExitError(cause.code, cause.text, is_reported=True) from error
+
+
+def _write_exit(events: EventLog, code: ExitCode, reason: str, iteration: int | None) -> None:
+    events.write("exit", code=int(code), name=code.name, reason=reason, iteration=iteration)

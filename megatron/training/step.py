@@ -17,10 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import microbatch_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training.exits import ExitCode, ExitError
 
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
 ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
+# told of each phase of a step as it begins: batch, forward, backward (for each microbatch), agree, step
+Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,27 @@ class StepResult:
     votes: tuple[float, ...]  # summed over ranks
     loss_scale: float | None = None  # of the next step; None: the loss is not scaled
     num_zeros: int | None = None  # zeros among the elements of all gradients; None: not asked for
+    num_samples: int = 0  # in the global batch
+    learning_rate: float = 0.0  # of this step
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is."""
+        return math.isfinite(self.loss)
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(ExitError):
     """The loss of a training step is NaN or infinite, and the run is to end at that."""
 
     def __init__(self, iteration: int, ranks: tuple[int, ...], loss: float) -> None:
         where = ", ".join(str(rank) for rank in ranks)
-        super().__init__(f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where}).")
+        super().__init__(
+            ExitCode.NON_FINITE_LOSS, f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where})."
+        )
+
+
+def unmarked(_phase: str) -> None:
+    """The `Mark` of steps that nobody follows."""
 
 
 def train_step(
@@ -54,28 +70,37 @@ def train_step(
     device: torch.device,
     mesh: DeviceMesh,
     votes: Callable[[], tuple[float, ...]] = tuple,
+    mark: Mark = unmarked,
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
     A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
     the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
     `votes` is asked after the backward, so that a signal counts in the step that it came in.
-    Gradients are cleared before the function returns.
+    Gradients are cleared before the function returns. All ranks have as many samples, and every tensor of a microbatch
+    has them in its first dimension.
     """
     model.train()
+    num_samples = 0
     # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for number in range(num_microbatches):
+        mark("batch")
         batch = _to_device(next(microbatches), device)
+        num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
+            mark("forward")
             mean_loss = forward_step(model, batch) / num_microbatches
+            mark("backward")
             optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
+    mark("agree")
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
     loss_sum, num_bad, *rest = _agree(loss, measures, own_votes, mesh)
     summed_votes, (norm, *zeros) = tuple(rest[: len(own_votes)]), rest[len(own_votes) :]
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
+    mark("step")
     has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan)
     optimizer.zero_grad()
     return StepResult(
@@ -86,6 +111,7 @@ def train_step(
         votes=summed_votes,
         loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
+        num_samples=num_samples * mesh.size(),
     )
 
 

@@ -103,7 +103,7 @@ def test_another_schedule_is_refused_until_a_flag_chooses(saved, tmp_path):
 
 
 def test_a_folder_with_newer_checkpoints_is_not_trained_over(saved):
-    kind, message = refusal("--save", saved)
+    kind, message = refusal("--save", saved, "--recover-mode", "off")
     assert kind == "ConfigError"
     assert "--save: expected a folder without checkpoints beyond iteration 0" in message
     assert "[2, 4]" in message

@@ -20,8 +20,10 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.store import DataSink, LocalStore
 from megatron.core.options import ConfigError
-from megatron.training.checkpointing import Checkpointer, RunState
-from megatron.training.step import NonFiniteLossError
+from megatron.training.engines import ModuleEngine
+from megatron.training.exits import ExitError
+from megatron.training.recover import RecoverHandler
+from megatron.training.recover_info import RecoverInfo
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.ranks import run_ranks
@@ -52,7 +54,7 @@ def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tupl
         disturb(patch)
         try:
             pretrain_gpt.run(argv)
-        except (CheckpointError, ConfigError, NonFiniteLossError) as failure:
+        except (CheckpointError, ConfigError, ExitError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return error, log.getvalue()
 
@@ -189,26 +191,26 @@ def test_a_save_that_fails_ends_the_run_if_that_is_asked_for_once_the_state_has_
 def test_a_last_state_that_cannot_be_saved_is_the_runs_error(tmp_path, flags):
     flags = [*flags, "--save", tmp_path / "saved", "--save-interval", 2]
     for run in pretrain(*flags, world_size=2, disturb=fail_on(0, 4)):
-        assert run.error.startswith("CheckpointError: Expected checkpoint iter_0000004 to be published")
+        assert run.error.startswith("ExitError: Expected checkpoint iter_0000004 to be published")
         assert "[Errno 5] Input/output error" in run.error
     assert published(tmp_path / "saved")[0] == "iter_0000002"
 
 
 def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     """The first save has read all that it writes, so that the training can go on, and ends once another is due."""
-    was_due, real_write, real_save = threading.Event(), LocalStore.write, Checkpointer.save
+    was_due, real_write, real_dump = threading.Event(), LocalStore.write, RecoverHandler.dump
 
     def write(store: LocalStore, path: str, content: bytes) -> None:
         assert was_due.wait(60), "the run waits for this save"
         real_write(store, path, content)
 
-    def save(checkpointer: Checkpointer, state: RunState, num_busy: float) -> None:
-        real_save(checkpointer, state, num_busy)
-        if state.progress.iteration == 2:
+    def dump(handler: RecoverHandler, engine: ModuleEngine, info: RecoverInfo, num_busy: float) -> None:
+        real_dump(handler, engine, info, num_busy)
+        if engine.step_info().iteration == 2:
             was_due.set()
 
     patch.setattr(LocalStore, "write", write)
-    patch.setattr(Checkpointer, "save", save)
+    patch.setattr(RecoverHandler, "dump", dump)
 
 
 def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_if_that_is_asked_for(tmp_path):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import logging
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError
+from megatron.training.jsonl import read_json_lines
 from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink, build_sinks
 from megatron.training.step import StepResult
 
@@ -27,6 +30,9 @@ class Recorder:
 
     def write(self, kind, record):
         self.records.append((kind, record))
+
+    def state(self):
+        return {"recorder": len(self.records)}
 
     def close(self):
         self.records.append(("closed", {}))
@@ -53,9 +59,17 @@ def shown(caplog, monkeypatch):
     return caplog
 
 
-def make(now, sink, log_interval=2) -> Metrics:
+def make(now, sink, log_interval=2, state=None, start_iteration=0) -> Metrics:
     config = LoggingConfig(log_interval=log_interval)
-    return Metrics(RATES, config, [sink], start_iteration=0, shows_progress=False, clock=lambda: now[0])
+    return Metrics(
+        RATES,
+        config,
+        [sink],
+        start_iteration=start_iteration,
+        shows_progress=False,
+        state=state,
+        clock=lambda: now[0],
+    )
 
 
 def test_throughput_follows_from_the_time_of_the_step(now):
@@ -68,6 +82,15 @@ def test_throughput_follows_from_the_time_of_the_step(now):
     assert record["elapsed_ms"] == 500.0
     assert record["tokens_per_second"] == 64.0
     assert record["tflops_per_device"] == 4.0
+
+
+def test_the_time_of_an_iteration_is_known_between_the_log_lines(now):
+    metrics = make(now, Recorder(), log_interval=2)
+    assert metrics.ms_per_iteration is None
+    for iteration, (second, mean) in enumerate([(1.0, 1000.0), (4.0, 2000.0), (4.5, 500.0)], start=1):
+        now[0] = second
+        report(metrics, iteration)
+        assert metrics.ms_per_iteration == mean
 
 
 def test_pauses_are_left_out_of_the_next_steps_time(now):
@@ -138,6 +161,45 @@ def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path
     assert second["loss"] is None
 
 
+def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(tmp_path, monkeypatch, shown):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(str(path))
+
+    def fail(_descriptor, _line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        for iteration in (1, 2):
+            sink.write("train", {"iteration": iteration})
+    sink.write("train", {"iteration": 3})
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [3]
+    (message,) = shown.messages
+    assert message.startswith(f"Could not write {path}: [Errno 28] No space left on device.")
+
+
+def test_a_metrics_file_that_cannot_be_is_said_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "metrics.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"--metrics-jsonl: expected a file that can be written, got .*Not a directory"
+    ):
+        build_sinks(LoggingConfig(metrics_jsonl=str(path)), {}, start_iteration=0)
+
+
+def test_a_line_torn_by_a_kill_costs_no_line_of_the_resumed_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "iteration": 1}\n{"kind": "train", "itera')
+    JsonlSink(str(path)).write("train", {"iteration": 2})
+    assert [record["iteration"] for record in read_json_lines(path)] == [1, 2]
+
+
+def test_events_go_to_a_folder_of_the_file_system():
+    assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
+    with pytest.raises(ConfigError, match=r"--events-dir: expected a folder of the file system, got 's3://bucket/run'"):
+        LoggingConfig(events_dir="s3://bucket/run")
+
+
 def test_tensorboard_gets_every_number_under_its_split(tmp_path):
     sink = TensorBoardSink(str(tmp_path), start_iteration=0)
     sink.write("train", {"iteration": 3, "loss": 2.5})
@@ -158,23 +220,113 @@ def test_a_resumed_run_drops_the_curve_beyond_its_start(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]
 
 
+def fake_wandb(monkeypatch, logged: list) -> list[dict]:
+    """Installs a package wandb, all of whose runs are run1. Returns what `init` was asked for, call by call."""
+    run = SimpleNamespace(
+        id="run1",
+        log=lambda scalars, step: logged.append((step, scalars)),
+        finish=lambda: logged.append("end"),
+    )
+    asked: list[dict] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.append(settings) or run))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return asked
+
+
 def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
     logged = []
-    run = SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: logged.append("end"))
-    asked = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.update(settings) or run))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    asked = fake_wandb(monkeypatch, logged)
     (sink,) = build_sinks(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0}, start_iteration=0)
     sink.write("train", {"iteration": 3, "loss": 2.5})
     sink.close()
-    assert asked == {"project": "p", "name": "e", "dir": None, "config": {"lr": 1.0}}
+    settings = {"project": "p", "name": "e", "dir": None, "config": {"lr": 1.0}, "id": None, "resume": "allow"}
+    assert asked == [settings]
     assert logged == [(3, {"train/loss": 2.5}), "end"]
+
+
+def test_a_resumed_run_goes_on_with_its_wandb_run(monkeypatch, now):
+    asked = fake_wandb(monkeypatch, [])
+    config = LoggingConfig(wandb_project="p")
+    state = None
+    for state_given in (None, {}, {"wandb_run_id": 7}):
+        (sink,) = build_sinks(config, {}, 0, state_given)
+        assert asked[-1]["id"] is None
+        state = json.loads(json.dumps(make(now, sink).state()))
+    build_sinks(config, {}, 5, state)
+    assert (asked[-1]["id"], asked[-1]["resume"]) == ("run1", "allow")
 
 
 def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"):
         LoggingConfig(wandb_project="p")
+
+
+# What a mean of three shows in its last digits, and what is in no mean.
+LOSSES = {1: 0.1, 2: 0.2, 3: 0.3 + 2**-30, 4: 1 / 3, 5: math.nan, 6: -math.inf, 7: 1e-300, 8: 5e-324, 9: 0.7}
+
+
+def run_with_a_restart(now, shown, restart_after: int | None) -> list[str]:
+    """The lines of nine iterations; after `restart_after` of them the metrics are made anew from their state."""
+    shown.clear()
+    metrics = make(now, Recorder(), log_interval=3)
+    for iteration, loss in LOSSES.items():
+        now[0] += 0.5
+        report(metrics, iteration, loss)
+        if iteration == restart_after:
+            state = json.loads(json.dumps(metrics.state(), allow_nan=False))
+            now[0] += 1000.0
+            metrics = make(now, Recorder(), log_interval=3, state=state, start_iteration=iteration)
+    return list(shown.messages)
+
+
+def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_one(now, shown, monkeypatch):
+    # Every digit of the loss, since a mean without the steps before the restart could look the same in seven.
+    monkeypatch.setattr(Metrics, "_interval_line", exact_line(Metrics._interval_line))
+    uninterrupted = run_with_a_restart(now, shown, None)
+    assert len(uninterrupted) == 3
+    for restart_after in LOSSES:
+        assert run_with_a_restart(now, shown, restart_after) == uninterrupted, restart_after
+
+
+def exact_line(line):
+    return lambda metrics, record: f"{line(metrics, record)} {[loss.hex() for loss in metrics._losses]}"
+
+
+def test_times_start_anew_after_a_restart(now, shown):
+    now[0] = 100.0
+    metrics = make(now, Recorder(), log_interval=3, state={"interval_losses": [1.0, 2.0]}, start_iteration=2)
+    now[0] += 4.0
+    report(metrics, 3, 3.0)
+    (line,) = shown.messages
+    assert "elapsed time per iteration (ms): 4000.0" in line
+    assert "lm loss: 2.000000E+00" in line
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        {"other": 1},
+        {"interval_losses": "12"},
+        {"interval_losses": [1.0, None]},
+        {"interval_losses": [math.inf]},
+    ],
+)
+def test_a_state_that_lacks_the_losses_or_has_others_starts_the_interval_anew(now, shown, state):
+    metrics = make(now, Recorder(), log_interval=1, state=state)
+    now[0] += 1.0
+    report(metrics, 1, 4.0)
+    assert "lm loss: 4.000000E+00" in shown.messages[0]
+
+
+def test_the_state_is_a_copy_and_holds_what_the_sinks_give(now):
+    metrics = make(now, Recorder(), log_interval=5)
+    report(metrics, 1, 2.0)
+    state = metrics.state()
+    report(metrics, 2, 3.0)
+    assert state == {"interval_losses": [2.0], "recorder": 1}
 
 
 def test_closing_closes_every_sink(now):

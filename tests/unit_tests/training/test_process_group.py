@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import concurrent.futures
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
-from megatron.training.launch import Launch, process_group
+from megatron.training.launch import Launch, agree_on_start, process_group
 from tests.ranks import run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    """The tests may themselves run under torchrun or Slurm."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_without_torchrun_a_process_is_a_world_of_one(monkeypatch):
@@ -21,6 +33,38 @@ def test_torchruns_variables_are_read(monkeypatch):
     for name, value in zip(NAMES, ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
     assert Launch.from_environment() == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({}, 0),
+        ({"SLURM_RESTART_COUNT": "2"}, 2),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, 3),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"}, 0),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", None])
+def test_restarts_are_counted_by_torchrun_or_else_by_slurm(monkeypatch, counts, expected, rank):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**counts, **({} if rank is None else dict.fromkeys(NAMES, "1"))}.items():
+        monkeypatch.setenv(name, value)
+    assert Launch.from_environment().restart_count == expected
+
+
+def test_a_count_of_restarts_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_RESTART_COUNT: expected an integer, got 'twice'"):
+        Launch.from_environment()
+
+
+def test_a_rank_of_torchrun_knows_that_its_agent_would_start_it_again(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not Launch.from_environment().is_elastic
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert Launch.from_environment().is_elastic
 
 
 def test_half_an_environment_is_refused(monkeypatch):
@@ -51,3 +95,52 @@ def _existing_group() -> bool:
 
 def test_a_group_that_is_there_is_used_and_left_standing():
     assert run_ranks(2, _existing_group) == [True, True]
+
+
+def _start(store: dist.Store, world_size: int, seconds: float = 30.0) -> list[str]:
+    """The names that the ranks of one start agree on, each rank a thread."""
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = [
+            pool.submit(agree_on_start, store, rank, world_size, timedelta(seconds=seconds))
+            for rank in range(world_size)
+        ]
+        return [rank.result() for rank in ranks]
+
+
+def test_every_start_from_one_store_has_a_name_of_its_own_on_which_its_ranks_agree():
+    """Also when it has fewer ranks, or more, than the one before."""
+    store = dist.HashStore()
+    names = []
+    for world_size in (3, 3, 2, 4, 1):
+        agreed = _start(store, world_size)
+        assert len(set(agreed)) == 1
+        names.append(agreed[0])
+    assert len(set(names)) == 5
+
+
+def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
+    """Rank 0 finds a hello and a ready of everybody, and still waits for the ranks of its own start."""
+    store = dist.HashStore()
+    _start(store, 2)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(agree_on_start, store, 0, 2, timedelta(seconds=30))
+        with pytest.raises(concurrent.futures.TimeoutError):
+            first.result(0.5)
+        second = pool.submit(agree_on_start, store, 1, 2, timedelta(seconds=30))
+        assert first.result() == second.result()
+
+
+def test_a_rank_does_not_go_on_with_the_welcome_of_an_earlier_start():
+    store = dist.HashStore()
+    _start(store, 2)
+    with pytest.raises(RuntimeError, match="Expected rank 0 of this start, got one of an earlier start"):
+        agree_on_start(store, 1, 2, timedelta(seconds=0.3))
+
+
+def test_ranks_that_do_not_come_are_named():
+    with pytest.raises(RuntimeError, match=r"Expected all ranks to start, got no start/hello/1, start/hello/2 in the"):
+        agree_on_start(dist.HashStore(), 0, 3, timedelta(seconds=0.3))
+    store = dist.HashStore()
+    _start(store, 3)
+    with pytest.raises(RuntimeError, match=r"Expected all 3 ranks, got none of rank\(s\) 1, 2, within the timeout"):
+        agree_on_start(store, 0, 3, timedelta(seconds=0.3))

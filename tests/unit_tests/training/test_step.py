@@ -19,7 +19,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.arguments import parse_config
-from megatron.training.pretrain import build_run_state
+from megatron.training.engines import build_engine
 from megatron.training.step import ForwardStep, StepResult, evaluate, train_step
 from tests.ranks import run_ranks
 
@@ -273,7 +273,9 @@ def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[
     size = dist.get_world_size()
     config = parse_config([*GPT, *flags], size)
     device, mesh = Device("cpu"), build_mesh("cpu", size)
-    state = build_run_state(config, lambda config: GPTModel(config.model, 32), device, mesh)
+    engine = build_engine(config.engine(), device, mesh)
+    engine.initialize(lambda: GPTModel(config.model, 32))
+    state = engine.state
     dtypes: set[torch.dtype] = set()
     for module in state.model.modules():
         if isinstance(module, (TransformerLayer, nn.Linear)):

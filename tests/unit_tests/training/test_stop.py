@@ -1,38 +1,125 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
-from megatron.training.stop import StopConditions, StopConfig
+import pytest
+
+from megatron.core.options import ConfigError
+from megatron.training.exits import ExitCode
+from megatron.training.stop import Stop, StopConditions, StopConfig
 
 
-def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back():
-    before = signal.getsignal(signal.SIGTERM)
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
+    before = signal.getsignal(number)
     with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
-        assert stop.votes() == (0.0, 0.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.votes() == (1.0, 0.0)
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert stop.votes() == (0.0, 0.0, 0.0)
+        os.kill(os.getpid(), number)
+        assert stop.votes() == (1.0, 0.0, 0.0)
+        assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(f"{number.name} was received", ExitCode.PREEMPTED, saves=True)
+    assert signal.getsignal(number) is before
 
 
-def test_without_the_flag_the_signal_is_left_alone():
-    before = signal.getsignal(signal.SIGTERM)
+def test_without_the_flag_the_signals_are_left_alone():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with StopConditions(StopConfig()):
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_a_rank_votes_to_stop_once_its_clock_has_run_out():
-    now = [100.0]
-    stop = StopConditions(StopConfig(exit_duration_in_mins=2.0), clock=lambda: now[0])
-    now[0] += 119.0
-    assert stop.votes() == (0.0, 0.0)
-    now[0] += 2.0
-    assert stop.votes() == (0.0, 1.0)
+    clock = Clock()
+    stop = StopConditions(StopConfig(exit_duration_in_mins=2.0), clock)
+    clock.now += 119.0
+    assert stop.votes() == (0.0, 0.0, 0.0)
+    clock.now += 2.0
+    assert stop.votes() == (0.0, 1.0, 0.0)
 
 
 def test_one_ranks_vote_is_enough_and_the_reason_is_named():
     stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
-    assert stop.reason(7, (0.0, 0.0)) is None
-    assert stop.reason(7, (1.0, 0.0)) == "SIGTERM was received"
-    assert stop.reason(7, (0.0, 1.0)) == "--exit-duration-in-mins 3.0 is over"
-    assert stop.reason(20, (0.0, 0.0)) == "iteration 20 is a multiple of --exit-interval 10"
+    assert stop.stop(7, (0.0, 0.0, 0.0)) is None
+    assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop("another rank was signalled", ExitCode.PREEMPTED, saves=True)
+    assert stop.stop(7, (0.0, 1.0, 0.0)) == Stop("--exit-duration-in-mins 3.0 is over", ExitCode.FINISHED, saves=True)
+    assert stop.stop(20, (0.0, 0.0, 0.0)) == Stop(
+        "iteration 20 is a multiple of --exit-interval 10", ExitCode.FINISHED, saves=True
+    )
+
+
+def test_a_signal_outranks_the_other_reasons():
+    stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
+    assert stop.stop(20, (1.0, 1.0, 0.0)).code is ExitCode.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("grace", "passed", "save_seconds", "too_short"),
+    [
+        (None, 1e9, 1e9, 0.0),  # no limit: always saved
+        (30.0, 5.0, 24.9, 0.0),
+        (30.0, 5.0, 25.1, 1.0),
+        (30.0, 29.9, None, 0.0),  # not known: taken to fit
+        (30.0, 30.1, None, 1.0),  # but nothing fits into nothing
+    ],
+)
+def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_left(
+    grace, passed, save_seconds, too_short
+):
+    clock = Clock()
+    config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=grace)
+    with StopConditions(config, clock) as stop:
+        assert stop.votes(save_seconds) == (0.0, 0.0, 0.0), "a rank without a signal has all the time"
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.getsignal(signal.SIGTERM)  # bytecode, so that the handler has run
+        clock.now += passed
+        assert stop.votes(save_seconds) == (1.0, 0.0, too_short)
+
+
+def test_the_grace_period_begins_with_the_first_signal():
+    clock = Clock()
+    with StopConditions(StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0), clock) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.votes(20.0) == (1.0, 0.0, 0.0)
+        clock.now += 15.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.votes(20.0) == (1.0, 0.0, 1.0)
+        assert stop.stop(3, (1.0, 0.0, 1.0)).reason.startswith("SIGUSR1 was received")
+
+
+def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
+    stop = StopConditions(StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0))
+    decision = stop.stop(7, (2.0, 0.0, 1.0))
+    assert (decision.code, decision.saves) == (ExitCode.PREEMPTED_UNSAVED, False)
+    assert decision.reason == (
+        "another rank was signalled, and a save takes longer than what is left of --exit-signal-grace-seconds 30.0"
+    )
+
+
+def test_the_log_names_the_signal_the_rank_and_what_is_left_once(caplog, monkeypatch):
+    monkeypatch.setattr("megatron.training.stop.logger", logging.getLogger("test_stop"))
+    clock = Clock()
+    config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0)
+    with StopConditions(config, clock, rank=3) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 4.0
+        stop.votes(2.5)
+        stop.votes(2.5)
+    assert caplog.messages == [
+        "SIGTERM was received by rank 3 0.0 s ago; 30.0 s of 30 s are left; time of a save: 2.5 s"
+    ] or caplog.messages == ["SIGTERM was received by rank 3 4.0 s ago; 26.0 s of 30 s are left; time of a save: 2.5 s"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, "soon"])
+def test_a_grace_period_is_a_positive_number(seconds):
+    with pytest.raises(ConfigError, match="--exit-signal-grace-seconds"):
+        StopConfig(exit_signal_grace_seconds=seconds)

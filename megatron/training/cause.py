@@ -1,0 +1,316 @@
+"""Whose fault it is that a run cannot go on: pure functions from what the ranks say to the one cause that all name.
+
+When a rank dies, the others see consequences: connections that close, collectives that time out. The ranks therefore
+call the roll (`roll_call.py`); here is what a rank says of itself, and what follows from what all have said. In this
+order, the first that there is:
+
+1. ranks that have failed by an error of their own, the earliest first;
+2. ranks that are dead, or do not answer;
+3. ranks that were ended by a signal;
+4. ranks that make no progress and wait for nobody;
+5. if all wait for each other: those that have got the least far, or all of them;
+6. a connection that failed between ranks that are all well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.exits import ExitCode
+
+# How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have caused. Those of other
+# types than RuntimeError itself have classes of their own.
+_PEER_FAILURE = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused)|Timed out waiting \d+ ?ms|monitoredBarrier|NCCL|ncclComm|"
+    r"Watchdog caught collective|Socket (Timeout|Error)|Gloo connectFullMesh"
+)
+_TIMEOUT = re.compile(r"[Tt]imed? ?out")
+
+# A thread is inside a collective if one of its frames lies in the first of these, or the innermost in the second.
+_COLLECTIVE_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_COLLECTIVE_LEAVES = (
+    "/megatron/core/distributed/fsdp/collectives.py",
+    "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "/streams.py",  # synchronisation with a GPU, whose streams wait for the other ranks
+)
+# Functions that take the result of a collective from a GPU, and wait for it there.
+_COLLECTIVE_FUNCTIONS = (
+    ("/megatron/training/step.py", "_agree"),
+    ("/megatron/training/step.py", "_ranks_with_bad_loss"),
+)
+# A thread whose innermost frame is one of these waits for another thread of its process.
+_THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        # From the package on: where it is installed says nothing.
+        for package in ("/megatron/", "/torch/"):
+            head, found, tail = self.file.rpartition(package)
+            if found and head:
+                return f"{package[1:]}{tail}:{self.line} in {self.function}"
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]  # the innermost frame last
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says of itself when the roll is called."""
+
+    rank: int
+    host: str = "?"
+    pid: int = 0
+    phase: str = "start"
+    iteration: int = 0
+    num_marks: int = 0  # phases begun since the iteration began; all ranks go through the same ones
+    idle_seconds: float = 0.0  # since the last mark
+    is_stuck: bool = False  # idle for longer than allowed
+    waits: bool = False  # the main thread waits for other ranks
+    place: str = ""  # where the main thread is
+    stack: str = ""  # of the main thread, if it is stuck
+    error: str | None = None  # an error of its own
+    error_code: int = int(ExitCode.FAILED)
+    error_order: int = 0  # among all ranks' errors, as the store counted them
+    failed_collective: str | None = None  # what a collective that others may have failed has said
+    needs_all: bool = False  # it cannot go on without the others, so that it counts if one does not answer
+    signal: str | None = None  # the signal that ended it
+    has_left: bool = False  # these are the last words of a process that has ended
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Record:
+        return cls(**values)
+
+    @property
+    def name(self) -> str:
+        """`rank 1 (host, pid 17)`"""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def when(self) -> str:
+        """`in iteration 17, forward`"""
+        return f"in iteration {self.iteration}, {self.phase}"
+
+
+class Silence(enum.Enum):
+    """Why a rank does not answer, as far as a rank on its machine can tell; the surest first. For one, for several."""
+
+    GONE = ("was killed or has crashed", "were killed or have crashed")
+    STOPPED = (
+        "does not answer, since its process is stopped (SIGSTOP, or a debugger)",
+        "do not answer, since their processes are stopped (SIGSTOP, or a debugger)",
+    )
+    SILENT = (
+        "does not answer: it hangs, or its machine or the network is down",
+        "do not answer: they hang, or their machine or the network is down",
+    )
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A rank that has not answered. Host and pid as it once gave them."""
+
+    rank: int
+    silence: Silence
+    host: str = "?"
+    pid: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cause, as all ranks that answer have it alike."""
+
+    code: ExitCode  # of the ranks that are not the cause
+    ranks: tuple[int, ...]
+    text: str
+    speaker: int  # the lowest rank that answered: it tells the log
+    run_code: ExitCode  # what the run as a whole ended with
+    stack: str = ""  # of the first of `ranks`, if that one hangs
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Verdict:
+        codes = {name: ExitCode(values[name]) for name in ("code", "run_code")}
+        return cls(**{**values, **codes, "ranks": tuple(values["ranks"])})
+
+
+def find_cause(records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False) -> Verdict | None:
+    """The cause of the run's end, the same whatever the order of the arguments; None: there is no reason to end it.
+
+    Args:
+        records: of the ranks that have answered, at least one, and the last words of those that have ended.
+        absent: the others. A rank that has finished is in neither. Those that are not known to be dead count only if
+            some rank cannot go on without all.
+        is_alone: whether the others could not be asked, since the store is lost too.
+    """
+    records = sorted(records, key=lambda record: record.rank)
+    answered = [record for record in records if not record.has_left]
+    needs_all = any(record.needs_all for record in answered)
+    absent = [one for one in absent if needs_all or one.silence is Silence.GONE]
+    is_hang = any(record.is_stuck or _has_timed_out(record) for record in records)
+    lost = [record for record in records if record.failed_collective is not None]
+    ended = [record for record in records if record.signal is not None]
+    speaker = answered[0].rank if answered else records[0].rank
+    if any(record.error is not None for record in records):
+        return _own_errors(records, speaker)
+    if absent:
+        return _silence(absent, answered, speaker, is_hang)
+    if ended and (lost or is_hang):
+        text = f"{_list(ended)} {'was' if len(ended) == 1 else 'were'} ended by {ended[0].signal}"
+        return _verdict(ExitCode.LOST_RANK, ended, text, speaker)
+    if is_hang:
+        return _hang(answered, speaker)
+    if lost:
+        besides = "the ranks' store has been lost too" if is_alone else "though all ranks answer"
+        text = f"the connection of {lost[0].name} to another rank failed {lost[0].when}, {besides}"
+        return _verdict(ExitCode.LOST_RANK, lost, f"{text}: {lost[0].failed_collective}", speaker)
+    return None
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error, or what led to it, is the failure of a collective, which another rank may have caused."""
+    chain: BaseException | None = error
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        if isinstance(chain, dist.DistError) or (type(chain) is RuntimeError and _PEER_FAILURE.search(str(chain))):
+            return True
+        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
+    return False
+
+
+def stack_of(frame: FrameType | None) -> Stack:
+    """The stack whose innermost frame is this one."""
+    frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+    return tuple(reversed(frames))
+
+
+def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
+    """Whether the main thread waits for other ranks: in a collective, or for a thread that is in one.
+
+    Args:
+        main: its stack.
+        others: those of the process's other threads, without the watchdog's.
+    """
+    if not main:
+        return False
+    if _is_in_collective(main):
+        return True
+    return main[-1].file.endswith(_THREAD_WAITS) and any(_is_in_collective(stack) for stack in others)
+
+
+def place_of(stack: Stack) -> str:
+    """Where a thread is: the innermost frame of this project, and the innermost of all if that is another."""
+    if not stack:
+        return "an unknown place"
+    own = [frame for frame in stack if "/megatron/" in frame.file and "/site-packages/" not in frame.file]
+    if not own or own[-1] == stack[-1]:
+        return str(stack[-1])
+    return f"{own[-1]}, {stack[-1]}"
+
+
+def _is_in_collective(stack: Stack) -> bool:
+    if not stack:
+        return False
+    leaf = stack[-1]
+    return (
+        any(frame.file.endswith(_COLLECTIVE_FILES) for frame in stack)
+        or leaf.file.endswith(_COLLECTIVE_LEAVES)
+        or any(leaf.file.endswith(file) and leaf.function == name for file, name in _COLLECTIVE_FUNCTIONS)
+    )
+
+
+def _verdict(code: ExitCode, culprits: Sequence[Record | Absent], text: str, speaker: int, stack: str = "") -> Verdict:
+    return Verdict(code, tuple(culprit.rank for culprit in culprits), text, speaker, run_code=code, stack=stack)
+
+
+def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
+    """The cause when ranks have failed by themselves: the first of them."""
+    failed = sorted((r for r in records if r.error is not None), key=lambda r: (r.error_order, r.rank))
+    first, text = failed[0], f"{failed[0].name} failed {failed[0].when}: {failed[0].error}"
+    if failed[1:]:
+        text += f" (so did {_numbers(failed[1:])})"
+    verdict = _verdict(ExitCode.LOST_RANK, failed, text, speaker)
+    return dataclasses.replace(verdict, run_code=ExitCode(first.error_code))
+
+
+def _silence(absent: Sequence[Absent], answered: Sequence[Record], speaker: int, is_hang: bool) -> Verdict:
+    """The cause when ranks do not answer: those of which the worst is known."""
+    kinds = [kind for kind in Silence if any(one.silence is kind for one in absent)]
+    groups = [sorted((one for one in absent if one.silence is kind), key=lambda one: one.rank) for kind in kinds]
+    text = "; ".join(f"{_list(group)} {kind.value[len(group) > 1]}" for kind, group in zip(kinds, groups, strict=True))
+    if answered:
+        furthest = max(answered, key=_progress)
+        text += f" (rank {furthest.rank} is {furthest.when})"
+    code = ExitCode.HANG if is_hang and kinds[0] is not Silence.GONE else ExitCode.LOST_RANK
+    return _verdict(code, [one for group in groups for one in group], text, speaker)
+
+
+def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
+    """The cause when some rank has made no progress for too long, and all that have not finished answer."""
+    longest = max(record.idle_seconds for record in answered)
+    # A rank that moves is not the one that hangs, even if it is outside of any wait just now.
+    suspects = [
+        record
+        for record in answered
+        if not record.waits and record.failed_collective is None and 2 * record.idle_seconds >= longest
+    ]
+    least = min(_progress(record) for record in answered)
+    if not suspects:
+        suspects = [record for record in answered if _progress(record) == least]
+        if len(suspects) == len(answered) > 1:
+            text = f"all {len(answered)} ranks wait for one another, {suspects[0].when}, at {suspects[0].place}"
+            return _verdict(ExitCode.HANG, suspects, text, speaker, suspects[0].stack)
+    first = suspects[0]
+    text = f"{first.name} has made no progress for {first.idle_seconds:.0f} s, {first.when}, at {first.place}"
+    if suspects[1:]:
+        text += f" (nor has {_numbers(suspects[1:])})"
+    return _verdict(ExitCode.HANG, suspects, text, speaker, first.stack)
+
+
+def _has_timed_out(record: Record) -> bool:
+    return record.failed_collective is not None and _TIMEOUT.search(record.failed_collective) is not None
+
+
+def _progress(record: Record) -> tuple[int, int]:
+    return record.iteration, record.num_marks
+
+
+def _list(culprits: Sequence[Record | Absent]) -> str:
+    names = ", ".join(culprit.name for culprit in culprits[:_LISTED])
+    more = len(culprits) - _LISTED
+    return names + (f" and {more} more" if more > 0 else "")
+
+
+def _numbers(culprits: Sequence[Record | Absent]) -> str:
+    numbers = ", ".join(str(culprit.rank) for culprit in culprits[:_LISTED])
+    more = len(culprits) - _LISTED
+    return f"rank{'s' if culprits[1:] else ''} {numbers}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,294 @@
+"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and a module as it is in one process.
+
+What they have in common is here once: the optimizer (offloaded or not), schedule, counters, steps and evaluations,
+saving and loading. They differ in how they shard a model and in the format of their checkpoints, which load in either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.dtypes import DTYPES
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import build_optimizer, check_host_memory_for, offloaded_units
+from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.state_memory import format_state_memory
+from megatron.core.transformer.init import materialize, seeded_reset
+from megatron.training.checkpointing import RunState, save_once, split_path
+from megatron.training.engine import SaveLoadMeta, StepInfo
+from megatron.training.hf_weights import load_hf, save_hf
+from megatron.training.loading import load_checkpoint
+from megatron.training.step import Batch, ForwardStep, Mark, StepResult, evaluate, train_step, unmarked
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine knows of a run. `RunConfig.engine` takes it from a run's settings.
+
+    Attributes:
+        train_iters: steps of the whole run, over which the schedule goes.
+        compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
+        seed: of initial weights.
+        records_timings: whether an offloaded optimizer records what its lanes took.
+    """
+
+    optimizer: OptimizerConfig
+    schedule: LRScheduleConfig
+    parallel: DataParallelConfig
+    train_iters: int
+    compute_dtype: str = "fp32"
+    seed: int = 1234
+    records_timings: bool = False
+
+
+class ModuleEngine:
+    """A module as it is, in one process, for debugging; and what the engines have in common.
+
+    Attributes:
+        state: model, optimizer, schedule and counters; there once `initialize` has been called.
+    """
+
+    ckpt_format = FSDP_DTENSOR
+
+    def __init__(self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1) -> None:
+        """
+        Args:
+            mesh: one axis, over all ranks of the default process group.
+            num_local_ranks: ranks on this machine, which share its memory.
+        """
+        self.config = config
+        self.device = device
+        self.mesh = mesh
+        self._num_local_ranks = num_local_ranks
+        self._state: RunState | None = None
+
+    @property
+    def state(self) -> RunState:
+        if self._state is None:
+            raise RuntimeError("Expected initialize to have been called, got an engine without a model.")
+        return self._state
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, sharded."""
+        return self.state.model
+
+    def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        """See `TrainEngine`."""
+        if self._state is not None:
+            raise RuntimeError("Expected initialize to be called once, got a second model.")
+        if not isinstance(model, nn.Module):
+            with torch.device("meta"):
+                model = model()
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = self.config
+        self._shard(model)
+        optimizer = build_optimizer(
+            model,
+            config.optimizer,
+            config.schedule.lr,
+            self._num_local_ranks,
+            scales_loss=config.compute_dtype == "fp16",
+            records_timings=config.records_timings,
+        )
+        schedule = LRSchedule.build(config.schedule, config.train_iters)
+        dtype = config.compute_dtype
+        logger.info(
+            "%d parameters, %s on %d rank(s), %s, %s",
+            num_parameters,
+            config.parallel.engine,
+            self.mesh.size(),
+            "fp32" if dtype == "fp32" else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
+            self.device.description,
+        )
+        if optimizer.plan is not None:
+            percent = 100 * optimizer.plan.host_fraction
+            logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
+        logger.info("memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model)))
+        self._state = RunState(model, optimizer, schedule, StepInfo())
+
+    def train_batch(
+        self,
+        microbatches: Sequence[Batch] | Iterator[Batch],
+        forward_step: ForwardStep,
+        *,
+        num_microbatches: int | None = None,
+        votes: Callable[[], tuple[float, ...]] = tuple,
+        mark: Mark = unmarked,
+    ) -> StepResult:
+        """See `TrainEngine`."""
+        state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
+        learning_rate = state.schedule.apply(state.optimizer.param_groups, state.step_info.iteration)
+        result = train_step(
+            state.model,
+            state.optimizer,
+            batches,
+            forward_step=forward_step,
+            num_microbatches=count,
+            device=self.device.torch_device,
+            mesh=self.mesh,
+            votes=votes,
+            mark=mark,
+        )
+        state.step_info.iteration += 1
+        state.step_info.consumed_samples += result.num_samples
+        state.step_info.skipped_iterations += result.is_skipped
+        state.step_info.nan_iterations += not result.is_finite
+        return replace(result, learning_rate=learning_rate)
+
+    def eval_batch(
+        self,
+        microbatches: Sequence[Batch] | Iterator[Batch],
+        forward_step: ForwardStep,
+        *,
+        num_microbatches: int | None = None,
+    ) -> float:
+        """See `TrainEngine`."""
+        batches, count = _counted(microbatches, num_microbatches)
+        loss = evaluate(
+            self.model,
+            batches,
+            forward_step=forward_step,
+            num_microbatches=count,
+            device=self.device.torch_device,
+            mesh=self.mesh,
+        )
+        self._reshard()
+        return loss
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None) -> Any:
+        """See `TrainEngine`."""
+        own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            return self.model(**own) if forward_fn is None else forward_fn(self.model, own)
+        finally:
+            self.model.train(was_training)
+            self._reshard()
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine`."""
+        if meta.weight_format == "hf":
+            self.state.optimizer.synchronize()
+            save_hf(self.model, meta.path, self.device, tokenizer=meta.tokenizer)
+            return
+        save_once(meta.path, self.state, self.device, with_optim=meta.with_optim, ckpt_format=self.ckpt_format)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine`. A damaged checkpoint is a CheckpointDamagedError."""
+        self.state.optimizer.synchronize()
+        if meta.weight_format == "hf":
+            load_hf(self.model, meta.path)
+            return
+        root, name = split_path(meta.path)
+        flags = CheckpointConfig(load=root, finetune=not meta.with_optim)
+        load_checkpoint(flags, self.config.schedule, self.state, self.device, open_store(root), name)
+
+    def step_info(self) -> StepInfo:
+        """See `TrainEngine`."""
+        return replace(self.state.step_info)
+
+    def _shard(self, model: nn.Module) -> None:
+        """Hands the model to FSDP, if it is on meta with its initial weights."""
+        if self.mesh.size() > 1:
+            raise RuntimeError(f"Expected one process for a module that is not sharded, got {self.mesh.size()} ranks.")
+        self._check_host_memory(model, torch.float32, torch.float32)
+        self._materialize(model)
+
+    def _reshard(self) -> None:
+        """After a forward that no backward has followed: frees whole weights that are kept for one."""
+
+    def _materialize(self, model: nn.Module) -> None:
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            materialize(model, self.device.torch_device, self.config.seed)
+        else:
+            model.to(self.device.torch_device)
+
+    def _check_host_memory(
+        self, model: nn.Module, grad_dtype: torch.dtype, weight_dtype: torch.dtype
+    ) -> set[nn.Module]:
+        """The units whose states are to live in host memory, once it is certain that there is room for them."""
+        offloaded = offloaded_units(model, self.config.optimizer)
+        if offloaded:
+            numel = sum(offloaded.values()) // self.config.parallel.num_optimizer_shards(self.mesh.size())
+            check_host_memory_for(
+                numel, self.config.optimizer, grad_dtype, weight_dtype, self._num_local_ranks, self.mesh
+            )
+        return set(offloaded)
+
+
+class MegatronEngine(ModuleEngine):
+    """`fully_shard` on flat buffers, with checkpoints that are written without communication."""
+
+    def _shard(self, model: nn.Module) -> None:
+        config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
+        grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
+        offloaded = self._check_host_memory(model, grad_dtype, compute_dtype)
+        megatron_fsdp.shard_model(
+            model,
+            self.mesh,
+            self.device,
+            config.parallel,
+            compute_dtype=compute_dtype,
+            reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
+            main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
+            offloaded=offloaded,
+        )
+
+
+class FSDPEngine(ModuleEngine):
+    """PyTorch FSDP2, with checkpoints that PyTorch DCP writes."""
+
+    ckpt_format = TORCH_DCP
+
+    def _shard(self, model: nn.Module) -> None:
+        self._check_host_memory(model, torch.float32, torch.float32)
+        torch_fsdp2.shard_model(
+            model,
+            self.mesh,
+            compute_dtype=DTYPES[self.config.compute_dtype],
+            reshard_after_forward=self.config.parallel.torch_fsdp2_reshard_after_forward,
+        )
+        self._materialize(model)
+
+    def _reshard(self) -> None:
+        # Else the model's parameters would be other ones than the optimizer's.
+        torch_fsdp2.reshard(self.model)
+
+
+def build_engine(config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1) -> ModuleEngine:
+    """The engine that `config.parallel` names, without a model yet."""
+    kind = ModuleEngine
+    if config.parallel.use_megatron_fsdp:
+        kind = MegatronEngine
+    elif config.parallel.use_torch_fsdp2:
+        kind = FSDPEngine
+    return kind(config, device, mesh, num_local_ranks=num_local_ranks)
+
+
+def _counted(microbatches: Sequence[Batch] | Iterator[Batch], number: int | None) -> tuple[Iterator[Batch], int]:
+    """(an iterator, how many to take of it). ValueError if that is not said, or there are too few."""
+    if isinstance(microbatches, Sequence):
+        count = len(microbatches) if number is None else number
+        if not 0 < count <= len(microbatches):
+            raise ValueError(f"Expected at least {max(1, count)} microbatches, got {len(microbatches)}.")
+        return iter(microbatches), count
+    if number is None:
+        raise ValueError("Expected num_microbatches with an iterator of microbatches, got none.")
+    return microbatches, number

@@ -1,0 +1,99 @@
+"""What happens to a run, for operators and scripts: `events.jsonl`, a line for each event, and `heartbeat.json`.
+
+docs/recovery.md lists the events and their fields. All ranks append to the one file, and a run that is started again
+goes on with it. Readers take what they understand: lines may be missing or torn, and fields may come to be added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.files import temporary_path
+from megatron.training.jsonl import JsonLines, finite, parse_object, read_json_lines
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+HEARTBEAT_FILE = "heartbeat.json"
+
+
+class EventLog:
+    """Appends to a run's events. Without a folder, drops them.
+
+    Never raises and never ends a run: a disk that fails is one warning. Any thread may call it, and a signal handler.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        rank: int = 0,
+        restart: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            folder: on a file system that all ranks see. Made with the first event.
+            rank: that stands in each line.
+            restart: how often the launcher has restarted this job; stands in each line.
+            clock: seconds since 1970.
+        """
+        self._lines = None if folder is None else JsonLines(Path(folder) / EVENTS_FILE)
+        self._heartbeat = None if folder is None else Path(folder) / HEARTBEAT_FILE
+        self._rank = rank
+        self._restart = restart
+        self._clock = clock
+        self._has_warned = False
+
+    def write(self, kind: str, /, **fields: object) -> None:
+        """Appends {"time", "event": kind, "rank", "restart", **fields}; numbers that are not finite become null."""
+        if self._lines is None:
+            return
+        try:
+            self._lines.append(
+                {"time": self._clock(), "event": kind, "rank": self._rank, "restart": self._restart, **fields}
+            )
+        except Exception as error:  # whatever it is, it is not worth a run
+            self._warn(self._lines.path, error)
+
+    def beat(self, **fields: object) -> None:
+        """Replaces the heartbeat by {"time", "restart", **fields}. Readers see the old one or the new one, whole."""
+        if self._heartbeat is None:
+            return
+        temporary = temporary_path(self._heartbeat)
+        try:
+            text = json.dumps(finite({"time": self._clock(), "restart": self._restart, **fields}), default=str)
+            try:
+                self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_text(text + "\n")
+                temporary.replace(self._heartbeat)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except Exception as error:  # as above
+            self._warn(self._heartbeat, error)
+
+    def _warn(self, path: Path, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("Could not write %s: %s. The run goes on; its events may be incomplete.", path, error)
+
+
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """A run's events, in the order in which they were written; none if there is no such file.
+
+    Lines that are no JSON objects, torn ones say, are passed over.
+    """
+    return read_json_lines(Path(folder) / EVENTS_FILE)
+
+
+def read_heartbeat(folder: str | Path) -> dict[str, Any] | None:
+    """A run's heartbeat, or None if there is none that can be read."""
+    try:
+        return parse_object((Path(folder) / HEARTBEAT_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,256 @@
+"""The files in a folder of weights as the transformers library keeps them: safetensors, JSON, a tokenizer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import decoders, models, pre_tokenizers
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, few
+from megatron.core.dist_checkpointing.formats import nbytes_of, pieces_of, read_piece
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # by the names of safetensors
+
+
+# Weights, written
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, with the name that it is to have."""
+
+    name: str
+    key: str  # in the checkpoint
+    entry: TensorStorageMetadata
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.entry)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entry.properties.dtype
+
+
+def write_weights(
+    folder: Path, checkpoint: PublishedCheckpoint, tensors: Sequence[StoredTensor], max_shard_bytes: int
+) -> None:
+    """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
+
+    Raises:
+        CheckpointError: for a dtype that safetensors does not have, and a checkpoint that turns out to be damaged.
+        OSError: if the file system failed.
+    """
+    shards = list(_shards(tensors, max_shard_bytes))
+    if len(shards) == 1:
+        _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(folder / file, checkpoint, shard)
+        weight_map |= {tensor.name: file for tensor in shard}
+    total_size = sum(tensor.nbytes for tensor in tensors)
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
+    """Tensors that follow each other and have at most `max_bytes` together, or a single one."""
+    shard: list[StoredTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if shard and nbytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(tensor)
+        nbytes += tensor.nbytes
+    yield shard
+
+
+def _write_shard(path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]) -> None:
+    """One safetensors file: the header's length as 8 bytes, the header in JSON, the tensors one after the other."""
+    # In this order each begins at a multiple of its elements' size.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # the framework, which some readers insist on
+    end = 0
+    for tensor in ordered:
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"Expected a dtype that safetensors has for {tensor.name}, got {tensor.dtype}.")
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.entry.size),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            for box in pieces_of(tensor.entry):
+                stream.write(bytes_of(read_piece(checkpoint, tensor.key, box)))
+
+
+# Weights, read
+
+
+class WeightFiles:
+    """The safetensors files of a folder, opened.
+
+    Attributes:
+        folder: where they are.
+        config: the content of config.json; empty if there is none.
+        names: of the tensors.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, Any], config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.config = config
+        self.names = list(files)
+        self._files = files  # by the name of the tensor
+
+    @classmethod
+    def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
+        """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
+        listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}  # by file; None: whatever there is
+        if (folder / INDEX_FILE).exists():
+            listed = _read_index(folder / INDEX_FILE)
+        elif not (folder / WEIGHTS_FILE).exists():
+            raise CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")
+        found: dict[str, Any] = {}
+        for file, wanted in listed.items():
+            opened = _open_weights(folder / file, stack)
+            names = list(opened.keys())
+            if differing := sorted(set(names) ^ set(names if wanted is None else wanted)):
+                raise CheckpointDamagedError(
+                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in {few(differing)}."
+                )
+            found |= dict.fromkeys(names, opened)
+        path = folder / CONFIG_FILE
+        return cls(folder, found, read_json(path) if path.exists() else {})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """None for one that is unknown here."""
+        wanted = self._slice(name).get_dtype()
+        return next((dtype for dtype, own in _DTYPES.items() if own == wanted), None)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, in new memory."""
+        try:
+            read: torch.Tensor = self._slice(name)[box.slices()]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"Expected to read {name} from {self.folder}, got {error}.") from error
+        return read
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name].get_slice(name)
+
+
+def _read_index(path: Path) -> dict[str, list[str] | None]:
+    """The names of the tensors in each file."""
+    weight_map = read_json(path).get("weight_map")
+    # Nothing outside of the folder is read.
+    if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+        raise CheckpointDamagedError(f"Expected the files of tensors in {path}, got something else.")
+    return {
+        file: [name for name, other in weight_map.items() if other == file] for file in sorted(set(weight_map.values()))
+    }
+
+
+def _open_weights(path: Path, stack: ExitStack) -> Any:
+    try:
+        path.stat()  # whose errors say more
+        return stack.enter_context(safe_open(path, framework="pt"))
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(f"Expected the safetensors file {path}, got none.") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {error}.") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of one JSON object. CheckpointDamagedError if it is none."""
+    content = None
+    with suppress(ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise CheckpointDamagedError(f"Expected a JSON object in {path}, got something else.")
+    return content
+
+
+# Tokenizers
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """TypeError for what `save_tokenizer` does not take."""
+    is_ours = isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer))
+    if tokenizer is not None and not is_ours and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise TypeError(f"Expected a tokenizer of ours or one with save_pretrained, got {type(tokenizer).__name__}.")
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Writes a tokenizer's files. Returns the token ids that a config.json names.
+
+    `NullTokenizer` has no files: its texts are token ids already.
+    """
+    if tokenizer is None:
+        return {}
+    if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer)):
+        fast = _byte_level() if isinstance(tokenizer, ByteTokenizer) else tokenizer._tokenizer
+        fast.save(str(folder / "tokenizer.json"))
+        end = fast.id_to_token(tokenizer.eod)
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        write_json(folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False})
+    if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer)):
+        return {"eos_token_id": tokenizer.eod}
+    tokenizer.save_pretrained(folder)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name, None) for name in names}
+
+
+def _byte_level() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` as the tokenizers library has it."""
+    # Its printable stand-in for each byte: the bytes that are printable stand for themselves, others for later letters.
+    is_printable = [chr(byte) in set(pre_tokenizers.ByteLevel.alphabet()) for byte in range(256)]
+    others = iter(range(256, 512))
+    letters = [chr(byte) if is_printable[byte] else chr(next(others)) for byte in range(256)]
+    found = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens(["<|endoftext|>"])
+    return found
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a new file."""
+    path.write_bytes((json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,396 @@
+"""Weights as the transformers library keeps them: safetensors files, config.json and a tokenizer in one folder.
+
+    save_hf(model, "exports/gpt", device, tokenizer=tokenizer)   # all ranks together
+    load_hf(model, "exports/gpt")                                # all ranks together, on any number of ranks
+
+Our GPT goes by the names of an architecture that computes the same (`megatron/core/models/gpt/hugging_face.py`), a
+model of the transformers library by its own; any other module has its own names too, and no config.json.
+
+[Note: no tensor is gathered] Ranks write what they hold as a checkpoint of weights alone, beside the folder and under
+a hidden name. Rank 0 reads that one piece by piece, writes it down as safetensors, and deletes it. So no rank ever has
+a whole tensor, and the disk has room for the weights twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
+from megatron.core.dist_checkpointing.boxes import Box, ranges
+from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.entries import Contents, Entry
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.files import sync_folder, sync_stream
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.training.hf_files import (
+    CONFIG_FILE,
+    StoredTensor,
+    WeightFiles,
+    check_tokenizer,
+    save_tokenizer,
+    write_json,
+    write_weights,
+)
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "model."  # of weights and buffers in our checkpoints
+_PIECE_NUMEL = 2 << 20  # elements that are read at once
+# What a config.json says that decides what weights of the same names and shapes compute. Rotary embeddings are
+# compared besides.
+_ARITHMETIC = (
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "norm_epsilon",
+    "no_rope_layers",
+)
+
+
+def save_hf(
+    model: nn.Module,
+    folder: str | Path,
+    device: Device,
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the default group together.
+
+    The folder is there once it is whole and on disk, or it is not there. Main weights are written, in their dtype.
+    Updates of them that are under way are waited for.
+
+    Args:
+        model: sharded by either engine, or plain and the same on every rank.
+        folder: of a file system that all ranks see. What an earlier save into it has left unfinished is deleted.
+        tokenizer: one of ours, or anything with a `save_pretrained(folder)`; rank 0's is written.
+        max_shard_bytes: of the tensors in one file; one tensor always fits.
+
+    Raises:
+        ConfigError: for a GPT that no architecture of the transformers library computes.
+        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be written.
+        TypeError, ValueError: for such a tokenizer, folder or size.
+    """
+    if "://" in str(folder):
+        raise ValueError(f"Expected a folder of a file system, got {folder}.")
+    if max_shard_bytes < 1:
+        raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
+    start, folder = time.perf_counter(), Path(folder)
+    check_tokenizer(tokenizer)
+    contents = on_all_ranks(lambda: _collect(model))
+    names = on_all_ranks(lambda: _names_of(model, contents))
+    token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
+    draft = _Draft(folder, token)
+    try:
+        on_all_ranks(lambda: _save_weights(draft, contents, device))
+        on_first_rank(
+            lambda: _export(draft, model, names, tokenizer, max_shard_bytes), f"Expected {folder} to be written, got"
+        )
+    finally:
+        if _rank() == 0:
+            draft.remove()
+    logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
+
+
+def load_hf(model: nn.Module, folder: str | Path) -> None:
+    """Loads weights from safetensors files into a model, in place. All ranks of the default group together.
+
+    Each rank reads what it holds. Compute weights follow when they are used next, and so do the main weights of an
+    offloaded optimizer; its other states stay as they are. Other floating-point dtypes are converted.
+
+    Args:
+        model: as in `save_hf`, with no save of it under way.
+        folder: with `model.safetensors`, or shards and their index. If it has a config.json, that must describe what
+            the model computes.
+
+    Raises:
+        ConfigError: for a GPT that no architecture of the transformers library computes.
+        CheckpointError: on all ranks, before anything is touched: for files that are missing or broken, and for names,
+            shapes, dtypes or a config that are not this model's. Only reading may fail later.
+    """
+    folder = Path(folder)
+    contents = on_all_ranks(lambda: _collect(model))
+    with ExitStack() as stack:
+        files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
+        sources = on_all_ranks(lambda: _sources(model, contents, files))
+        on_all_ranks(lambda: _load(files, contents, sources))
+    logger.info("loaded weights from %s", folder)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _collect(model: nn.Module) -> Contents:
+    """The weights and buffers, which nothing is about to change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without a backward, the root still shows its whole compute weights
+    groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}
+    for group in groups.values():
+        group.wait_main_weight()
+    return collect(model, rank=_rank(), world_size=_world_size())
+
+
+def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
+    """The name that each entry has in the folder, by its key."""
+    keys = [entry.key for entry in contents.entries]
+    if not isinstance(model, GPTModel):
+        return {key: key.removeprefix(_PREFIX) for key in keys}
+    names = {f"{_PREFIX}{own}": name for own, name in hf_names(model).items()}
+    if differing := sorted(set(keys) ^ set(names)):
+        raise CheckpointError(f"Expected the weights of a GPT alone, got a difference in {few(differing)}.")
+    return names
+
+
+# Saving
+
+
+class _Draft:
+    """What there is of a folder before it is one, and for its making: hidden folders beside it."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder = folder
+        self.token = token
+        self.store = LocalStore(folder.parent)
+        self.checkpoint = f".{folder.name}.{token}.weights"
+        self.name = f".{folder.name}.{token}.writing"
+
+    def remove(self) -> None:
+        """Deletes what is left of it."""
+        _remove(self.folder, re.escape(self.token))
+
+
+def _remove(folder: Path, token: str) -> None:
+    """Deletes hidden folders of saves into `folder`, by a pattern of their tokens."""
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)")
+    for name in LocalStore(folder.parent).folders():
+        if pattern.fullmatch(name):
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
+
+
+def _begin(folder: Path) -> str:
+    """Rank 0: looks whether there may be a folder, deletes what earlier saves have left, and draws a token."""
+    _check_is_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove(folder, "[0-9a-f]{8}")
+    return secrets.token_hex(4)
+
+
+def _check_is_free(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise CheckpointError(f"Expected nothing yet at {folder}, got what is there. Weights are never written over.")
+
+
+def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
+    """This rank's part of the checkpoint of weights alone."""
+    with CheckpointManager(draft.store, device, _rank(), _world_size(), draft.token) as manager:
+        manager.save(0, contents, {}, name=draft.checkpoint)
+        manager.finish()
+
+
+def _export(draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer: Any, max_shard_bytes: int) -> None:
+    """Rank 0: from the checkpoint to the folder."""
+    target = draft.folder.parent / draft.name
+    target.mkdir()
+    checkpoint = PublishedCheckpoint.open(draft.store, draft.checkpoint)
+    tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
+    write_weights(target, checkpoint, tensors, max_shard_bytes)
+    ids = save_tokenizer(tokenizer, target)
+    _save_config(model, target, _main_dtype(tensors), ids)
+    for path in sorted(target.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as stream:
+                sync_stream(stream)
+    _check_is_free(draft.folder)
+    try:
+        draft.store.publish(draft.name, draft.folder.name)
+    except OSError as error:
+        if target.exists():
+            raise
+        logger.warning("%s is there, but may not outlive a crash: %s", draft.folder, error)
+
+
+def _main_dtype(tensors: Sequence[StoredTensor]) -> torch.dtype | None:
+    """That of most elements, of those with a floating-point dtype."""
+    numels: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.entry.size.numel()
+    return max(numels, key=lambda dtype: numels[dtype], default=None)
+
+
+def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None, ids: Mapping[str, Any]) -> None:
+    if isinstance(model, GPTModel):
+        name = str(dtype).removeprefix("torch.")
+        # Before version 4.56, transformers looked for torch_dtype.
+        content = hf_config(model.config, model.vocab_size) | {"dtype": name, "torch_dtype": name} | dict(ids)
+        write_json(folder / CONFIG_FILE, content)
+        return
+    config = _config_of(model)
+    if config is None:
+        return
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    config.architectures = [_original_class(model).__name__]
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "save_pretrained", None)):
+        generation.save_pretrained(folder)  # type: ignore[union-attr]
+
+
+def _config_of(model: nn.Module) -> Any:
+    """The config of a model of the transformers library; None for other modules."""
+    config = getattr(model, "config", None)
+    is_theirs = all(callable(getattr(config, name, None)) for name in ("to_dict", "save_pretrained"))
+    return config if is_theirs else None
+
+
+def _original_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a model had before it was sharded."""
+    kinds: Iterable[type[Any]] = type(model).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, (FsdpModule, FSDPModule)))
+
+
+# Loading
+
+
+def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[str, str]:
+    """The tensor to load each entry from, by its key. CheckpointError for weights of another model."""
+    problems = _config_problems(model, files.config)
+    others, sources, missing = _other_names(model), {}, []
+    wanted = _names_of(model, contents)
+    unexpected = set(files.names)
+    for entry in contents.entries:
+        name = wanted[entry.key]
+        there = [other for other in (name, *others.get(name, ())) if other in unexpected]
+        unexpected.difference_update(there)
+        if not there:
+            missing.append(name)
+            continue
+        sources[entry.key] = there[0]
+        for other in there:
+            problems += _differences(files, other, entry)
+        # A config that ties them says which one counts.
+        if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
+            differing = [other for other in there[1:] if not _are_equal(files, there[0], other, entry)]
+            problems += [f"{other} is not {there[0]}, with which it is tied here" for other in differing]
+    if missing:
+        problems.append(f"it lacks {few(missing)}")
+    if unexpected:
+        problems.append(f"nothing here takes {few(sorted(unexpected))}")
+    if problems:
+        raise other_model(str(files.folder), problems)
+    return sources
+
+
+def _other_names(model: nn.Module) -> dict[str, list[str]]:
+    """Of tied weights, the names that the transformers library does not write, by the one that it does."""
+    if isinstance(model, GPTModel):
+        return {} if model.output_layer is not None else {"model.embed_tokens.weight": ["lm_head.weight"]}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def _differences(files: WeightFiles, name: str, entry: Entry) -> list[str]:
+    found = []
+    own, dtype = entry.saved_as, files.dtype(name)
+    if files.shape(name) != own.shape:
+        found.append(f"{name} has shape {files.shape(name)} where the model has {own.shape}")
+    is_convertible = dtype is not None and dtype.is_floating_point and own.dtype.is_floating_point
+    if dtype != own.dtype and not is_convertible:
+        found.append(f"{name} is {dtype} where the model has {own.dtype}")
+    return found
+
+
+def _are_equal(files: WeightFiles, name: str, other: str, entry: Entry) -> bool:
+    """Whether two tensors are the same in what this rank holds of an entry."""
+    return all(torch.equal(files.read(name, box), files.read(other, box)) for box in _pieces(entry))
+
+
+def _pieces(entry: Entry) -> Iterator[Box]:
+    """This rank's part of an entry, in boxes of some MiB of the whole tensor."""
+    part, limit = entry.part_of(entry.values.stored), _PIECE_NUMEL
+    if part.numel():
+        for piece in ranges(Box(entry.offsets, tuple(part.shape)), entry.saved_as.shape, max_span=limit, max_gap=limit):
+            yield piece.box
+
+
+@torch.no_grad()
+def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
+    for entry in contents.entries:
+        part = entry.part_of(entry.values.target())
+        for box in _pieces(entry):
+            part[box.within(entry.offsets).slices()].copy_(files.read(sources[entry.key], box))
+        entry.values.install()
+    # The values were put into place behind autograd's back; compute weights follow what it sees.
+    torch.autograd.graph.increment_version(list(contents.names))
+
+
+def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    """What a config.json says of the arithmetic that is not so in the model; nothing where one of them says nothing."""
+    own: Mapping[str, Any] = {}
+    if isinstance(model, GPTModel):
+        own = hf_config(model.config, model.vocab_size)
+    elif (config := _config_of(model)) is not None:
+        own = config.to_dict()
+    pairs = {name: (saved.get(name), own.get(name)) for name in _ARITHMETIC}
+    pairs["rope_parameters"] = _rope(saved), _rope(own)
+    pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)
+    return [
+        f"{CONFIG_FILE} says {name} {theirs} where the model has {ours}"
+        for name, (theirs, ours) in pairs.items()
+        if theirs is not None and ours is not None and theirs != ours
+    ]
+
+
+def _rotated_share(config: Mapping[str, Any]) -> Any:
+    parameters = config.get("rope_parameters") or {}
+    return parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rotary embedding that a config.json describes, as it does since version 5 of transformers or before."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        return None
+    kind = parameters.pop("rope_type", "default")
+    older = parameters.pop("type", kind)
+    # Architectures differ in what it means that this is left out.
+    parameters.pop("partial_rotary_factor", None)
+    return {"rope_type": older if kind == "default" else kind, "rope_theta": float(theta), **parameters}

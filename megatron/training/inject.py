@@ -1,0 +1,317 @@
+"""Fault injection: a rank that dies, hangs, is slow, gets a NaN or a full disk, at a moment that a flag names.
+
+    --inject kill:rank=1,step=17,at=step,delay=0.004 disk-full:step=20
+
+For tests and drills. Nothing happens without the flag, and the flag is refused where a path looks like production
+(`looks_like_production`). Every injection is written to the event log, before it strikes, and told as a warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.store import DataSink, Store
+from megatron.core.options import check_options, expect, option
+from megatron.training.events import EventLog
+from megatron.training.step import Batch, ForwardStep
+
+logger = logging.getLogger(__name__)
+
+# A run's phases, in order. Those of the start come once, whatever iteration it begins at.
+START_PHASES = ("build", "load", "data")
+PHASES = (*START_PHASES, "batch", "forward", "backward", "agree", "step", "evaluate", "save")
+ANY = "any"
+# What each kind admits besides rank, step and restart.
+KINDS = {
+    "kill": ("at", "delay"),
+    "hang": ("at",),
+    "nan": (),
+    "slow": ("at", "seconds", "times"),
+    "disk-full": (),
+}
+_COMMON = ("rank", "step", "restart")
+_PRODUCTION = {"prod", "production", "release", "live"}
+_FLAG = "--inject"
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault, as its specification `KIND:key=value,...` names it.
+
+    Attributes:
+        kind: `kill` sends SIGKILL to the own process; `hang` sleeps for ever; `nan` makes the loss NaN; `slow` sleeps
+            `seconds` in each iteration from `step` on; `disk-full` fails what is written of the checkpoint of `step`.
+        rank: None: all.
+        step: the iteration, as phases count it: the one being made in a step, those made in a save, the one resumed
+            from at the start. None, in phases of the start alone: whichever it is.
+        at: the phase that it strikes at the beginning of.
+        restart: how often the job has been restarted when it strikes; None: however often.
+        delay: seconds from the beginning of the phase, so that it strikes in the middle of what comes then.
+        seconds: for `slow`.
+        times: for `slow`: in so many iterations; None: to the end.
+    """
+
+    spec: str
+    kind: str
+    rank: int | None = 0
+    step: int | None = None
+    at: str = "forward"
+    restart: int | None = 0
+    delay: float = 0.0
+    seconds: float = 0.0
+    times: int | None = None
+
+    @classmethod
+    def parse(cls, spec: str) -> Injection:
+        """ConfigError, with what was expected, for whatever is unknown, missing or out of bounds."""
+        kind, _, rest = spec.partition(":")
+        _expect(kind in KINDS, f"KIND:key=value,... with a kind among {', '.join(KINDS)}", spec)
+        known = (*_COMMON, *KINDS[kind])
+        values: dict[str, Any] = {}
+        for item in rest.split(",") if rest else ():
+            key, _, text = item.partition("=")
+            _expect(key in known, f"keys among {', '.join(known)} for {kind}", spec)
+            _expect(key not in values, f"{key} once", spec)
+            values[key] = _convert(key, text, spec)
+        injection = cls(spec, kind, **values)
+        injection._check()
+        return injection
+
+    def is_due(self, phase: str, iteration: int) -> bool:
+        """Whether this is its moment; of a `slow` one, whether the moment has come or gone."""
+        is_step = self.step is None or iteration == self.step or (self.kind == "slow" and iteration > self.step)
+        return phase == self.at and is_step
+
+    def _check(self) -> None:
+        at_start = self.at in START_PHASES
+        _expect(self.step is not None or at_start, "step=, the iteration to strike in", self.spec)
+        if self.step is not None:
+            least = 0 if at_start or self.at == "evaluate" else 1
+            _expect(self.step >= least, f"step= of at least {least} at {self.at}", self.spec)
+            _expect(self.step == 0 or self.at != "build", "step=0 at build, where no iteration is known yet", self.spec)
+        _expect(self.kind != "slow" or self.seconds > 0, "seconds=, more than 0, for slow", self.spec)
+        _expect(self.times is None or self.times >= 1, "times= of at least 1", self.spec)
+
+
+@dataclass(frozen=True)
+class InjectConfig:
+    """Which faults to inject."""
+
+    inject: tuple[str, ...] = option(
+        (),
+        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow or disk-full; e.g. kill:rank=1,step=17",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        _ = self.injections
+
+    @property
+    def injections(self) -> tuple[Injection, ...]:
+        return tuple(Injection.parse(spec) for spec in self.inject)
+
+
+@dataclass
+class _Armed:
+    """An injection of this process, and what has become of it."""
+
+    injection: Injection
+    num_taken: int = 0
+    last_iteration: int | None = None
+
+    def take(self, phase: str, iteration: int) -> bool:
+        """Whether to strike now: once, or if it slows down, once in each iteration, so many times."""
+        limit = self.injection.times if self.injection.kind == "slow" else 1
+        is_spent = iteration == self.last_iteration or (limit is not None and self.num_taken >= limit)
+        if is_spent or not self.injection.is_due(phase, iteration):
+            return False
+        self.num_taken += 1
+        self.last_iteration = iteration
+        return True
+
+
+class Injections:
+    """What is to go wrong on this rank, in this restart of the job."""
+
+    def __init__(self, config: InjectConfig, *, rank: int, restart: int, events: EventLog) -> None:
+        self._events = events
+        self._now = ("", 0)  # the phase that the main thread is in, and the iteration
+        self._armed = [
+            _Armed(injection)
+            for injection in config.injections
+            if injection.rank in (None, rank) and injection.restart in (None, restart)
+        ]
+        for armed in self._armed:
+            logger.warning("a fault is to be injected: %s", armed.injection.spec)
+
+    def at(self, phase: str, iteration: int) -> None:
+        """The beginning of a phase: what is due now strikes, or begins to count its delay."""
+        self._now = (phase, iteration)
+        for armed in self._armed:
+            if armed.injection.kind in ("kill", "hang", "slow") and armed.take(phase, iteration):
+                self._strike(armed.injection, is_first=armed.num_taken == 1)
+
+    def forward_step(self, forward_step: ForwardStep, iteration: int) -> ForwardStep:
+        """The function for the microbatches of an iteration: the given one, or one whose loss is NaN."""
+        due = [a.injection for a in self._armed if a.injection.kind == "nan" and a.take("forward", iteration)]
+        if not due:
+            return forward_step
+
+        def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor:
+            while due:
+                self._tell(due.pop(), "forward", iteration)
+            return forward_step(model, batch) * math.nan
+
+        return poisoned
+
+    def store(self, store: Store) -> Store:
+        """Where checkpoints are written: the given store, or one that is full during some saves."""
+        for armed in self._armed:
+            if armed.injection.kind == "disk-full":
+                store = cast(Store, _FullStore(store, armed.injection, self._tell))
+        return store
+
+    def _strike(self, injection: Injection, is_first: bool) -> None:
+        if injection.kind == "slow":
+            if is_first:
+                self._tell(injection, *self._now)
+            time.sleep(injection.seconds)
+        elif injection.delay:
+            # From a thread, wherever the main thread has got to by then.
+            timer = threading.Timer(injection.delay, self._kill, [injection])
+            timer.daemon = True
+            timer.start()
+        elif injection.kind == "kill":
+            self._kill(injection)
+        else:
+            self._tell(injection, *self._now)
+            hang_for_ever()
+
+    def _kill(self, injection: Injection) -> None:
+        self._tell(injection, *self._now)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _tell(self, injection: Injection, phase: str, iteration: int) -> None:
+        self._events.write("inject", spec=injection.spec, iteration=iteration, phase=phase)
+        logger.warning("injected %s, in %s of iteration %d", injection.spec, phase, iteration)
+
+
+def hang_for_ever() -> NoReturn:
+    """What a rank does that hangs by injection. A name of its own, since reports of a hang name it."""
+    while True:
+        time.sleep(3600.0)
+
+
+def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
+    """ConfigError if faults are to be injected into a run one of whose paths looks like production."""
+    for path in paths if config.inject else ():
+        expect(
+            not looks_like_production(path),
+            _FLAG,
+            f"local paths without {', '.join(sorted(_PRODUCTION))} among the words of their folders",
+            path,
+        )
+
+
+def looks_like_production(path: str) -> bool:
+    """Whether no fault may be injected into a run that reads or writes there.
+
+    So it is on a remote store, whatever its name ("s3://bucket/try"), and where a word of a folder or of the file is
+    prod, production, release or live, in any case. Words are runs of letters: "/data/prod-2" and "/data/GPT_Live1"
+    look like production, "/data/products" and "/data/alive" do not.
+    """
+    words = {word.lower() for word in re.split(r"[^A-Za-z]+", path)}
+    return "://" in path or not words.isdisjoint(_PRODUCTION)
+
+
+class _FullStore:
+    """A store whose disk is full while the checkpoint of one iteration is written. All else is the given store's."""
+
+    def __init__(self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]) -> None:
+        assert injection.step is not None, "Injection.parse has seen to that"
+        self._store = store
+        self._injection = injection
+        self._iteration = injection.step
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._is_told = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def write(self, path: str, content: bytes) -> None:
+        # An empty file takes no room, on a real disk either.
+        if content and self._is_of_draft(path):
+            raise self._error(path)
+        self._store.write(path, content)
+
+    def open_data(self, path: str) -> DataSink:
+        sink = self._store.open_data(path)
+        return cast(DataSink, _FullSink(sink, lambda: self._error(path))) if self._is_of_draft(path) else sink
+
+    def _is_of_draft(self, path: str) -> bool:
+        """Drafts are named like the checkpoint, alone or with a token behind a dot. See `Store.draft_name`."""
+        folder = path.partition("/")[0]
+        return folder.partition(".")[0] == checkpoint_name(self._iteration)
+
+    def _error(self, path: str) -> OSError:
+        with self._lock:
+            is_first, self._is_told = not self._is_told, True
+        if is_first:
+            self._tell(self._injection, "save", self._iteration)
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self._store.root}/{path}")
+
+
+class _FullSink:
+    """A data file of which not a byte can be written."""
+
+    def __init__(self, sink: DataSink, error: Callable[[], OSError]) -> None:
+        self._sink = sink
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    def write(self, _buffer: memoryview) -> None:
+        raise self._error()
+
+
+def _convert(key: str, text: str, spec: str) -> Any:
+    """A key's value as `Injection` has it."""
+    if key == "at":
+        _expect(text in PHASES, f"at= one of {', '.join(PHASES)}", spec)
+        return text
+    if key in ("rank", "restart") and text == ANY:
+        return None
+    if key in ("delay", "seconds"):
+        number = _number(text)
+        _expect(math.isfinite(number) and number >= 0, f"{key}= a number of seconds, 0 or more", spec)
+        return number
+    or_any = f", or {ANY}" if key in ("rank", "restart") else ""
+    _expect(text.isascii() and text.isdigit(), f"{key}= a whole number, 0 or more{or_any}", spec)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _expect(condition: bool, expected: str, spec: str) -> None:
+    expect(condition, _FLAG, expected, spec)

@@ -1,0 +1,444 @@
+"""The watchdog: a thread that sees to it that a rank ends when its run cannot go on, and says why.
+
+A rank whose peer is dead, or hangs, may sit in a collective for minutes, where it runs no Python: no signal handler and
+no exception helps. So a thread of its own looks once a second, and at once when something happens, whether
+
+- the main thread has marked progress within the time allowed (`mark`);
+- another rank has called the roll (`roll_call.py`);
+- a signal has come: `signal.set_wakeup_fd` tells the thread even while the main thread is inside a collective;
+- torchrun's agent, the parent of the rank, is still alive.
+
+The roll call gives the same cause on all ranks (`cause.py`); the lowest that answers tells the log and the event log;
+then each ends, with the code that docs/recovery.md lists, and the launcher starts the job anew. The main thread takes
+part by `explain(error)`, which it calls for an exception that it did not expect.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch.distributed.distributed_c10d import Store
+
+from megatron.training.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
+from megatron.training.events import EventLog
+from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.launch import Launch
+from megatron.training.roll_call import RollCall, StoreLostError
+from megatron.training.signal_socket import SignalSocket
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 1.0
+_FIRST_TICK_SECONDS = 0.1  # until all ranks are there
+_BEAT_SECONDS = 5.0
+# A look at the clock that comes later than this was kept from looking: stopped, or starved. The time does not count as
+# idle, since the main thread could not use it either.
+_LONGEST_TICK_SECONDS = 2.0
+_EXPLAIN_SECONDS = 10.0  # that `explain` waits for the roll call at most
+_LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the cause
+_REPORT_SECONDS = 1.0  # for a line in the log or the event log, whose disk may hang
+_FLUSH_SECONDS = 2.0
+# After a signal, an iteration that takes longer than this may be waiting for a rank that is no more.
+_SIGNALLED_IDLE_SECONDS = 10.0
+# Phases whose length depends on the size of the data or the state. The first iterations take long too: they compile.
+_LONG_PHASES = ("start", "build", "load", "data", "save")
+_NUM_LONG_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends, as this rank is concerned."""
+
+    code: ExitCode  # that this rank ends with
+    ranks: tuple[int, ...]  # whose fault it is
+    text: str
+    is_own: bool  # an error of this rank's own: its traceback is worth printing
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The main thread's last sign of progress."""
+
+    phase: str = "start"
+    iteration: int = 0
+    num_marks: int = 0  # since the iteration began
+    num_steps: int = 0  # marks of the phase `step` so far
+
+
+def _leave(status: int) -> NoReturn:
+    exit_process(status, _FLUSH_SECONDS)
+
+
+class Watchdog:
+    """Watches over this rank; a context manager, entered by the main thread as soon as the process group is there.
+
+    Leaving the context without an exception says that the rank has finished.
+
+    Args:
+        launch: where this process stands among the ranks.
+        store: of the process group. A connection of its own is made to it. None for a world of one.
+        events: the run's event log.
+        hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
+        grace_seconds: from SIGTERM or SIGUSR1, if the main thread handles them, to the end of the process; None: none.
+        long_timeout_seconds: in place of `hang_timeout_seconds`, if longer, for building, loading and saving, and for
+            the first iteration.
+        exit_process: ends the process, from the watchdog's thread.
+        tick_seconds: between two looks.
+    """
+
+    def __init__(
+        self,
+        *,
+        launch: Launch,
+        store: Store | None,
+        events: EventLog,
+        hang_timeout_seconds: float | None,
+        grace_seconds: float | None = None,
+        long_timeout_seconds: float = 600.0,
+        exit_process: Callable[[int], NoReturn] = _leave,
+        tick_seconds: float = _TICK_SECONDS,
+    ) -> None:
+        self._launch = launch
+        self._events = events
+        self._hang_timeout = hang_timeout_seconds
+        self._long_timeout = long_timeout_seconds
+        self._grace = grace_seconds
+        self._exit_process = exit_process
+        self._tick = tick_seconds
+        self._roll_call = RollCall(store, launch)
+        self._main = threading.get_ident()
+        self._parent = os.getppid()
+        # Written by the main thread, read by the watchdog's; each is one assignment, so that no lock is needed.
+        self._mark = _Mark()
+        self._status: dict[str, object] = {}
+        self._failure: BaseException | None = None
+        self._is_ending = False
+        # The watchdog's thread alone:
+        self._seen_mark = self._mark
+        self._idle = 0.0
+        self._last_look = 0.0
+        self._signalled: tuple[signal.Signals, float] | None = None
+        self._has_asked_after_signal = False
+        self._has_warned = False
+        self._error_order: int | None = None
+        # From it to the main thread:
+        self._cause: Cause | None = None
+        self._is_explained = threading.Event()
+        self._signals = SignalSocket()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._heart = threading.Thread(target=self._beat, name="watchdog heart", daemon=True)
+        self._has_ended = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        try:
+            self._roll_call.join()
+        except StoreLostError as error:
+            logger.warning("the watchdog cannot reach the other ranks: %s", error)
+        self._last_look = time.monotonic()
+        self._signals.install(self._is_watching)
+        self._thread.start()
+        if self._launch.rank == 0:
+            self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._cause is None:
+            if is_foreseen(error):
+                self._say_last_words(self._record(error))
+            else:
+                self.explain(error)
+        elif error is None:
+            self._say_last_words(None)
+        self._is_ending = True
+        self._has_ended.set()
+        self._signals.wake()
+        for thread in (self._thread, self._heart):
+            if thread.ident is not None:
+                thread.join(_REPORT_SECONDS)
+        self._signals.uninstall()
+        self._roll_call.close()
+
+    def mark(self, phase: str, iteration: int) -> None:
+        """Progress: a phase of an iteration begins. For the main thread; costs nothing to speak of."""
+        last = self._mark
+        num_marks = last.num_marks + 1 if iteration == last.iteration else 0
+        self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))
+
+    def status(self, **fields: object) -> None:
+        """What the heartbeat says besides; stays until it is given anew."""
+        self._status = {**self._status, **fields}
+
+    def explain(self, error: BaseException) -> Cause:
+        """Whose fault an exception of the main thread is. Takes a few seconds at most.
+
+        The other ranks learn of it before this returns. One rank, the lowest that answers, has then written the cause
+        to the log and, with the exit, to the event log. The main thread is to leave: it has ten seconds.
+        """
+        if self._cause is None:
+            self._failure = error
+            self._signals.wake()
+            if not self._is_watching() or not self._is_explained.wait(_EXPLAIN_SECONDS):
+                self._cause = self._cause or self._cause_of(error, None)
+        return self._cause or self._cause_of(error, None)
+
+    # Below, the watchdog's thread.
+
+    def _is_watching(self) -> bool:
+        return self._thread.is_alive()
+
+    def _watch(self) -> None:
+        while not self._is_ending:
+            try:
+                received = self._signals.wait(self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS)
+                if not self._is_ending:
+                    self._look(received)
+            except Exception as error:  # whatever it is, training is not to end by it
+                self._warn(f"the watchdog has failed, and goes on: {type(error).__name__}: {error}")
+
+    def _look(self, received: list[signal.Signals]) -> None:
+        """One look at everything; ends the process if there is reason to."""
+        self._count_idle_time()
+        if self._launch.is_elastic and os.getppid() != self._parent:
+            self._end_orphan()
+        for number in received:
+            self._on_signal(number)
+        if self._failure is not None:
+            self._explain_failure(self._failure)
+            return
+        self._check_grace()
+        if self._is_called() or self._is_stuck() or self._may_wait_in_vain():
+            self._take_part()
+
+    def _count_idle_time(self) -> None:
+        now = time.monotonic()
+        passed, self._last_look = now - self._last_look, now
+        if self._mark is self._seen_mark:
+            self._idle += min(passed, _LONGEST_TICK_SECONDS)
+        else:
+            self._seen_mark, self._idle = self._mark, 0.0
+
+    def _is_called(self) -> bool:
+        """Whether another rank calls the roll. A store that is lost is one warning."""
+        if not self._roll_call.has_peers:
+            return False
+        try:
+            self._roll_call.learn()
+            return self._roll_call.is_called()
+        except StoreLostError as error:
+            # At the end of a run the rank that holds the store may be the first to go.
+            logger.info("the watchdog has lost the other ranks: %s", error)
+            return False
+
+    def _is_stuck(self) -> bool:
+        mark = self._seen_mark
+        if self._hang_timeout is None:
+            return False
+        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
+        limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
+        return self._idle > limit
+
+    def _may_wait_in_vain(self) -> bool:
+        """Whether this rank was signalled, perhaps since another one is dead, and has not moved since; asked once."""
+        if self._signalled is None or self._has_asked_after_signal or self._idle < _SIGNALLED_IDLE_SECONDS:
+            return False
+        self._has_asked_after_signal = True
+        return True
+
+    def _take_part(self) -> None:
+        """Holds a roll call, and ends the process if that finds a cause, or hands the cause to the main thread."""
+        verdict = self._roll_call.hold(self._record(self._failure))
+        if verdict is None or self._is_ending:
+            return
+        self._announce(verdict)
+        error = self._failure  # it may have come in the meantime
+        cause = self._cause_of(error, verdict)
+        if error is None:
+            self._exit_process(process_status(cause.code, self._launch.is_elastic))
+        self._hand_over(cause)
+
+    def _explain_failure(self, error: BaseException) -> None:
+        """The main thread's exception: finds its cause, and lets the main thread leave with it."""
+        if self._cause is not None:
+            return
+        verdict = self._roll_call.hold(self._record(error))
+        if verdict is not None:
+            self._announce(verdict)
+        self._hand_over(self._cause_of(error, verdict))
+
+    def _hand_over(self, cause: Cause) -> None:
+        """Gives the main thread the cause and some time to leave with it; then the process ends in any case."""
+        self._cause = cause
+        self._is_explained.set()
+        if not self._has_ended.wait(_LEAVE_SECONDS):
+            self._exit_process(process_status(cause.code, self._launch.is_elastic))
+
+    def _cause_of(self, error: BaseException | None, verdict: Verdict | None) -> Cause:
+        """What a verdict means for this rank; without one, what its error alone says."""
+        if error is not None and not is_peer_failure(error):
+            code, text = code_of(error), _in_one_line(error)
+            ranks = (self._launch.rank,) if verdict is None else verdict.ranks
+            return Cause(code, ranks, text if verdict is None else verdict.text, is_own=True)
+        if verdict is not None:
+            return Cause(verdict.code, verdict.ranks, verdict.text, is_own=False)
+        return Cause(ExitCode.LOST_RANK, (), f"another rank failed: {_in_one_line(error)}", is_own=False)
+
+    def _record(self, error: BaseException | None) -> Record:
+        """What this rank says of itself."""
+        mark, frames = self._seen_mark, sys._current_frames()
+        watching = {self._thread.ident, self._heart.ident}
+        main = stack_of(frames.get(self._main))
+        others = [stack_of(frame) for ident, frame in frames.items() if ident not in {self._main, *watching}]
+        is_stuck, waits = self._is_stuck(), waits_for_others(main, others)
+        is_own = error is not None and not is_peer_failure(error)
+        if is_own and self._error_order is None:
+            self._error_order = self._roll_call.error_order()
+        return Record(
+            rank=self._launch.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=mark.phase,
+            iteration=mark.iteration,
+            num_marks=mark.num_marks,
+            idle_seconds=self._idle,
+            is_stuck=is_stuck,
+            waits=waits,
+            place=place_of(main),
+            stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
+            error=_in_one_line(error) if is_own else None,
+            error_code=int(code_of(error)) if error is not None and is_own else int(ExitCode.FAILED),
+            error_order=self._error_order or 0,
+            failed_collective=_in_one_line(error) if error is not None and not is_own else None,
+            needs_all=is_stuck or error is not None or (waits and self._has_asked_after_signal),
+        )
+
+    def _announce(self, verdict: Verdict) -> None:
+        """Tells the log and the event log the cause, if it is this rank that is to."""
+        if verdict.speaker != self._launch.rank:
+            return
+
+        def tell() -> None:
+            logger.error("%s", verdict.text)
+            if verdict.stack:
+                logger.error("the stack of rank %d, innermost last:\n%s", verdict.ranks[0], verdict.stack)
+
+        def record() -> None:
+            kind = "hang" if verdict.code is ExitCode.HANG else "lost"
+            if kind == "hang" or self._launch.world_size > 1:
+                self._events.write(kind, ranks=list(verdict.ranks), cause=verdict.text)
+            self._write_exit(verdict.run_code, verdict.run_code.name, verdict.text)
+
+        _within(_REPORT_SECONDS, tell)
+        _within(_REPORT_SECONDS, record)
+
+    def _write_exit(self, status: int, name: str, reason: str) -> None:
+        self._events.write("exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """A signal that schedulers end jobs with, which is often the news that another rank is dead."""
+        if self._signalled is None:
+            self._signalled = (number, time.monotonic())
+            iteration = self._seen_mark.iteration
+            _within(_REPORT_SECONDS, lambda: self._events.write("signal", signal=number.name, iteration=iteration))
+        if self._failure is not None:
+            return
+        if self._roll_call.has_peers:
+            self._take_part()
+        if self._signals.is_own(number):
+            # Nobody else handles it: the process ends as it would have without the watchdog.
+            self._say_last_words(self._record_of_signal(number))
+            if self._launch.rank == 0:
+                _within(_REPORT_SECONDS, lambda: self._write_exit(128 + number, number.name, "it is not handled"))
+            self._exit_process(128 + number)
+
+    def _check_grace(self) -> None:
+        """Ends the process when the time that schedulers give it is over."""
+        if self._signalled is None or self._grace is None:
+            return
+        number, when = self._signalled
+        if time.monotonic() - when < self._grace:
+            return
+        text = f"the {self._grace:g} s after {number.name} are over in iteration {self._seen_mark.iteration}, "
+        text += f"{self._seen_mark.phase}; the state was not saved"
+        code = ExitCode.PREEMPTED_UNSAVED
+
+        def tell() -> None:
+            logger.error("rank %d: %s", self._launch.rank, text)
+            self._write_exit(code, code.name, text)
+
+        _within(_REPORT_SECONDS, tell)
+        self._say_last_words(self._record_of_signal(number))
+        self._exit_process(process_status(code, self._launch.is_elastic))
+
+    def _end_orphan(self) -> NoReturn:
+        """The agent has died: a job that is started anew must not find this rank still at work."""
+        rank, text = self._launch.rank, "its torchrun agent has died"
+        self._say_last_words(self._record(ExitError(ExitCode.LOST_RANK, text)))
+
+        def tell() -> None:
+            logger.error("rank %d ends, since %s", rank, text)
+            self._events.write("lost", ranks=[rank], cause=f"rank {rank}: {text}")
+
+        _within(_REPORT_SECONDS, tell)
+        self._exit_process(int(ExitCode.LOST_RANK))
+
+    def _record_of_signal(self, number: signal.Signals) -> Record:
+        mark = self._seen_mark
+        return Record(
+            self._launch.rank, socket.gethostname(), os.getpid(), mark.phase, mark.iteration, signal=number.name
+        )  # fmt: skip
+
+    def _say_last_words(self, record: Record | None) -> None:
+        """Leaves word in the store that this rank ends, and why; None: it has finished."""
+        if not self._roll_call.has_peers:
+            return
+        try:
+            self._roll_call.leave(None if record is None else _last(record))
+        except StoreLostError as error:
+            logger.debug("could not leave word: %s", error)
+
+    def _beat(self) -> None:
+        """Rank 0's heartbeat, in a thread of its own, since a disk may hang."""
+        is_last = False
+        while True:
+            mark = self._mark
+            fields: dict[str, Any] = {"iteration": mark.iteration, **self._status}
+            self._events.beat(pid=os.getpid(), host=socket.gethostname(), phase=mark.phase, **fields)
+            if is_last:
+                return
+            is_last = self._has_ended.wait(_BEAT_SECONDS)
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _within(_REPORT_SECONDS, lambda: logger.warning("%s", text))
+
+
+def _last(record: Record) -> Record:
+    return Record(**{**record.to_json(), "has_left": True})
+
+
+def _in_one_line(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    text = " ".join(str(error).split())
+    name = "" if isinstance(error, ExitError) else type(error).__name__
+    return ": ".join(part for part in (name, text) if part)[:1000]
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Does something that may hang, a line in a log say, whose lock a stuck thread may hold; waits only so long."""
+    thread = threading.Thread(target=work, name="watchdog report", daemon=True)
+    thread.start()
+    thread.join(seconds)

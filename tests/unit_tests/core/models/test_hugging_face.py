@@ -1,0 +1,121 @@
+"""Which architecture of the transformers library a GPT is, and the names of its weights there.
+
+That they compute the same is tested where weights are saved: tests/unit_tests/training/test_hf_weights.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+
+LLAMA = TransformerConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    ffn_hidden_size=24,
+    group_query_attention=True,
+    num_query_groups=2,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+)
+
+
+def changed(**fields: Any) -> TransformerConfig:
+    return dataclasses.replace(LLAMA, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"add_bias_linear": True}, "LlamaForCausalLM"),
+        ({"qk_layernorm": True}, "Qwen3ForCausalLM"),
+        ({"add_qkv_bias": True}, "Qwen2ForCausalLM"),
+        ({"position_embedding_type": "none"}, "SmolLM3ForCausalLM"),
+        ({"normalization": "LayerNorm"}, "StableLmForCausalLM"),
+        ({"normalization": "LayerNorm", "rotary_percent": 0.5}, "StableLmForCausalLM"),
+        ({"normalization": "LayerNorm", "swiglu": False}, "Starcoder2ForCausalLM"),
+        ({"swiglu": False}, "ArceeForCausalLM"),
+    ],
+)
+def test_every_weight_has_a_name_of_its_own_in_the_architecture_that_fits(fields, architecture):
+    config = changed(**fields)
+    model = GPTModel(config, 32)
+    assert hf_config(config, 32)["architectures"] == [architecture]
+    names = hf_names(model)
+    assert {f"model.{own}" for own in names} == {entry.key for entry in collect(model).entries}
+    assert len(set(names.values())) == len(names)
+
+
+def test_names_are_those_of_the_sections_of_fused_weights():
+    names = hf_names(GPTModel(changed(untie_embeddings_and_output_weights=True, qk_layernorm=True), 32))
+    assert names["embedding.word_embeddings.weight"] == "model.embed_tokens.weight"
+    assert names["output_layer.weight"] == "lm_head.weight"
+    layer = {
+        own.removeprefix("decoder.layers.1."): name.removeprefix("model.layers.1.")
+        for own, name in names.items()
+        if own.startswith("decoder.layers.1.")
+    }
+    assert layer == {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.query.weight": "self_attn.q_proj.weight",
+        "self_attention.key.weight": "self_attn.k_proj.weight",
+        "self_attention.value.weight": "self_attn.v_proj.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "mlp.gate.weight": "mlp.gate_proj.weight",
+        "mlp.up.weight": "mlp.up_proj.weight",
+        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    }
+
+
+def test_a_tied_output_layer_has_no_name():
+    assert "lm_head.weight" not in hf_names(GPTModel(LLAMA, 32)).values()
+    assert hf_config(LLAMA, 32)["tie_word_embeddings"]
+
+
+def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architecture():
+    config = changed(kv_channels=6, rotary_base=500.0, norm_epsilon=1e-3, max_position_embeddings=77)
+    content = hf_config(config, 32)
+    expected = {
+        "head_dim": 6,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-3,
+        "rope_theta": 500.0,
+        "max_position_embeddings": 77,
+        "attention_bias": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    assert {name: content[name] for name in expected} == expected
+    assert content["rope_parameters"] == {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({"rotary_percent": 0.5}, "--rotary-percent"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
+        ({"qk_layernorm": True, "rotary_percent": 0.5}, "--rotary-percent"),
+        ({"normalization": "LayerNorm", "add_bias_linear": True}, "--disable-bias-linear and --add-qkv-bias"),
+        ({"normalization": "LayerNorm", "kv_channels": 6}, "--kv-channels"),
+        ({"hidden_size": 18, "kv_channels": 6}, "--hidden-size"),
+        ({"swiglu": False, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
+    ],
+)
+def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
+    with pytest.raises(ConfigError, match=f"^{flags}: expected a GPT that an architecture of the transformers library"):
+        hf_config(changed(**fields), 32)
+    with pytest.raises(ConfigError):
+        hf_names(GPTModel(changed(**fields), 32))

@@ -1,0 +1,381 @@
+"""Both engines as programs use them: any module, steps, evaluation, checkpoints in and out, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpointing import split_path
+from megatron.training.engine import SaveLoadMeta, StepInfo, TrainEngine
+from megatron.training.engines import EngineConfig, FSDPEngine, MegatronEngine, ModuleEngine, build_engine
+from tests.ranks import run_ranks
+
+OFFLOADED = OptimizerConfig(
+    optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+)
+SCHEDULE = LRScheduleConfig(lr=1e-2, lr_decay_style="cosine")
+ENGINES: dict[str, EngineConfig] = {
+    "megatron": EngineConfig(OFFLOADED, SCHEDULE, DataParallelConfig(), train_iters=8),
+    "megatron on the device, bf16": EngineConfig(
+        OptimizerConfig(), SCHEDULE, DataParallelConfig(), train_iters=8, compute_dtype="bf16"
+    ),
+    "fsdp2": EngineConfig(OptimizerConfig(), SCHEDULE, DataParallelConfig(use_torch_fsdp2=True), train_iters=8),
+}
+
+
+def gpt() -> nn.Module:
+    """With dropout, so that random states matter; of an architecture that transformers has."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        swiglu=True,
+        ffn_hidden_size=24,
+        add_bias_linear=False,
+    )
+    return GPTModel(config, 31)
+
+
+def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["tokens"], batch["labels"]).mean()
+
+
+def batches(step: int, num_microbatches: int = 2) -> list[dict[str, torch.Tensor]]:
+    """This rank's of one step."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    windows = torch.randint(31, (num_microbatches, 2, 9), generator=generator)
+    return [{"tokens": w[:, :-1].contiguous(), "labels": w[:, 1:].contiguous()} for w in windows]
+
+
+def make(config: EngineConfig, model: nn.Module | Callable[[], nn.Module] = gpt) -> ModuleEngine:
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+    engine.initialize(model)
+    torch.manual_seed(77 + dist.get_rank())
+    return engine
+
+
+def step(engine: TrainEngine, number: int) -> tuple[float, float]:
+    result = engine.train_batch(batches(number), forward_step)
+    return result.loss, result.grad_norm
+
+
+def everything(engine: ModuleEngine) -> dict[str, Any]:
+    """Local shards of weights and optimizer states, counters and random states; copies."""
+    state = engine.state
+    state.optimizer.synchronize()
+    found: dict[str, Any] = {}
+    for name, parameter in state.model.named_parameters():
+        found[name] = local_tensor(parameter).detach().clone()
+        for key, value in sorted(state.optimizer.optimizer.state[parameter].items()):
+            found[f"{name}.{key}"] = local_tensor(value).detach().clone() if torch.is_tensor(value) else value
+    found["rng"] = torch.get_rng_state()
+    found["numpy"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # noqa: NPY002
+    found["python"] = random.getstate()
+    found["step_info"] = engine.step_info()
+    return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        key
+        for key, value in one.items()
+        if not (torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key])
+    ]
+
+
+def zero(engine: ModuleEngine) -> None:
+    engine.state.optimizer.synchronize()
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            local_tensor(parameter).zero_()
+    torch.autograd.graph.increment_version(list(engine.model.parameters()))
+
+
+# AReaL's two tests, to the bit.
+
+
+def _save_zero_load(name: str, folder: str, weight_format: str) -> tuple[list[str], int, list[str]]:
+    engine = make(ENGINES[name])
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format)
+    before = everything(engine)
+    engine.save(meta)
+    zero(engine)
+    num_zeroed = len(differences(before, everything(engine)))
+    loss = engine.eval_batch(batches(0), forward_step)
+    engine.load(meta)
+    computes = [] if engine.eval_batch(batches(0), forward_step) != loss else ["the loss is that of zeros"]
+    return differences(before, everything(engine)), num_zeroed, computes
+
+
+@pytest.mark.parametrize("weight_format", ["dcp", "hf"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_weights_that_were_saved_zeroed_and_loaded_are_the_same_bits(tmp_path, name, weight_format):
+    for different, num_zeroed, computes in run_ranks(2, _save_zero_load, name, str(tmp_path), weight_format):
+        assert different == []
+        assert num_zeroed > 5, "zeroing would be seen"
+        assert computes == []
+
+
+def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
+    """step, save, step, zero, load, step again"""
+    engine = make(ENGINES[name])
+    with_optim = weight_format == "dcp"
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format, with_optim)
+    step(engine, 0)
+    engine.save(meta)
+    saved = everything(engine)
+    first = step(engine, 1), everything(engine)
+    zero(engine)
+    engine.load(meta)
+    loaded = differences(saved, everything(engine))
+    second = step(engine, 1), everything(engine)
+    return loaded, first[0], second[0], differences(first[1], second[1])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_step_after_loading_is_the_step_after_saving_states_and_random_numbers_too(tmp_path, name):
+    for loaded, first, second, different in run_ranks(2, _step_again, name, str(tmp_path), "dcp"):
+        assert loaded == []
+        assert second == first
+        assert different == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_weights_alone_leave_states_and_counters_as_they_are(tmp_path, name):
+    """In the format of Hugging Face there is nothing else."""
+    for loaded, _, _, different in run_ranks(2, _step_again, name, str(tmp_path), "hf"):
+        assert loaded != []
+        assert not [key for key in loaded if key.endswith(".weight")]
+        assert "step_info" in loaded
+        assert different != []
+
+
+def _hand_over(first: str, second: str, folder: str) -> tuple[list[str], StepInfo]:
+    """What one engine saves, another loads, and goes on with the same losses."""
+    meta = SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True)
+    one, other = make(ENGINES[first]), make(ENGINES[second])
+    step(one, 0)
+    one.save(meta)
+    other.load(meta)
+    losses = []
+    for engine in (one, other):
+        torch.manual_seed(78 + dist.get_rank())
+        losses.append(step(engine, 1)[0])
+    found = [] if losses[0] == pytest.approx(losses[1], rel=1e-5) else [f"losses {losses}"]
+    return found, other.step_info()
+
+
+@pytest.mark.parametrize(("first", "second"), [("megatron", "fsdp2"), ("fsdp2", "megatron")])
+def test_an_engine_loads_what_the_other_has_saved(tmp_path, first, second):
+    for found, step_info in run_ranks(2, _hand_over, first, second, str(tmp_path)):
+        assert found == []
+        assert step_info == StepInfo(iteration=2, consumed_samples=16)
+
+
+# What engines promise.
+
+
+def _life(name: str) -> tuple[Any, ...]:
+    engine = make(ENGINES[name])
+    copy = engine.step_info()
+    copy.iteration = 99
+    result = engine.train_batch(iter(batches(0, 5)), forward_step, num_microbatches=3)
+    rate = result.learning_rate, SCHEDULE.lr
+    loss = engine.eval_batch(batches(1), forward_step)
+    logits = engine.forward({"tokens": batches(1)[0]["tokens"]})
+    own = [engine.forward(batch, lambda model, batch: model(batch["tokens"], batch["labels"])) for batch in batches(1)]
+    total = torch.stack([losses.mean() for losses in own]).mean().double()
+    dist.all_reduce(total)
+    return engine.step_info(), rate, loss, float(total) / 2, tuple(logits.shape), logits.requires_grad
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_counts_evaluates_and_answers(name):
+    for step_info, (rate, peak), loss, expected, shape, has_grad in run_ranks(2, _life, name):
+        assert step_info == StepInfo(iteration=1, consumed_samples=12)
+        assert 0 < rate <= peak
+        assert loss == pytest.approx(expected, rel=1e-5 if "bf16" not in name else 1e-2)
+        assert shape == (2, 8, 31)
+        assert not has_grad
+
+
+class Net(nn.Module):
+    """Not ours: no layers in a list, a buffer, real weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(6, 10)
+        self.head = nn.Linear(10, 1)
+        self.register_buffer("scale", torch.tensor([1.1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = (x * self.scale).to(self.body.weight.dtype)
+        return self.head(torch.tanh(self.body(scaled)))
+
+
+def _net_losses(name: str | None) -> tuple[list[float], bool]:
+    if name is None:
+        config = replace(ENGINES["megatron"], parallel=DataParallelConfig(use_megatron_fsdp=False))
+    else:
+        config = ENGINES[name]
+    engine = make(config, Net())
+    x = torch.arange(48, dtype=torch.float32).reshape(8, 6) / 48
+    share = len(x) // dist.get_world_size()
+    own = x[dist.get_rank() * share :][:share]
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]).float(), batch["x"].sum(1, keepdim=True))
+
+    losses = [engine.train_batch([{"x": own}], loss).loss for _ in range(4)]
+    exact = [torch.equal(buffer, torch.tensor([1.1])) for buffer in engine.model.buffers()]
+    return losses, exact == [True]
+
+
+def test_any_module_trains_alike_in_every_engine():
+    """In bf16 too, whose main weights are the fp32 ones that it came with, and whose buffers stay what they are."""
+    ((expected, _),) = run_ranks(1, _net_losses, None)
+    assert expected[-1] < expected[0]
+    for name in ENGINES:
+        for losses, buffers_stay in run_ranks(2, _net_losses, name):
+            assert losses == pytest.approx(expected, rel=2e-2 if "bf16" in name else 1e-5)
+            assert buffers_stay
+
+
+def _main_weights() -> bool:
+    engine = make(ENGINES["megatron on the device, bf16"], Net())
+    torch.manual_seed(5)
+    whole = nn.Linear(6, 10).weight.detach()
+    parameter = dict(engine.model.named_parameters())["body.weight"]
+    rows = local_tensor(parameter)
+    return rows.dtype == torch.float32 and torch.equal(rows, whole) and not torch.equal(rows, rows.bfloat16().float())
+
+
+def test_real_weights_are_not_rounded_to_the_compute_dtype():
+    assert run_ranks(1, _main_weights) == [True]
+
+
+# Errors.
+
+
+def _refusals(name: str, folder: str) -> dict[str, str]:
+    engine = make(ENGINES[name])
+    found = {}
+
+    def note(what: str, action: Callable[[], object], *kinds: type[BaseException]) -> None:
+        before = everything(engine)
+        try:
+            action()
+            found[what] = "nothing"
+        except kinds as error:
+            found[what] = str(error)
+        if differences(before, everything(engine)):
+            found[what] = "the engine has changed"
+
+    saved = SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True)
+    weights = SaveLoadMeta(f"{folder}/weights", "dcp")
+    note("nothing there", lambda: engine.load(saved), CheckpointError)
+    engine.save(saved)
+    engine.save(weights)
+    step(engine, 0)
+    note("saved twice", lambda: engine.save(saved), CheckpointError)
+    note("weights alone", lambda: engine.load(replace(weights, with_optim=True)), CheckpointError)
+    if dist.get_rank() == 0:
+        (file,) = Path(saved.path).glob("__1_0.distcp")
+        content = bytearray(file.read_bytes())
+        file.write_bytes(content[: len(content) // 2])
+    dist.barrier()
+    note("half a file", lambda: engine.load(saved), CheckpointDamagedError)
+    note("no batches", lambda: engine.train_batch([], forward_step), ValueError)
+    note("an iterator", lambda: engine.eval_batch(iter([]), forward_step), ValueError)
+    note("twice", lambda: engine.initialize(gpt), RuntimeError)
+    return found
+
+
+@pytest.mark.parametrize("name", ["megatron", "fsdp2"])
+def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_path, name):
+    for found in run_ranks(2, _refusals, name, str(tmp_path)):
+        assert "changed" not in " ".join(found.values())
+        assert f"{tmp_path}/saved" in found["nothing there"]
+        assert found["saved twice"].startswith(f"Expected nothing at {tmp_path}/saved yet, got")
+        assert "weights" in found["weights alone"]
+        assert "__1_0.distcp" in found["half a file"]
+        assert found["no batches"] == "Expected at least 1 microbatches, got 0."
+        assert found["an iterator"] == "Expected num_microbatches with an iterator of microbatches, got none."
+        assert found["twice"] == "Expected initialize to be called once, got a second model."
+    assert not list(Path(tmp_path).glob("*.saving"))
+
+
+def _flip_and_load(folder: str) -> tuple[str, list[str]]:
+    engine = make(ENGINES["megatron"])
+    meta = SaveLoadMeta(f"{folder}/saved", with_optim=True)
+    engine.save(meta)
+    step(engine, 0)
+    before = everything(engine)
+    if dist.get_rank() == 0:
+        file = Path(meta.path) / "__1_0.distcp"
+        chunks = json.loads((Path(meta.path) / "manifest_1.json").read_text())["chunks"]
+        content = bytearray(file.read_bytes())
+        content[chunks[len(chunks) // 2][6]] ^= 1  # the first byte of its data
+        file.write_bytes(content)
+    dist.barrier()
+    try:
+        engine.load(meta)
+    except CheckpointDamagedError as error:
+        return str(error), differences(before, everything(engine))
+    return "loaded", []
+
+
+def test_a_single_bit_is_found_before_anything_is_installed(tmp_path):
+    """On both ranks, though one of them alone reads it."""
+    for message, different in run_ranks(2, _flip_and_load, str(tmp_path)):
+        assert "__1_0.distcp" in message
+        assert different == []
+
+
+def test_what_meta_cannot_mean_is_refused():
+    with pytest.raises(ValueError, match="Expected a weight format among"):
+        SaveLoadMeta("there", "pickle")
+    with pytest.raises(ValueError, match="Expected weights alone in the format hf"):
+        SaveLoadMeta("there", "hf", with_optim=True)
+    with pytest.raises(ValueError, match="Expected a tokenizer only with the format hf"):
+        SaveLoadMeta("there", tokenizer=object())
+    for path in ("", "/", "runs/..", "."):
+        with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
+            split_path(path)
+    assert split_path("a") == (".", "a")
+    assert split_path("/a/") == ("/", "a")
+    assert split_path("memory://bucket/run/a") == ("memory://bucket/run", "a")
+
+
+def test_an_engine_is_the_one_that_was_asked_for_and_wants_a_model_first():
+    def check() -> bool:
+        device, mesh = Device("cpu"), build_mesh("cpu", 1)
+        kinds = [type(build_engine(config, device, mesh)) for config in ENGINES.values()]
+        with pytest.raises(RuntimeError, match="Expected initialize to have been called"):
+            build_engine(ENGINES["fsdp2"], device, mesh).step_info()
+        return kinds == [MegatronEngine, MegatronEngine, FSDPEngine]
+
+    assert run_ranks(1, check) == [True]

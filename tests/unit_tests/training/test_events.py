@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.training.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events, read_heartbeat
+
+
+@pytest.fixture
+def shown(caplog, monkeypatch):
+    """The lines that are logged, also if an earlier test has configured the project's logger."""
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="megatron")
+    return caplog
+
+
+def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
+    events = EventLog(tmp_path / "run", rank=3, restart=2, clock=lambda: 1e9 + 0.25)
+    events.write("resume", iteration=7, checkpoint=None, seconds=0.1 + 0.2)
+    events.write("start", command=("a", "b"))
+    assert read_events(tmp_path / "run") == [
+        {
+            "time": 1e9 + 0.25,
+            "event": "resume",
+            "rank": 3,
+            "restart": 2,
+            "iteration": 7,
+            "checkpoint": None,
+            "seconds": 0.1 + 0.2,
+        },
+        {"time": 1e9 + 0.25, "event": "start", "rank": 3, "restart": 2, "command": ["a", "b"]},
+    ]
+
+
+def test_fields_may_be_called_like_the_parameters(tmp_path):
+    EventLog(tmp_path).write("set_aside", kind="x", name="iter_0000001.ab.damaged", self=1)
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["kind"], event["name"]) == ("set_aside", "x", "iter_0000001.ab.damaged")
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    events = EventLog(tmp_path, clock=lambda: 1.0)
+    events.write("skip", grad_norm=math.nan)
+    events.beat(loss=math.inf)
+    lines = (tmp_path / EVENTS_FILE).read_text(), (tmp_path / HEARTBEAT_FILE).read_text()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
+        {"time": 1.0, "event": "skip", "rank": 0, "restart": 0, "grad_norm": None},
+        {"time": 1.0, "restart": 0, "loss": None},
+    ]
+
+
+def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
+    monkeypatch.chdir(tmp_path)
+    events = EventLog(None)
+    events.write("start")
+    events.beat()
+    assert list(tmp_path.iterdir()) == []
+    assert shown.records == []
+
+
+def test_a_run_that_is_started_again_goes_on_with_the_file_after_a_torn_line(tmp_path):
+    EventLog(tmp_path).write("start")
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"time": 17.0, "event": "save_b')
+    EventLog(tmp_path, restart=1).write("start")
+    assert [(event["event"], event["restart"]) for event in read_events(tmp_path)] == [("start", 0), ("start", 1)]
+
+
+def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
+    folder = tmp_path / "run"
+    assert read_heartbeat(folder) is None
+    events = EventLog(folder, restart=4, clock=lambda: 2.0)
+    for iteration in (1, 2):
+        events.beat(iteration=iteration, phase="forward")
+        assert read_heartbeat(folder) == {"time": 2.0, "restart": 4, "iteration": iteration, "phase": "forward"}
+        assert [path.name for path in folder.iterdir()] == [HEARTBEAT_FILE]
+
+
+def test_a_heartbeat_that_cannot_be_read_is_none(tmp_path):
+    for content in (b"", b"[1]", b'{"time":', b"\xff"):
+        (tmp_path / HEARTBEAT_FILE).write_bytes(content)
+        assert read_heartbeat(tmp_path) is None
+
+
+def test_a_reader_never_sees_half_a_heartbeat(tmp_path):
+    events = EventLog(tmp_path)
+    text = "x" * 20_000
+    events.beat(number=-1, text=text)
+    stop = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not stop.is_set():
+            events.beat(number=number, text=text)
+            number += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        seen = set()
+        while len(seen) < 50:
+            heartbeat = read_heartbeat(tmp_path)
+            assert heartbeat is not None
+            assert heartbeat["text"] == text
+            seen.add(heartbeat["number"])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def full_disk(*_arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_is_one_warning_and_no_end(tmp_path, monkeypatch, shown):
+    events = EventLog(tmp_path)
+    monkeypatch.setattr(os, "write", full_disk)
+    monkeypatch.setattr(Path, "replace", full_disk)
+    for _ in range(3):
+        events.write("start")
+        events.beat(iteration=1)
+    (line,) = shown.messages
+    assert line.startswith(f"Could not write {tmp_path / EVENTS_FILE}: [Errno 28] No space left on device.")
+    assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
+    monkeypatch.undo()
+    events.write("exit")
+    assert [event["event"] for event in read_events(tmp_path)] == ["exit"], "it is tried again"
+
+
+def test_a_heartbeat_that_fails_leaves_no_file_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", full_disk)
+    EventLog(tmp_path).beat(iteration=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_is_one_warning(tmp_path, shown):
+    (tmp_path / "run").write_text("a file in the folder's place")
+    events = EventLog(tmp_path / "run")
+    events.write("start")
+    events.beat()
+    assert len(shown.messages) == 1
+
+
+def test_whatever_is_wrong_with_the_fields_does_not_raise(tmp_path, shown):
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    loop: list = []
+    loop.append(loop)
+    events = EventLog(tmp_path)
+    for value in (Unprintable(), loop, {(1, 2): 3}):
+        events.write("start", value=value)
+        events.beat(value=value)
+    assert read_events(tmp_path) == []
+    assert len(shown.messages) == 1
+
+
+def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path, monkeypatch):
+    events = EventLog(tmp_path)
+    write = os.write
+
+    def interrupted(descriptor: int, line: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        signal.raise_signal(signal.SIGUSR1)
+        return write(descriptor, line)
+
+    previous = signal.signal(signal.SIGUSR1, lambda *_: events.write("signal", signal="SIGUSR1"))
+    try:
+        monkeypatch.setattr(os, "write", interrupted)
+        events.write("start")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert [event["event"] for event in read_events(tmp_path)] == ["signal", "start"]

@@ -1,0 +1,634 @@
+"""Weights in the transformers library's files: what it computes from them, and what comes back, from any engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.init import materialize, seeded_reset
+from megatron.training.hf_weights import load_hf, save_hf
+from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from tests.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.crashes import KILLED, Child, Fault, Forks, Kill, forks, watched
+from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, data_parallel
+from tests.unit_tests.core.dist_checkpointing.scenes import memory_folder
+
+CPU = Device("cpu")
+VOCAB = 61  # rows that no number of ranks divides
+QWEN3 = TransformerConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    ffn_hidden_size=10,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=8,
+    qk_layernorm=True,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    norm_epsilon=1e-3,
+    rotary_base=500.0,
+    init_method_std=0.2,
+)
+LLAMA = dataclasses.replace(QWEN3, qk_layernorm=False, untie_embeddings_and_output_weights=True)
+PLAIN = {"qk_layernorm": False, "normalization": "LayerNorm", "norm_epsilon": 1e-2}
+ARCHITECTURES = {
+    "Qwen3": {"untie_embeddings_and_output_weights": True},
+    "Qwen3 tied": {},
+    "Llama": {"qk_layernorm": False, "rotary_base": 100000.0},
+    "Llama biases": {"qk_layernorm": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": True},
+    "Qwen2": {"qk_layernorm": False, "add_qkv_bias": True},
+    "SmolLM3": {"qk_layernorm": False, "position_embedding_type": "none"},
+    "StableLm": {**PLAIN, "kv_channels": 6, "rotary_percent": 0.34},
+    "StableLm biases": {**PLAIN, "kv_channels": 6, "add_qkv_bias": True},
+    "Starcoder2": {**PLAIN, "swiglu": False},
+    "Starcoder2 biases": {
+        **PLAIN,
+        "swiglu": False,
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "Arcee": {"qk_layernorm": False, "swiglu": False},
+    "Arcee biases": {"qk_layernorm": False, "swiglu": False, "add_bias_linear": True},
+}
+ENGINES = ("megatron_fsdp", "torch_fsdp2")
+pytestmark = pytest.mark.filterwarnings("ignore:.*SwigPy.*:DeprecationWarning")
+
+
+def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
+    """With weights none of which is as it begins: norms are not ones, biases not zero."""
+    model = GPTModel(config, VOCAB)
+    materialize(model, "cpu", seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def sharded_gpt(
+    engine: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, config: TransformerConfig = QWEN3
+) -> nn.Module:
+    """Over all ranks, with fp32 main weights that are the same on any number of ranks."""
+    with torch.device("meta"):
+        model = GPTModel(config, VOCAB)
+    mesh = build_mesh("cpu", dist.get_world_size())
+    if engine == "torch_fsdp2":
+        torch_fsdp2.shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
+        materialize(model, "cpu", seed)
+        return model
+    megatron_fsdp.shard_model(
+        model,
+        mesh,
+        CPU,
+        data_parallel("optim_grads_params"),
+        compute_dtype=dtype,
+        reset_parameters=seeded_reset(model, torch.device("cpu"), seed),
+    )
+    return model
+
+
+def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what this rank has."""
+    return {name: local_tensor(weight).detach().clone() for name, weight in model.named_parameters()}
+
+
+def loss_of(model: nn.Module) -> float:
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return float(model(tokens[:, :-1], tokens[:, 1:]).mean())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# What transformers makes of it
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, tmp_path, case):
+    model = plain_gpt(dataclasses.replace(QWEN3, **ARCHITECTURES[case]))
+    save_hf(model, tmp_path / "gpt", CPU)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt", output_loading_info=True)
+    assert type(theirs).__name__ == f"{case.split()[0]}ForCausalLM"
+    assert not any(report.values()), "nothing is missing, unexpected or of another shape"
+    assert theirs.dtype == torch.float32
+    assert theirs.config.eos_token_id is None
+    tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
+    model = plain_gpt()
+    save_hf(model, tmp_path / "one", CPU)
+    save_hf(model, tmp_path / "more", CPU, max_shard_bytes=8000)
+    index = json.loads((tmp_path / "more/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert names_in(tmp_path / "more") == ["config.json", *files, "model.safetensors.index.json"]
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    sizes = [sum(t.nbytes for t in load_file(tmp_path / "more" / file).values()) for file in files]
+    assert sum(sizes) == index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
+    assert max(sizes) <= 8000
+    one, more = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "more"))
+    assert one.state_dict().keys() == more.state_dict().keys()
+    assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in more.state_dict().items())
+    other = plain_gpt(seed=1)
+    load_hf(other, tmp_path / "more")
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), other.parameters(), strict=True))
+
+
+TEXT = 'Once upon a time, 12 größere Füchse 🦊 said:\n\n  "Hi"\x00<|endoftext|>'
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "bytes"])
+def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_path, kind):
+    tokenizer: Any = ByteTokenizer()
+    if kind == "tokenizers":
+        tokenizer = HuggingFaceTokenizer(train_bpe([TEXT] * 3, 300, tmp_path / "tokenizer.json"))
+    save_hf(plain_gpt(LLAMA), tmp_path / "gpt", CPU, tokenizer=tokenizer)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt")
+    text = TEXT if kind == "tokenizers" else TEXT.removesuffix("<|endoftext|>")
+    assert loaded(text)["input_ids"] == tokenizer.tokenize(text)
+    assert loaded.decode(tokenizer.tokenize(text)) == text
+    assert loaded.eos_token_id == tokenizer.eod
+    assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == tokenizer.eod
+    # What transformers itself has loaded goes along as well.
+    save_hf(plain_gpt(LLAMA), tmp_path / "again", CPU, tokenizer=loaded)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again(text)["input_ids"] == tokenizer.tokenize(text)
+    assert json.loads((tmp_path / "again/config.json").read_text())["eos_token_id"] == tokenizer.eod
+
+
+def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
+    save_hf(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
+    assert names_in(tmp_path / "gpt") == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
+    with pytest.raises(TypeError, match="Expected a tokenizer of ours or one with save_pretrained, got object"):
+        save_hf(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
+    assert names_in(tmp_path) == ["gpt"]
+
+
+# Engines and numbers of ranks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["tied", "untied"])
+def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, engine, config):
+    def save(folder: Path) -> float:
+        model = sharded_gpt(engine, seed=0, config=config)
+        save_hf(model, folder, CPU, max_shard_bytes=20000)
+        return loss_of(model)
+
+    def load(folder: Path) -> tuple[float, float]:
+        model = sharded_gpt(engine, seed=1, config=config)
+        before = loss_of(model)
+        load_hf(model, folder)
+        expected = local_weights(sharded_gpt(engine, seed=0, config=config))
+        got = local_weights(model)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        return before, loss_of(model)
+
+    losses = [run_ranks(world_size, save, tmp_path / str(world_size))[0] for world_size in (1, 2, 3)]
+    one, two, three = (digests(tmp_path / str(world_size)) for world_size in (1, 2, 3))
+    assert one == two == three
+    assert "model.safetensors.index.json" in one
+    assert names_in(tmp_path) == ["1", "2", "3"], "nothing is left beside them"
+    for world_size in (1, 2, 3):
+        before, after = run_ranks(world_size, load, tmp_path / "2")[0]
+        assert after == losses[world_size - 1] != before
+
+
+def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
+    def save(folder: Path, engine: str) -> None:
+        save_hf(sharded_gpt(engine), folder, CPU)
+
+    for engine in ENGINES:
+        run_ranks(2, save, tmp_path / engine, engine)
+    model = GPTModel(QWEN3, VOCAB)
+    materialize(model, "cpu", 0)
+    save_hf(model, tmp_path / "plain", CPU)
+    assert digests(tmp_path / "plain") == digests(tmp_path / ENGINES[0]) == digests(tmp_path / ENGINES[1])
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}, "main weights"
+    assert json.loads((tmp_path / "plain/config.json").read_text())["dtype"] == "float32"
+
+
+def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path):
+    def run(folder: Path) -> None:
+        with torch.device("meta"):
+            model = GPTModel(QWEN3, VOCAB)
+        setting = Setting(fraction=1.0, compute_dtype=torch.bfloat16)
+        trained = Trained(setting, seed=0, model=model)
+        trained.step(0)
+        trained.delay_update()
+        trained.step(1)
+        save_hf(trained.model, folder / "gpt", CPU)
+        trained.optimizer.synchronize()
+        expected, loss = local_weights(model), loss_of(model)
+        trained.delay_update()
+        trained.step(2)
+        load_hf(trained.model, folder / "gpt")
+        assert loss_of(trained.model) == loss, "compute weights follow, and no update comes after them"
+        trained.optimizer.synchronize()
+        got = local_weights(trained.model)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+    run_ranks(2, run, tmp_path)
+
+
+def test_other_dtypes_are_converted(tmp_path):
+    model = plain_gpt()
+    save_hf(model, tmp_path / "gpt", CPU)
+    tensors = load_file(tmp_path / "gpt/model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "gpt/model.safetensors")
+    other = plain_gpt(seed=1)
+    load_hf(other, tmp_path / "gpt")
+    for one, other_one in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.bfloat16().float(), other_one)
+    other.to(torch.float16)
+    save_hf(other, tmp_path / "half", CPU)
+    assert {t.dtype for t in load_file(tmp_path / "half/model.safetensors").values()} == {torch.float16}
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "float16"
+
+
+class Net(nn.Module):
+    """No GPT: two names for one weight, a buffer, a scalar, several dtypes, more columns than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.second = nn.Linear(5, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.rough = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.arange(7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+
+def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    save_hf(model, tmp_path / "net", CPU)
+    assert names_in(tmp_path / "net") == ["model.safetensors"]
+    with safe_open(tmp_path / "net/model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(model.state_dict()) - {"second.weight"}
+        assert all(torch.equal(file.get_tensor(name), model.state_dict()[name]) for name in file.keys())  # noqa: SIM118
+    other = Net()
+    with torch.no_grad():
+        other.scale.zero_()
+        other.seen.zero_()
+    load_hf(other, tmp_path / "net")
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+# What cannot be done
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    save_hf(plain_gpt(), tmp_path / "gpt", CPU)
+    return tmp_path / "gpt"
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def shard_without_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    save_hf(plain_gpt(), folder, CPU, max_shard_bytes=8000)
+    (folder / sorted(names_in(folder))[2]).unlink()
+
+
+def list_what_is_not_there(folder: Path) -> None:
+    weight_map = {"model.norm.weight": "model.safetensors", "more": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def list_another_folder(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../gpt/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: change_tensors(folder, model__norm__weight=None), "it lacks model.norm.weight"),
+        (lambda folder: change_tensors(folder, more=torch.ones(1)), "nothing here takes more"),
+        (
+            lambda folder: change_tensors(folder, model__norm__weight=torch.ones(23)),
+            r"model.norm.weight has shape \(23,\) where the model has \(24,\)",
+        ),
+        (
+            lambda folder: change_tensors(folder, model__norm__weight=torch.ones(24, dtype=torch.int32)),
+            "model.norm.weight is torch.int32 where the model has torch.float32",
+        ),
+        (truncate, "Expected a whole safetensors file at"),
+        (shard_without_a_file, "Expected the safetensors file .*, got none"),
+        (list_what_is_not_there, "to have what model.safetensors.index.json says, got a difference in"),
+        (list_another_folder, "Expected the files of tensors in .*index.json, got something else"),
+        (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in .*config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "Expected model.safetensors or model.*, got neither"),
+        (lambda folder: change_config(folder, num_key_value_heads=4), "num_key_value_heads 4 where the model has 2"),
+        (lambda folder: change_config(folder, model_type="llama"), "model_type llama where the model has qwen3"),
+        (
+            lambda folder: change_config(folder, rope_parameters=None, rope_theta=7.0),
+            "rope_parameters {'rope_type': 'default', 'rope_theta': 7.0} where",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_touched(saved, spoil, message):
+    spoil(saved)
+    model = plain_gpt(seed=1)
+    before = local_weights(model)
+    with pytest.raises(CheckpointError, match=message):
+        load_hf(model, saved)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in local_weights(model).items())
+
+
+def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
+    model = plain_gpt(seed=1)
+    change_config(saved, rope_parameters=None, rope_scaling=None, rope_theta=500, partial_rotary_factor=None)
+    load_hf(model, saved)
+    (saved / "config.json").unlink()
+    load_hf(model, saved)
+    assert loss_of(model) == loss_of(plain_gpt())
+
+
+def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
+    model = plain_gpt(seed=1)
+    same = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
+    other = same.clone()
+    other[-1, -1] += 1
+    change_tensors(saved, lm_head__weight=same)
+    load_hf(model, saved)
+    assert loss_of(model) == loss_of(plain_gpt())
+    # A config that ties the two says that the embedding counts.
+    change_tensors(saved, lm_head__weight=other)
+    load_hf(model, saved)
+    assert loss_of(model) == loss_of(plain_gpt())
+    change_config(saved, tie_word_embeddings=False)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight is not model.embed_tokens.weight, with which it is tied"
+    ):
+        load_hf(model, saved)
+    change_tensors(saved, lm_head__weight=same, model__embed_tokens__weight=None)
+    load_hf(plain_gpt(seed=1), saved)
+
+
+def test_what_one_rank_finds_all_ranks_hear_of(saved):
+    """The difference is in rows that rank 0 has and rank 1 has not."""
+
+    def load() -> str:
+        model = sharded_gpt("megatron_fsdp", seed=1)
+        before = local_weights(model)
+        with pytest.raises(CheckpointError, match="with which it is tied") as caught:
+            load_hf(model, saved)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in local_weights(model).items())
+        return str(caught.value)
+
+    other = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
+    other[0, 0] += 1
+    change_tensors(saved, lm_head__weight=other)
+    change_config(saved, tie_word_embeddings=False)
+    one, two = run_ranks(2, load)
+    assert not one.startswith("rank 0: ")
+    assert two == f"rank 0: {one}"
+
+
+def test_a_folder_that_is_there_is_left_alone(saved):
+    before = digests(saved)
+
+    def save() -> None:
+        with pytest.raises(CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"):
+            save_hf(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
+
+    run_ranks(2, save)
+    assert digests(saved) == before
+    assert names_in(saved.parent) == ["gpt"]
+    (saved.parent / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="Expected nothing yet at"):
+        save_hf(plain_gpt(), saved.parent / "empty", CPU)
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    for config in (dataclasses.replace(QWEN3, rotary_percent=0.5), dataclasses.replace(QWEN3, add_qkv_bias=True)):
+        with pytest.raises(ConfigError, match="expected a GPT that an architecture"):
+            save_hf(GPTModel(config, VOCAB), tmp_path / "gpt", CPU)
+    for folder, options in ((tmp_path / "gpt", {"max_shard_bytes": 0}), ("memory://gpt", {})):
+        with pytest.raises(ValueError, match="Expected"):
+            save_hf(plain_gpt(), folder, CPU, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Expected to write into .*file, got: FileExistsError"):
+        save_hf(plain_gpt(), tmp_path / "file" / "gpt", CPU)
+    assert names_in(tmp_path) == ["file"]
+
+
+# Ends in the middle
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forks]:
+    with forks(
+        "tests.unit_tests.core.dist_checkpointing.crashes",
+        "tests.unit_tests.core.dist_checkpointing.models",
+        "megatron.training.hf_weights",
+    ) as found:
+        yield found
+
+
+def save_watched(folder: Path, before: Any) -> str | None:
+    """Saves, and returns the error."""
+    model = plain_gpt()
+    with watched(folder, before):
+        try:
+            save_hf(model, folder / "gpt", CPU, tokenizer=ByteTokenizer(), max_shard_bytes=20000)
+        except CheckpointError as failure:
+            return str(failure)
+    return None
+
+
+def check_whole(folder: Path) -> None:
+    model = plain_gpt(seed=1)
+    load_hf(model, folder)
+    assert loss_of(model) == loss_of(plain_gpt())
+
+
+def test_a_save_that_is_killed_leaves_a_whole_folder_or_none_and_the_next_one_tidies_up(forked):
+    def run() -> list[bool]:
+        is_there = []
+        for number in range(1000):
+            with memory_folder() as root:
+                ending = Child(save_watched, root, Kill(number)).end()
+                is_there.append("gpt" in names_in(root))
+                if is_there[-1]:
+                    check_whole(root / "gpt")
+                if ending != KILLED:
+                    assert ending is None
+                    assert names_in(root) == ["gpt"]
+                    return is_there
+                if number % 7 == 0 and not is_there[-1]:
+                    assert Child(save_watched, root, lambda _: None).end() is None
+                    assert names_in(root) == ["gpt"]
+        raise AssertionError("the save never came to its end")
+
+    is_there = forked.run(run, timeout=300.0)
+    assert is_there.count(False) > 30, "killed at many moments"
+    assert is_there == sorted(is_there), "it came into being at one of them"
+    assert is_there.count(True) > 1, "killed after that, too"
+
+
+@pytest.mark.parametrize(("first", "lasts"), [(0, False), (1, True)], ids=["once", "full"])
+def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts):
+    def run() -> tuple[int, int]:
+        num_failed = num_saved = 0
+        for number in range(first, 1000, 3):
+            with memory_folder() as root:
+                ending = Child(save_watched, root, Fault(number, lasts=lasts)).end()
+                if ending is None:
+                    num_saved += 1
+                    check_whole(root / "gpt")
+                else:
+                    num_failed += 1
+                    assert "No space left on device" in ending, ending
+                    assert names_in(root) == [] or not lasts, "there is room enough to delete"
+                    assert "gpt" not in names_in(root)
+                # What is not on disk for good, and what cannot be deleted, is no reason to fail.
+                if num_saved > 6:
+                    return num_failed, num_saved
+        raise AssertionError("the save never came to its end")
+
+    num_failed, _ = forked.run(run, timeout=300.0)
+    assert num_failed > 10
+
+
+# Models of the transformers library
+
+
+def their_model(architecture: str, tied: bool) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{architecture}Config")(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    return getattr(transformers, f"{architecture}ForCausalLM")(settings)
+
+
+def sharded(model: nn.Module, engine: str) -> nn.Module:
+    mesh = build_mesh("cpu", dist.get_world_size())
+    if engine == "torch_fsdp2":
+        torch_fsdp2.shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    else:
+        parallel = data_parallel("optim_grads_params")
+        megatron_fsdp.shard_model(model, mesh, CPU, parallel, compute_dtype=torch.float32, reset_parameters=None)
+    return model
+
+
+def train(model: nn.Module, num_steps: int, rank: int = 0, world_size: int = 1) -> list[float]:
+    """Losses of the steps on one global batch each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for number in range(num_steps):
+        tokens = torch.randint(0, VOCAB, (4, 9), generator=torch.Generator().manual_seed(number))
+        own = tokens[rank::world_size]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().double()
+        if world_size > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / world_size)
+    return losses
+
+
+def test_their_models_train_under_both_engines_and_are_saved_for_them(transformers, tmp_path):
+    def run(folder: Path, architecture: str, tied: bool, engine: str) -> list[float]:
+        rank = dist.get_rank()
+        model = sharded(their_model(architecture, tied), engine)
+        losses = train(model, 3, rank, 2)
+        save_hf(model, folder, CPU)
+        expected = local_weights(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_tensor(parameter).zero_()
+        load_hf(model, folder)
+        got = local_weights(model)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        return losses + train(model, 1, rank, 2)
+
+    for architecture, tied in (("Qwen3", True), ("Llama", False)):
+        plain = their_model(architecture, tied)
+        expected = train(plain, 3)
+        names = set(plain.state_dict()) - ({"lm_head.weight"} if tied else set())
+        expected += train(plain, 1)
+        for engine in ENGINES:
+            folder = tmp_path / f"{architecture} {engine}"
+            assert run_ranks(2, run, folder, architecture, tied, engine)[0] == pytest.approx(expected, rel=1e-6)
+            assert names_in(folder) == ["config.json", "generation_config.json", "model.safetensors"]
+            assert load_file(folder / "model.safetensors").keys() == names
+            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert type(loaded).__name__ == f"{architecture}ForCausalLM"
+            assert loaded.config.architectures == [f"{architecture}ForCausalLM"]
+            assert not any(report.values())
+            assert train(loaded, 1) == pytest.approx(expected[-1:], rel=1e-6)
+    # A config of another arithmetic is refused here as well.
+    change_config(tmp_path / "Llama torch_fsdp2", rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    with pytest.raises(CheckpointError, match=r"rope_theta': 7\.0"):
+        load_hf(their_model("Llama", False), tmp_path / "Llama torch_fsdp2")

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.store import LocalStore, RemoteStore, open_store
+from megatron.core.options import ConfigError
+from megatron.training import inject
+from megatron.training.events import EventLog, read_events
+from megatron.training.inject import (
+    KINDS,
+    PHASES,
+    InjectConfig,
+    Injection,
+    Injections,
+    check_paths,
+    looks_like_production,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def injections(folder: Path, *specs: str, rank: int = 0, restart: int = 0) -> Injections:
+    return Injections(
+        InjectConfig(specs), rank=rank, restart=restart, events=EventLog(folder, rank=rank, restart=restart)
+    )
+
+
+def told(folder: Path) -> list[tuple[str, str, int]]:
+    """The faults that the event log names, with phase and iteration."""
+    return [(event["spec"], event["phase"], event["iteration"]) for event in read_events(folder)]
+
+
+@pytest.fixture
+def struck(monkeypatch) -> list[str]:
+    """What has struck, where a process would otherwise have ended or slept."""
+    strikes: list[str] = []
+    monkeypatch.setattr(inject.os, "kill", lambda pid, number: strikes.append(f"kill {pid} {number}"))
+    monkeypatch.setattr(inject, "hang_for_ever", lambda: strikes.append("hang"))
+    monkeypatch.setattr(inject.time, "sleep", lambda seconds: strikes.append(f"sleep {seconds}"))
+    return strikes
+
+
+KILLED = f"kill {os.getpid()} {signal.SIGKILL}"
+
+
+# Specifications.
+
+
+def test_a_specification_names_rank_iteration_phase_delay_and_restart():
+    assert Injection.parse("kill:rank=1,step=17,at=step,delay=0.004,restart=2") == Injection(
+        "kill:rank=1,step=17,at=step,delay=0.004,restart=2", "kill", rank=1, step=17, at="step", restart=2, delay=0.004
+    )
+    assert Injection.parse("slow:step=3,seconds=0.5,times=1,rank=any,restart=any") == Injection(
+        "slow:step=3,seconds=0.5,times=1,rank=any,restart=any",
+        "slow",
+        rank=None,
+        step=3,
+        restart=None,
+        seconds=0.5,
+        times=1,
+    )
+    default = Injection.parse("nan:step=5")
+    assert (default.rank, default.restart, default.at) == (0, 0, "forward")
+    assert Injection.parse("hang:at=data").step is None, "whatever it is resumed from"
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("reboot:step=1", "a kind among kill, hang, nan, slow, disk-full"),
+        ("", "a non-empty string"),
+        ("kill", "step=, the iteration to strike in"),
+        ("kill:", "step=, the iteration to strike in"),
+        ("kill:step", "step= a whole number, 0 or more"),
+        ("kill:step=1,,rank=0", "keys among rank, step, restart, at, delay for kill"),
+        ("kill:stage=1", "keys among rank, step, restart, at, delay for kill"),
+        ("kill:step=1,step=2", "step once"),
+        ("kill:step=-1", "step= a whole number, 0 or more"),
+        ("kill:step=0", "step= of at least 1 at forward"),
+        ("kill:step=0,at=save", "step= of at least 1 at save"),
+        ("kill:step=1,rank=first", "rank= a whole number, 0 or more, or any"),
+        ("kill:step=1,restart=1.5", "restart= a whole number, 0 or more, or any"),
+        ("kill:step=any", "step= a whole number, 0 or more"),
+        ("kill:step=1,at=lunch", "at= one of build, load, data, batch, forward"),
+        ("kill:step=1,delay=soon", "delay= a number of seconds, 0 or more"),
+        ("kill:step=1,delay=inf", "delay= a number of seconds, 0 or more"),
+        ("kill:step=3,at=build", "step=0 at build"),
+        ("hang:step=1,delay=0.1", "keys among rank, step, restart, at for hang"),
+        ("nan:step=1,at=step", "keys among rank, step, restart for nan"),
+        ("nan:rank=1", "step=, the iteration to strike in"),
+        ("slow:step=1", "seconds=, more than 0, for slow"),
+        ("slow:step=1,seconds=0", "seconds=, more than 0, for slow"),
+        ("slow:step=1,seconds=1,times=0", "times= of at least 1"),
+        ("disk-full:step=2,at=save", "keys among rank, step, restart for disk-full"),
+        ("disk-full:rank=1", "step=, the iteration to strike in"),
+    ],
+)
+def test_whatever_cannot_be_injected_is_refused_with_what_was_expected(spec, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
+        InjectConfig((spec,))
+    assert str(caught.value).startswith("--inject: expected ")
+    assert repr(spec) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=40) | st.from_regex(r"(kill|slow|nan):([a-z]+=[a-z0-9.]+,?){0,4}", fullmatch=True))
+def test_any_text_is_a_specification_or_a_configuration_error(text):
+    try:
+        (injection,) = InjectConfig((text,)).injections
+    except ConfigError:
+        return
+    assert injection.kind in KINDS
+    assert injection.at in PHASES
+
+
+# Moments.
+
+
+def test_without_the_flag_nothing_is_done_or_written(tmp_path, struck):
+    none = injections(tmp_path)
+    for phase in PHASES:
+        none.at(phase, 1)
+    store = LocalStore(tmp_path)
+    assert none.store(store) is store
+    assert none.forward_step(loss_of_batch, 1) is loss_of_batch
+    assert struck == told(tmp_path) == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_is_killed_once_at_the_beginning_of_its_phase_and_in_no_other(tmp_path, struck, phase):
+    spec = f"kill:rank=1,step={0 if phase == 'build' else 2},at={phase}"
+    doomed, other = (injections(tmp_path, spec, rank=rank) for rank in (1, 0))
+    for _ in range(2):
+        for iteration in range(4):
+            for at in PHASES:
+                doomed.at(at, iteration)
+                other.at(at, iteration)
+    assert struck == [KILLED]
+    assert told(tmp_path) == [(spec, phase, 0 if phase == "build" else 2)]
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["rank"], event["restart"]) == ("inject", 1, 0)
+
+
+def test_a_phase_of_the_start_without_an_iteration_is_any_start(tmp_path, struck):
+    injections(tmp_path, "hang:at=data,restart=1", restart=1).at("data", 40)
+    assert struck == ["hang"]
+    assert told(tmp_path) == [("hang:at=data,restart=1", "data", 40)]
+
+
+@pytest.mark.parametrize(("key", "strikes"), [("", [0]), (",restart=2", [2]), (",restart=any", [0, 1, 2])])
+def test_a_fault_strikes_in_its_restart_alone(tmp_path, struck, key, strikes):
+    for restart in range(3):
+        injections(tmp_path, f"kill:step=1{key}", restart=restart).at("forward", 1)
+    assert [event["restart"] for event in read_events(tmp_path)] == strikes
+    assert struck == [KILLED] * len(strikes)
+
+
+def test_any_rank_is_every_rank(tmp_path, struck):
+    for rank in range(3):
+        injections(tmp_path, "kill:rank=any,step=1", rank=rank).at("forward", 1)
+    assert [event["rank"] for event in read_events(tmp_path)] == [0, 1, 2]
+    assert len(struck) == 3
+
+
+def test_a_delay_strikes_from_a_thread_in_the_middle_of_what_follows(tmp_path, monkeypatch):
+    """The main thread goes on, and the event names the phase that it has got to."""
+    has_struck, threads = threading.Event(), []
+
+    def kill(_pid: int, _number: int) -> None:
+        threads.append(threading.current_thread())
+        has_struck.set()
+
+    monkeypatch.setattr(inject.os, "kill", kill)
+    spec = "kill:step=1,at=step,delay=0.05"
+    doomed = injections(tmp_path, spec)
+    doomed.at("step", 1)
+    assert not has_struck.is_set()
+    doomed.at("batch", 2)
+    assert has_struck.wait(10)
+    assert threads != [threading.main_thread()]
+    assert told(tmp_path) == [(spec, "batch", 2)]
+
+
+def test_a_slow_rank_sleeps_once_in_every_iteration_from_the_first_on(tmp_path, struck):
+    slow = injections(tmp_path, "slow:step=2,seconds=0.5,at=backward")
+    for iteration in (1, 2, 3):
+        for phase in ("forward", "backward", "forward", "backward"):
+            slow.at(phase, iteration)
+    assert struck == ["sleep 0.5"] * 2
+    assert told(tmp_path) == [("slow:step=2,seconds=0.5,at=backward", "backward", 2)], "it is told once"
+
+
+def test_a_slow_rank_may_be_slow_for_so_many_iterations(tmp_path, struck):
+    slow = injections(tmp_path, "slow:step=2,seconds=0.5,times=2")
+    for iteration in range(1, 7):
+        slow.at("forward", iteration)
+    assert struck == ["sleep 0.5"] * 2
+
+
+def test_several_faults_are_each_their_own(tmp_path, struck):
+    both = injections(tmp_path, "slow:step=1,seconds=0.5,times=1", "kill:step=2", "kill:step=2,at=save")
+    for iteration in (1, 2):
+        both.at("forward", iteration)
+    assert struck == ["sleep 0.5", KILLED]
+
+
+# The faults themselves.
+
+
+PROGRAM = (
+    "import sys\n"
+    "from megatron.training.events import EventLog\n"
+    "from megatron.training.inject import InjectConfig, Injections\n"
+    "config = InjectConfig((sys.argv[2],))\n"
+    "Injections(config, rank=0, restart=0, events=EventLog(sys.argv[1])).at('forward', 1)\n"
+)
+
+
+def test_sigkill_ends_the_process_after_its_event_is_written(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "kill:step=1"]
+    done = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert told(tmp_path) == [("kill:step=1", "forward", 1)]
+
+
+def test_a_rank_that_hangs_sleeps_for_ever(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "hang:step=1"]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not told(tmp_path):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert told(tmp_path) == [("hang:step=1", "forward", 1)]
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        finally:
+            process.kill()
+
+
+def loss_of_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).sum()
+
+
+def test_the_loss_is_nan_in_all_microbatches_of_its_iteration_and_no_other(tmp_path):
+    model, batch = torch.nn.Linear(2, 1), {"x": torch.ones(1, 2)}
+    spec = "nan:step=2"
+    poison = injections(tmp_path, spec)
+    for iteration, is_bad in ((1, False), (2, True), (3, False), (2, False)):
+        forward_step = poison.forward_step(loss_of_batch, iteration)
+        for _ in range(2):
+            loss = forward_step(model, batch)
+            assert math.isnan(loss.item()) == is_bad, iteration
+            loss.backward()
+    assert told(tmp_path) == [(spec, "forward", 2)], "once"
+
+
+@pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
+def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_path, kind):
+    folder = tmp_path / "saves"
+    root = str(folder) if kind is LocalStore else f"memory:/{folder}"
+    spec = "disk-full:step=4"
+    real = open_store(root)
+    assert type(real) is kind
+    store = injections(tmp_path / "events", spec).store(real)
+    for iteration, is_full in ((2, False), (4, True), (40, False)):
+        draft = store.draft_name(f"iter_{iteration:07d}", "0a1b2")
+        store.make_folder(draft)
+        sink = store.open_data(f"{draft}/__0_0.distcp")
+        for write in (lambda: sink.write(memoryview(b"data")), lambda: store.write(f"{draft}/.metadata", b"data")):  # noqa: B023
+            if is_full:
+                with pytest.raises(OSError, match="No space left on device") as caught:
+                    write()
+                assert caught.value.errno == errno.ENOSPC
+                assert f"{real.root}/{draft}/" in str(caught.value.filename)
+            else:
+                write()
+        if is_full:
+            sink.abort()
+            assert not store.exists(f"{draft}/__0_0.distcp"), "the sink is the store's own"
+            store.write(f"{draft}/failed_0.json", b"")
+        else:
+            sink.close(4)
+            assert store.read(f"{draft}/__0_0.distcp") == store.read(f"{draft}/.metadata") == b"data"
+    store.write("latest_checkpointed_iteration.txt", b"40\n")
+    assert store.folders() == real.folders()
+    assert (store.root, store.is_rename_atomic) == (real.root, real.is_rename_atomic)
+    assert told(tmp_path / "events") == [(spec, "save", 4)], "once"
+
+
+# Production.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/try",
+        "file:///tmp/run",
+        "/data/prod/gpt",
+        "/data/production/gpt",
+        "/mnt/release-2/corpus_text_document",
+        "runs/LIVE",
+        "/data/gpt_live3/x",
+        "prod",
+        "/data/x.prod",
+    ],
+)
+def test_paths_that_look_like_production_are_refused(path):
+    assert looks_like_production(path)
+    with pytest.raises(ConfigError, match=re.escape("--inject: expected local paths without live, prod, production,")):
+        check_paths(InjectConfig(("kill:step=1",)), ["/tmp/run", path])
+    check_paths(InjectConfig(), [path])
+
+
+@pytest.mark.parametrize("path", ["/tmp/run", "runs/gpt_cpu", "/data/products/alive", "/home/oliver/reproduction", ""])
+def test_other_paths_are_not(path):
+    assert not looks_like_production(path)
+    check_paths(InjectConfig(("kill:step=1",)), [path])

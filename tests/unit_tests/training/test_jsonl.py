@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.jsonl import JsonLines, finite, read_json_lines
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(), SCALARS, max_size=2)
+RECORDS = st.dictionaries(st.text(), VALUES, max_size=3)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "deep" / "lines.jsonl"
+
+
+@settings(max_examples=100, deadline=None)
+@given(records=st.lists(RECORDS, max_size=3))
+def test_what_is_read_is_what_was_appended_to_the_last_bit(records):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        for record in records:
+            JsonLines(path).append(record)
+        assert read_json_lines(path) == records
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    before=st.lists(RECORDS, max_size=3), torn=RECORDS, after=st.lists(RECORDS, min_size=1, max_size=3), data=st.data()
+)
+def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        for record in (*before, torn):
+            JsonLines(path).append(record)
+        last = json.dumps(torn).encode() + b"\n"
+        assert path.read_bytes().endswith(last)
+        num_left = data.draw(st.integers(0, len(last)), label="bytes left of the torn line")
+        os.truncate(path, path.stat().st_size - len(last) + num_left)
+        is_whole = num_left >= len(last) - 1  # all of the object is there; the newline may be missing
+        assert read_json_lines(path) == [*before, *([torn] if is_whole else [])]
+        for record in after:
+            JsonLines(path).append(record)
+        assert read_json_lines(path) == [*before, *([torn] if is_whole else []), *after]
+        assert b"\n\n" not in path.read_bytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(junk=st.binary(max_size=40), record=RECORDS)
+def test_an_object_after_any_bytes_whatever_is_found(junk, record):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        path.write_bytes(junk)
+        JsonLines(path).append(record)
+        assert read_json_lines(path)[-1] == record
+
+
+def test_lines_that_are_no_objects_are_passed_over(path):
+    path.parent.mkdir()
+    lines = [b'{"a": 1}', b"", b"[1]", b"3", b'"text"', b'{"a":', b"\xff\xfe", b"\0\0\0", b"[" * 100_000, b'{"a": 2}']
+    path.write_bytes(b"\n".join(lines))
+    assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_no_file_has_no_lines(path):
+    assert read_json_lines(path) == []
+    path.parent.write_text("a file in the folder's place")
+    assert read_json_lines(path) == []
+
+
+def test_a_touched_file_is_there_and_keeps_what_it_has(path):
+    JsonLines(path).touch()
+    assert path.read_bytes() == b""
+    JsonLines(path).append({"a": 1})
+    JsonLines(path).touch()
+    assert read_json_lines(path) == [{"a": 1}]
+
+
+def test_numbers_that_are_not_finite_become_null_wherever_they_stand(path):
+    record = {"a": math.nan, "b": [math.inf, (1.5, -math.inf)], "c": {"d": np.float64("nan")}, "e": True}
+    assert finite(record) == {"a": None, "b": [None, [1.5, None]], "c": {"d": None}, "e": True}
+    JsonLines(path).append(record)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == finite(record)
+
+
+def test_what_json_does_not_know_becomes_its_text(path):
+    JsonLines(path).append({"path": Path("/runs/a"), "error": OSError(5, "I/O error")})
+    assert read_json_lines(path) == [{"path": "/runs/a", "error": "[Errno 5] I/O error"}]
+
+
+def test_a_folder_that_was_taken_away_is_made_anew(path):
+    lines = JsonLines(path)
+    lines.append({"a": 1})
+    path.rename(path.with_name("old.jsonl"))
+    lines.append({"a": 2})
+    path.unlink()
+    path.with_name("old.jsonl").unlink()
+    path.parent.rmdir()
+    lines.append({"a": 3})
+    assert read_json_lines(path) == [{"a": 3}]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_the_next_one_is_whole(path, monkeypatch):
+    lines = JsonLines(path)
+    lines.append({"a": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:4]))
+    with pytest.raises(OSError, match=r"Expected to append 9 bytes to .*lines.jsonl, got 4 written\."):
+        lines.append({"a": 2})
+    monkeypatch.undo()
+    lines.append({"a": 3})
+    assert read_json_lines(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_an_append_that_fails_leaves_no_descriptor_open(path, monkeypatch):
+    lines = JsonLines(path)
+    lines.append({"a": 1})
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  only their number matters
+
+    def fail(_descriptor, _line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="No space left"):
+        lines.append({"a": 2})
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+
+
+def test_threads_append_side_by_side_and_no_line_is_lost(path):
+    lines = JsonLines(path)
+    text = "x" * 5000  # more than a page: a reader may see a line of another writer half
+
+    def append(thread: int) -> None:
+        for number in range(50):
+            lines.append({"thread": thread, "number": number, "text": text})
+
+    threads = [threading.Thread(target=append, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [(record["thread"], record["number"]) for record in read_json_lines(path)]
+    assert sorted(found) == [(thread, number) for thread in range(4) for number in range(50)]
+
+
+APPENDS_FOR_EVER = """
+import sys
+from megatron.training.jsonl import JsonLines
+
+lines = JsonLines(sys.argv[1])
+number = 0
+while True:
+    lines.append({"writer": sys.argv[2], "number": number, "text": "x" * 3000})
+    number += 1
+    if number == 20:
+        print("going", flush=True)
+"""
+
+
+def test_killed_writers_cost_no_line_of_another(path):
+    for writer in "abc":
+        process = subprocess.Popen(
+            [sys.executable, "-c", APPENDS_FOR_EVER, str(path), writer], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == "going\n"
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(timeout=30) == -signal.SIGKILL
+    records = read_json_lines(path)
+    for writer in "abc":
+        numbers = [record["number"] for record in records if record["writer"] == writer]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) >= 20
