@@ -223,6 +223,12 @@ class RunConfig:
         )
         places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
         check_paths(self.inject, [place for place in places if place is not None])
+        expect(
+            self.checkpoint.ckpt_format != TORCH_DCP or all(one.kind != "disk-full" for one in self.inject.injections),
+            "--inject",
+            f"disk-full with --ckpt-format {FSDP_DTENSOR} only",
+            self.checkpoint.ckpt_format,
+        )
 
     def _check_engine(self, world_size: int) -> None:
         num_instances = self.parallel.num_distributed_optimizer_instances

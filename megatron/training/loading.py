@@ -108,7 +108,8 @@ def load_run(
                     state.step_info.consumed_samples,
                 )
                 return Loaded(path, info, list(damaged))
-        logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
+        if dist.get_rank() == 0:
+            logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
         damaged[path] = reason
     raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}")
 

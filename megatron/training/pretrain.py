@@ -165,7 +165,8 @@ class _Run:
         loaded = recover.load(engine)
         if not config.training.skip_train:
             recover.prepare_folder(engine, loaded)
-        self._mark("data", engine.state.step_info.iteration)
+        self._watch.status(iteration=engine.step_info().iteration, train_iters=config.training.train_iters)
+        self._mark("data", engine.step_info().iteration)
         datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
         own_run = loaded if loaded is not None and loaded.info.step_info == engine.step_info() else None
         with self._metrics(engine.step_info(), own_run) as metrics, recover:

@@ -150,10 +150,12 @@ class RecoverHandler:
                 known_damage=known.damaged,
                 on_damage=self._on_damage,
             )
-            if loaded is None:
-                logger.info("no checkpoint found in %s, starting from the beginning", flags.load)
-            elif not flags.finetune:
+            if loaded is not None and not flags.finetune:
                 self._report_differences(loaded.info)
+        if loaded is None:
+            places = dict.fromkeys(place for place in (save, self._config.checkpoint.load) if place is not None)
+            if places:
+                logger.info("no checkpoint found in %s, starting from the beginning", " or ".join(places))
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
         self._on_rank_0(

@@ -86,4 +86,7 @@ class RecoverInfo:
         for name, value in others.items():
             if not isinstance(value, dict):
                 raise CheckpointError(f"Expected {name} as a dict in {folder}, got {type(value).__name__}.")
-        return cls(step_info, schedule, plain.get("loss_scaler"), world_size=int(plain.get("world_size", 1)), **others)
+        world_size = plain.get("world_size", 1)
+        if type(world_size) is not int:
+            raise CheckpointError(f"Expected the number of ranks in {folder}, got {world_size!r}.")
+        return cls(step_info, schedule, plain.get("loss_scaler"), world_size=world_size, **others)

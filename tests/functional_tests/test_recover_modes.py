@@ -1,0 +1,231 @@
+"""How a run begins: anew, where it was, or not at all. Whole runs of `pretrain_gpt.py` in this process's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.options import ConfigError
+from megatron.training import recover
+from megatron.training.events import read_events
+from megatron.training.exits import ExitCode, ExitError, code_of
+from megatron.training.loading import load_checkpoint
+from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.test_checkpoints import SETTINGS
+from tests.functional_tests.test_failing_saves import flip_last_weight, published, trained
+from tests.ranks import run_ranks
+
+
+class Run(NamedTuple):
+    """How a run has ended on one rank."""
+
+    code: ExitCode
+    error: str
+    log: str
+    num_read: int  # checkpoints that it has begun to load
+
+
+def pretrain(*flags: object, restart: int = 0, world_size: int = 1) -> Run:
+    """A run, as the launcher has started it for the `restart`th time; what rank 0 tells."""
+    answers = run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)], restart)
+    assert len({answer[0] for answer in answers}) == 1, "all ranks end alike"
+    return Run(*answers[0])
+
+
+def _run(argv: Sequence[str], restart: int) -> tuple[Any, ...]:
+    log, error, code, num_read = io.StringIO(), "", ExitCode.FINISHED, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return load_checkpoint(*args)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        patch.setattr("megatron.training.loading.load_checkpoint", counted)
+        try:
+            code = pretrain_gpt.run(argv).code
+        except (CheckpointError, ConfigError, ExitError) as failure:
+            error, code = str(failure), code_of(failure)
+    return code, error, log.getvalue(), num_read
+
+
+def events(root: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(root) if event["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run over four iterations, and nothing else of it."""
+    root = tmp_path_factory.mktemp("saved")
+    pretrain("--save", root, "--save-interval", 1)
+    (root / "events.jsonl").unlink()
+    assert len(published(root)) == 4
+    return root
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    """The same, stopped after two iterations."""
+    root = Path(shutil.copytree(saved, tmp_path / "run"))
+    for name in ("iter_0000003", "iter_0000004"):
+        shutil.rmtree(root / name)
+    (root / "latest_checkpointed_iteration.txt").write_text("2\n")
+    return root
+
+
+@pytest.mark.parametrize("mode", [(), ("--recover-mode", "auto"), ("--recover-mode", "on")])
+def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_same_bits(run, saved, tmp_path, mode):
+    done = pretrain("--save", run, *mode, "--metrics-jsonl", tmp_path / "metrics")
+    assert done.code == 0, done.error
+    assert trained(tmp_path / "metrics") == [3, 4]
+    assert_same_tensors(read_checkpoint(run), read_checkpoint(saved))
+    (resumed,) = events(run, "resume")
+    assert (resumed["iteration"], resumed["consumed_samples"]) == (2, 8)
+    assert resumed["checkpoint"] == f"{run.resolve()}/iter_0000002"
+
+
+def test_without_a_checkpoint_auto_begins_and_on_refuses(tmp_path):
+    done = pretrain("--save", tmp_path / "new", "--recover-mode", "on")
+    assert done.code == ExitCode.BAD_CONFIGURATION
+    assert done.error == f"--recover-mode on: expected a checkpoint in {tmp_path / 'new'}, got none."
+    assert pretrain("--save", tmp_path / "new").code == 0
+    (resumed,) = events(tmp_path / "new", "resume")
+    assert (resumed["iteration"], resumed["checkpoint"]) == (0, None)
+
+
+def test_off_refuses_a_folder_that_holds_a_run(run):
+    done = pretrain("--save", run, "--recover-mode", "off")
+    assert done.code == ExitCode.BAD_CONFIGURATION
+    assert "--save: expected a folder without checkpoints beyond iteration 0" in done.error
+
+
+def test_what_load_says_holds_for_the_first_start_only(saved, tmp_path):
+    """Fine-tuned from another run's weights, stopped, and started by the same command."""
+    flags = ["--load", saved, "--finetune", "--save", tmp_path / "tuned", "--save-interval", 1]
+    whole = ["--load", saved, "--finetune", "--save", tmp_path / "whole"]
+    assert pretrain(*flags, "--exit-interval", 3).code == 0
+    metrics = tmp_path / "metrics"
+    assert pretrain(*flags, "--metrics-jsonl", metrics).code == 0
+    assert trained(metrics) == [4]
+    assert pretrain(*whole).code == 0
+    assert_same_tensors(read_checkpoint(tmp_path / "tuned"), read_checkpoint(tmp_path / "whole"))
+    assert [event["iteration"] for event in events(tmp_path / "tuned", "resume")] == [0, 3]
+
+
+def test_the_newest_intact_checkpoint_is_taken_and_the_damaged_one_set_aside(run, tmp_path):
+    flip_last_weight(run / "iter_0000002", 0)
+    done = pretrain("--save", run, "--metrics-jsonl", tmp_path / "metrics")
+    assert done.code == 0
+    assert trained(tmp_path / "metrics") == [2, 3, 4]
+    (line,) = [line for line in done.log.splitlines() if "DAMAGED" in line]
+    assert f"{run}/iter_0000002 is passed over" in line
+    (damaged,) = events(run, "damaged")
+    assert damaged["checkpoint"] == f"{run.resolve()}/iter_0000002"
+    assert "iter_0000002/__0_0.distcp" in damaged["reason"]
+    assert len(events(run, "set_aside")) == 1
+    assert [name.split(".")[-1] for name in published(run) if "iter_0000002" in name] == ["damaged"]
+
+
+def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_reads_them_again(run):
+    for name in published(run):
+        flip_last_weight(run / name, 0)
+    for restart, num_read in enumerate((2, 0, 0)):
+        done = pretrain("--save", run, restart=restart)
+        assert done.code == ExitCode.BAD_FILES
+        assert done.error.startswith(f"Expected a checkpoint in {run} that is whole, got: ")
+        assert "iter_0000002/__0_0.distcp" in done.error
+        assert done.log.count("DAMAGED") == 2
+        assert done.num_read == num_read
+    assert len(events(run, "damaged")) == 2
+    assert events(run, "resume") == []
+    assert pretrain("--save", run).num_read == 2, "whoever starts it by hand may have mended it"
+
+
+def test_a_run_that_gets_nowhere_is_given_up(run):
+    """Each start dies in the iteration after the checkpoint."""
+    flags = ["--save", run, "--recover-retries", 2, "--check-for-nan-in-loss", "--inject", "nan:step=3,restart=any"]
+    codes = []
+    for restart in range(5):
+        done = pretrain(*flags, restart=restart)
+        codes.append(done.code)
+    assert codes == [ExitCode.NON_FINITE_LOSS] * 3 + [ExitCode.NO_PROGRESS] * 2
+    assert "Expected to get from iteration 2 to the next checkpoint in 2 relaunches" in done.error
+    assert pretrain("--save", run, restart=0).code == 0, "a human may try again"
+
+
+def test_relaunches_that_get_further_are_not_counted(run):
+    flags = ["--save", run, "--save-interval", 1, "--recover-retries", 1, "--check-for-nan-in-loss"]
+    for restart, last in enumerate((3, 4)):
+        done = pretrain(*flags, "--inject", f"nan:step={last},restart=any", restart=restart)
+        assert done.code == ExitCode.NON_FINITE_LOSS
+    assert pretrain(*flags, restart=2).code == 0
+
+
+def test_seconds_between_saves_are_counted_by_each_rank_and_agreed(tmp_path):
+    """On the second rank alone they are over, in the third iteration."""
+
+    def body(argv: list[str]) -> None:
+        late = {"asked": 0}
+
+        def clock() -> float:
+            late["asked"] += torch.distributed.get_rank()
+            return 1000.0 if late["asked"] > 6 else 0.0
+
+        with pytest.MonkeyPatch.context() as patch:
+            handler = recover.RecoverHandler
+            patch.setattr(
+                "megatron.training.pretrain.RecoverHandler",
+                lambda *args, **named: handler(*args, **named, clock=clock),
+            )
+            pretrain_gpt.run(argv)
+
+    flags = ["--save", str(tmp_path), "--save-interval-seconds", "900"]
+    run_ranks(2, body, [*SETTINGS, *flags])
+    *early, last = published(tmp_path)
+    assert last == "iter_0000004"
+    assert early == ["iter_0000003"]
+
+
+def test_epochs_need_data_that_has_an_end(tmp_path):
+    done = pretrain("--save", tmp_path, "--save-interval-epochs", 1)
+    assert done.code == ExitCode.BAD_CONFIGURATION
+    assert done.error.startswith("--save-interval-epochs: expected training data from one source")
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
+    flags = ["--eval-interval", 2, "--save", tmp_path / "run", "--save-interval", 1]
+    pretrain(*flags, "--exit-interval", 2, "--metrics-jsonl", tmp_path / "metrics")
+    pretrain(*flags, "--metrics-jsonl", tmp_path / "metrics")
+    pretrain("--eval-interval", 2, "--metrics-jsonl", tmp_path / "whole")
+
+    def evaluations(path: Path) -> list[tuple[int, str, float]]:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        return [(r["iteration"], r["split"], r["loss"]) for r in records if r["kind"] == "eval"]
+
+    assert evaluations(tmp_path / "metrics") == evaluations(tmp_path / "whole")
+    assert evaluations(tmp_path / "whole")[0][0] == 2
+
+
+def test_log_lines_after_a_resume_are_those_of_a_run_that_was_not_stopped(tmp_path):
+    """The stop falls into an interval between two lines."""
+    flags = ["--log-interval", 4, "--eval-iters", 0]
+    whole = pretrain(*flags)
+    pretrain(*flags, "--save", tmp_path, "--exit-interval", 3)
+    resumed = pretrain(*flags, "--save", tmp_path)
+    losses = [
+        [part for line in done.log.splitlines() for part in line.split("|") if "lm loss" in part]
+        for done in (whole, resumed)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 1
