@@ -7,7 +7,7 @@
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711 on node1
     progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
     checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since
-    restarts: 1, from iteration 200 with 2 ranks; last end: rank 1 was killed in iteration 217 (forward)
+    restarts: 1, the last from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration 217 (forward)
     trouble: none
 
 DIR is the folder of --events-dir, or of --save without it. The state is one of
@@ -52,7 +52,8 @@ STALE_SECONDS = 60.0  # a heartbeat is written every few seconds; a slow file sy
 _TOO_MUCH = 1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
 # As in megatron.core.dist_checkpointing.folders, which imports torch: 2 seconds that who looks often does not have.
 _FOLDER = re.compile(r"iter_(\d{7,})")
-# Of the names in megatron.training.exits, which imports torch too; all others are failures.
+# Of the names in megatron.training.exits, which imports torch too. A signal that is not handled gives its own name; all
+# others are failures.
 _ENDS = {"FINISHED": "finished", "PREEMPTED": "preempted", "PREEMPTED_UNSAVED": "preempted", "HANG": "hung"}
 
 
@@ -220,9 +221,10 @@ def _state(session: Session, heartbeat: Event | None, now: float, stale_seconds:
     end = session.end()
     if end is not None:
         name, code = str(end.get("name")), _whole(_number(end, "code"))
+        state = "preempted" if name.startswith("SIG") else _ENDS.get(name, "failed")
         detail = f"exit code {'unknown' if code is None else code} ({name})"
         exit_code = EXIT_DEAD if code is None else code & 0xFF
-        return _state_of(_ENDS.get(name, "failed"), exit_code, _number(end, "time"), now, detail)
+        return _state_of(state, exit_code, _number(end, "time"), now, detail)
     life = _life(session, heartbeat, now, stale_seconds)
     if life.why_dead is not None:
         return _state_of("dead", EXIT_DEAD, life.seen, now, life.why_dead)
@@ -290,12 +292,13 @@ def _heartbeat_text(heartbeat: Event | None, now: float) -> str:
 
 def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) -> dict[str, Any]:
     """How far the session has come, by whatever says most."""
-    beat, end = heartbeat or {}, session.end() or {}
-    # A fault is injected into the iteration after those that have been made.
-    known = [_number(event, "iteration") for event in (beat, *session.events) if event.get("event") != "inject"]
-    iteration = _number(end, "iteration")
-    if iteration is None:
-        iteration = max((each for each in known if each is not None), default=None)
+    beat = heartbeat or {}
+    if session.events and session.last("resume") is None:
+        beat = {**beat, "iteration": None}  # not known until a checkpoint is loaded, or there is none
+    # At least: a fault, a signal or an error comes in the iteration after those that have been made.
+    least = [(_number(event, "iteration"), _is_under_way(event)) for event in (beat, *session.events)]
+    known = [max(0.0, iteration - is_under_way) for iteration, is_under_way in least if iteration is not None]
+    iteration = max(known, default=None)
     totals = (_number(event, "train_iters") for event in (beat, *reversed(session.events)))
     train_iters = next((each for each in totals if each is not None), None)
     ms, left = _number(beat, "ms_per_iteration"), None
@@ -309,6 +312,12 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
         "ms_per_iteration": ms,
         "seconds_left": left,
     }
+
+
+def _is_under_way(event: Event) -> bool:
+    """Whether the iteration that an event names is one that is being made."""
+    is_error = event.get("event") == "exit" and event.get("name") not in ("FINISHED", "PREEMPTED")
+    return is_error or event.get("event") in ("inject", "signal")
 
 
 def _is_early(progress: dict[str, Any]) -> bool:
@@ -350,11 +359,13 @@ def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any
 
 
 def _cause(session: Session) -> str:
-    """Why a session ended, in the words of who found out."""
-    found, end = session.last("lost", "hang"), session.end()
+    """Why a session ended, in the words of who found out first."""
+    found = next((event for event in session.events if event.get("event") in ("lost", "hang")), None)
+    end = session.end()
     for event, key in ((found, "cause"), (end, "reason"), (end, "name")):
         if event is not None and event.get(key):
-            return str(event[key])
+            name = str(event.get("name"))
+            return f"{name}: {event[key]}" if name.startswith("SIG") else str(event[key])
     return "not known: all ranks ended without a word"
 
 
@@ -380,7 +391,7 @@ def _state_line(status: dict[str, Any]) -> str:
 
 def _progress_line(progress: dict[str, Any]) -> str:
     if progress["iteration"] is None:
-        return "not known"
+        return "none yet"
     total = "" if progress["train_iters"] is None else f"/{progress['train_iters']}"
     parts = [f"iteration {progress['iteration']}{total}"]
     if progress["loss"] is not None:
@@ -413,9 +424,9 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
 def _restarts_line(restarts: dict[str, Any]) -> str:
     text = str(restarts["count"] or "none")
     if restarts["count"] and restarts["iteration"] is not None:
-        text += f", from iteration {restarts['iteration']}"
+        text += f", the last from iteration {restarts['iteration']}"
     if restarts["world_size"] is not None:
-        text += f"{' ' if restarts['count'] else ', '}with {_count(restarts['world_size'], 'rank')}"
+        text += f", with {_count(restarts['world_size'], 'rank')}"
     return text + ("" if restarts["last_end"] is None else f"; last end: {restarts['last_end']}")
 
 

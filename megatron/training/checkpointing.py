@@ -156,7 +156,9 @@ def make_save_folder(root: str) -> None:
             ) from None
 
 
-def check_save_folder(config: CheckpointConfig, start_iteration: int, damaged: Sequence[str] = ()) -> list[str]:
+def check_save_folder(
+    config: CheckpointConfig, start_iteration: int, damaged: Sequence[str] = ()
+) -> list[tuple[str, str]]:
     """Makes the folder of `--save` ready for a run. Called by all ranks together, before there is anything to lose.
 
     Args:
@@ -164,7 +166,7 @@ def check_save_folder(config: CheckpointConfig, start_iteration: int, damaged: S
             aside: they would stand in the way of what is saved again.
 
     Returns:
-        What has been set aside, a sentence each.
+        The paths of what has been set aside, each with a sentence that says where it is now.
 
     Raises:
         ConfigError: if it holds checkpoints that this run would come to overwrite.
@@ -181,7 +183,7 @@ def place_of(root: str) -> str:
     return str(Path(store.root).resolve()) if store.is_rename_atomic else store.root
 
 
-def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) -> list[str]:
+def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) -> list[tuple[str, str]]:
     store = open_store(root)
     newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
     own = {f"{place_of(root)}/{checkpoint_name(iteration)}" for iteration in newer} & set(damaged)
@@ -194,7 +196,7 @@ def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) 
     return _set_aside(store, start_iteration, newer)
 
 
-def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> list[str]:
+def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> list[tuple[str, str]]:
     if damaged:
         # First: it must not name what is not there.
         store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
@@ -202,8 +204,9 @@ def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> li
     for iteration in damaged:
         aside = store.set_aside(checkpoint_name(iteration))
         where = "is deleted" if aside is None else f"is set aside as {store.root}/{aside}"
-        done.append(f"the damaged checkpoint of iteration {iteration} {where}")
-        logger.warning("%s", done[-1])
+        sentence = f"the damaged checkpoint of iteration {iteration} {where}"
+        logger.warning("%s", sentence)
+        done.append((f"{place_of(store.root)}/{checkpoint_name(iteration)}", sentence))
     return done
 
 

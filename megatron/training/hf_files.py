@@ -212,10 +212,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """TypeError for what `save_tokenizer` does not take."""
+    """CheckpointError for what `save_tokenizer` does not take."""
     is_ours = isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer))
     if tokenizer is not None and not is_ours and not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise TypeError(f"Expected a tokenizer of ours or one with save_pretrained, got {type(tokenizer).__name__}.")
+        raise CheckpointError(
+            f"Expected a tokenizer of ours or one with save_pretrained, got {type(tokenizer).__name__}."
+        )
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:

@@ -94,15 +94,16 @@ def save_hf(
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be written.
-        TypeError, ValueError: for such a tokenizer, folder or size.
+        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be written, or for a
+            tokenizer of another kind.
+        ValueError: for a URL, or shards without room.
     """
     if "://" in str(folder):
         raise ValueError(f"Expected a folder of a file system, got {folder}.")
     if max_shard_bytes < 1:
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
     start, folder = time.perf_counter(), Path(folder)
-    check_tokenizer(tokenizer)
+    on_all_ranks(lambda: check_tokenizer(tokenizer))
     contents = on_all_ranks(lambda: _collect(model))
     names = on_all_ranks(lambda: _names_of(model, contents))
     token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
@@ -352,13 +353,12 @@ def _pieces(entry: Entry) -> Iterator[Box]:
 
 @torch.no_grad()
 def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
+    """Reads this rank's parts, in place. That autograd sees the writes is what makes compute weights follow."""
     for entry in contents.entries:
         part = entry.part_of(entry.values.target())
         for box in _pieces(entry):
             part[box.within(entry.offsets).slices()].copy_(files.read(sources[entry.key], box))
         entry.values.install()
-    # The values were put into place behind autograd's back; compute weights follow what it sees.
-    torch.autograd.graph.increment_version(list(contents.names))
 
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:

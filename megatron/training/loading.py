@@ -250,7 +250,13 @@ def _load_torch_dcp(
     def check() -> tuple[_Plain, Metadata]:
         plain = _Plain.read(flags, schedule, state, read_train_state(store, name), str(folder))
         metadata = read_metadata(folder)
-        check_files(folder, metadata)
+        check_files(
+            folder,
+            metadata,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            checks_data=flags.verify_checkpoint,
+        )
         return plain, metadata
 
     plain, metadata = on_all_ranks(check)

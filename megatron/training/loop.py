@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
@@ -23,6 +23,8 @@ from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepR
 from megatron.training.stop import Stop, StopConditions
 
 logger = logging.getLogger(__name__)
+
+_PREEMPTED = (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
 
 
 class Watch(Protocol):
@@ -119,6 +121,8 @@ def train(
             _write(engine, surroundings, "step", seconds=time.perf_counter() - start)
         *stop_votes, busy, failed, late = result.votes
         stop = surroundings.stop.stop(step_info.iteration, stop_votes)
+        if stop is not None and stop.code is ExitCode.PREEMPTED and not saves:
+            stop = replace(stop, code=ExitCode.PREEMPTED_UNSAVED, reason=f"{stop.reason}, and there is no --save")
         if failed and config.checkpoint.exit_on_save_failure and (stop is None or stop.saves):
             stop = Stop("a checkpoint could not be saved", ExitCode.NOT_SAVED, saves=True)
         is_last = stop is not None or step_info.iteration == train_iters
@@ -131,7 +135,8 @@ def train(
             surroundings.mark("save", step_info.iteration)
             surroundings.recover.dump(engine, surroundings.info(engine), busy)
         surroundings.metrics.resume_clock()
-        if stop is not None and step_info.iteration < train_iters:
+        # What was planned is done with the last iteration, but a signal means now.
+        if stop is not None and (stop.code in _PREEMPTED or step_info.iteration < train_iters):
             engine.state.optimizer.synchronize()
             logger.info("exiting at iteration %d of %d: %s", step_info.iteration, train_iters, stop.reason)
             return stop

@@ -137,9 +137,13 @@ class RecoverHandler:
         """
         start, save = self._clock(), self._config.checkpoint.save
         if save is not None and not self._config.training.skip_train:
+            if not self._config.checkpoint.save_optim:
+                logger.warning(
+                    "--no-save-optim: what is saved in %s cannot be gone on with, only loaded as weights", save
+                )
             on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
         known = on_first_rank(self._memory, "reading the event log")
-        flags = self._flags()
+        flags = self._flags(known)
         loaded = None
         if flags is not None:
             loaded = load_run(
@@ -171,10 +175,10 @@ class RecoverHandler:
     def prepare_folder(self, engine: ModuleEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run; see `check_save_folder`. All ranks call it together."""
         damaged = [] if loaded is None else loaded.damaged
-        for sentence in check_save_folder(self._config.checkpoint, engine.step_info().iteration, damaged):
-            self._on_rank_0("set_aside", what=sentence)
+        for path, what in check_save_folder(self._config.checkpoint, engine.step_info().iteration, damaged):
+            self._on_rank_0("set_aside", checkpoint=path, what=what)
 
-    def _flags(self) -> CheckpointConfig | None:
+    def _flags(self, known: _Memory) -> CheckpointConfig | None:
         """What to load, and how; None: nothing."""
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
         begins_as_told = checkpoint if checkpoint.load is not None else None
@@ -184,26 +188,34 @@ class RecoverHandler:
         newest = on_first_rank(lambda: latest_iteration(open_store(save)), f"looking for checkpoints in {save}")
         if newest is None and mode == "on":
             raise ConfigError(f"--recover-mode on: expected a checkpoint in {save}, got none.")
-        # Whoever loads from the run's own folder, a step of it or weights alone, means what they say.
+        # Whoever loads from the run's own folder, a step of it or weights alone, means what they say; but once, and not
+        # again when the job is relaunched.
         is_load = checkpoint.load is not None and place_of(checkpoint.load) == place_of(save)
-        return begins_as_told if newest is None or is_load else _everything_from(checkpoint, save)
+        if newest is None or (is_load and not known.has_saved):
+            return begins_as_told
+        return _everything_from(checkpoint, save)
 
     def _memory(self) -> _Memory:
         """What the processes of this job, up to the last relaunch by hand, have found out. On rank 0."""
         folder = self._config.events_dir
         if folder is None or self._restart_count == 0:
-            return _Memory({}, {})
+            return _Memory({}, {}, False)
         events = read_events(folder)
         starts = [n for n, event in enumerate(events) if event.get("event") == "start" and event.get("restart") == 0]
         damaged: dict[str, str] = {}
         attempts: dict[int, int] = {}
+        has_saved = False
         for event in events[starts[-1] if starts else 0 :]:
-            if event.get("event") == "damaged":
-                damaged[str(event.get("checkpoint"))] = str(event.get("reason"))
-            elif event.get("event") == "resume":
+            kind, path = event.get("event"), str(event.get("checkpoint"))
+            if kind == "damaged":
+                damaged[path] = str(event.get("reason"))
+            elif kind in ("save_published", "set_aside"):
+                damaged.pop(path, None)  # what is there now is another one, or nothing
+                has_saved |= kind == "save_published"
+            elif kind == "resume":
                 iteration = int(event.get("iteration") or 0)
                 attempts[iteration] = attempts.get(iteration, 0) + 1
-        return _Memory(damaged, attempts)
+        return _Memory(damaged, attempts, has_saved)
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries
@@ -350,6 +362,7 @@ class _Memory(NamedTuple):
 
     damaged: dict[str, str]  # why, by path
     attempts: dict[int, int]  # resumes, by iteration
+    has_saved: bool  # whether a checkpoint of this job's own is there
 
 
 def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:

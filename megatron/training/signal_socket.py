@@ -11,21 +11,26 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 # What schedulers and launchers end processes with.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender
 
 
 class SignalSocket:
-    """Tells the watchdog's thread of signals, also while the main thread is in a call that does not return."""
+    """Tells a thread of the signals that this process gets."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
+        self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # Forked processes, data workers say, write of their own signals into the same socket.
+        self._tells_sender = hasattr(socket, "SO_PASSCRED")
+        if self._tells_sender:
+            self._reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         for end in (self._reader, self._writer):
             end.setblocking(False)
         self._poll = select.poll()
@@ -34,16 +39,18 @@ class SignalSocket:
         self._previous_handler: Any = None
 
     def install(self, is_watching: Callable[[], bool]) -> None:
-        """Signals reach the socket from now on. Outside of the main thread nothing is installed."""
+        """Signals reach the socket from now on. Outside of the main thread nothing is installed.
+
+        Args:
+            is_watching: whether somebody waits for them. In a process that is forked later nobody does.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
+        self._is_watching = is_watching
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._is_watching = is_watching
             # Without a handler of Python's the signal would not reach the socket.
             self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     def uninstall(self) -> None:
         """Puts back what was there before."""
@@ -51,9 +58,8 @@ class SignalSocket:
             return
         signal.set_wakeup_fd(self._previous_fd)
         self._previous_fd = None
-        if self._previous_handler is not None and self.is_own(signal.SIGTERM):
+        if self.is_own(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._previous_handler)
-        self._previous_handler = None
 
     def is_own(self, number: signal.Signals) -> bool:
         """Whether nobody handles the signal but this."""
@@ -61,27 +67,22 @@ class SignalSocket:
 
     def wake(self) -> None:
         """Ends a `wait`."""
-        with contextlib.suppress(OSError):  # full: it wakes anyway
+        with contextlib.suppress(OSError):  # full: it ends anyway
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """The signals of interest that have come; waits so long for the first one, or a `wake`."""
+        """The signals of interest that have come, in order; waits so long for the first one, or for a `wake`."""
         self._poll.poll(1000 * seconds)
-        try:
-            numbers = self._reader.recv(4096)
-        except BlockingIOError:
-            return []
-        return [number for number in _SIGNALS if int(number) in numbers]
+        numbers: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, extra, *_ = self._reader.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+                if not self._tells_sender or any(_CREDENTIALS.unpack(item)[0] == os.getpid() for *_, item in extra):
+                    numbers.extend(data)
+        return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread: leaves it to the watchdog, or does what would have been done without one."""
+        """In the main thread: leaves it to who watches, or does what would have been done without this."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _forget(reference: weakref.ref[SignalSocket]) -> None:
-    """In a forked process, a data worker say: its signals are none of the rank's."""
-    signals = reference()
-    if signals is not None:
-        signals.uninstall()

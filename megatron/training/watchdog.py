@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
 _FIRST_TICK_SECONDS = 0.1  # until all ranks are there
 _BEAT_SECONDS = 5.0
-# A look at the clock that comes later than this was kept from looking: stopped, or starved. The time does not count as
-# idle, since the main thread could not use it either.
-_LONGEST_TICK_SECONDS = 2.0
+# A look that comes later than so many ticks after the last one was kept from it: the process was stopped, or starved.
+# The rest of the time does not count as idle, since the main thread could not use it either.
+_LONGEST_WAIT_TICKS = 2.0
 _EXPLAIN_SECONDS = 10.0  # that `explain` waits for the roll call at most
 _LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the cause
 _REPORT_SECONDS = 1.0  # for a line in the log or the event log, whose disk may hang
@@ -225,7 +225,7 @@ class Watchdog:
         now = time.monotonic()
         passed, self._last_look = now - self._last_look, now
         if self._mark is self._seen_mark:
-            self._idle += min(passed, _LONGEST_TICK_SECONDS)
+            self._idle += min(passed, _LONGEST_WAIT_TICKS * self._tick)
         else:
             self._seen_mark, self._idle = self._mark, 0.0
 

@@ -105,7 +105,7 @@ def started(
             workers = children(process.pid)
         finally:
             for pid in [*children(process.pid), *workers]:
-                kill(pid)
+                kill_process(pid)
             process.kill()
             process.wait()
 
@@ -153,7 +153,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def kill(pid: int) -> None:
+def kill_process(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -152,6 +152,31 @@ def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_re
     assert pretrain("--save", run).num_read == 2, "whoever starts it by hand may have mended it"
 
 
+def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
+    """A relaunch passes over a damaged checkpoint, makes its iteration again, and dies; the next loads what it made."""
+    flip_last_weight(run / "iter_0000002", 0)
+    flags = ["--save", run, "--save-interval", 1, "--check-for-nan-in-loss", "--inject", "nan:step=3,restart=1"]
+    assert pretrain(*flags, restart=1).code == ExitCode.NON_FINITE_LOSS
+    done = pretrain(*flags, restart=2)
+    assert done.code == 0
+    assert "DAMAGED" not in done.log
+    assert [event["iteration"] for event in events(run, "resume")] == [1, 2]
+    assert len(events(run, "set_aside")) == 1
+
+
+@pytest.mark.parametrize("flag", [("--no-load-optim",), ("--no-load-rng",), ("--ckpt-step", "2"), ()])
+def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tmp_path, flag):
+    """Loaded from the folder that it saves in."""
+    flags = ["--load", run, "--save", run, "--save-interval", 1, *flag, "--check-for-nan-in-loss"]
+    whole = shutil.copytree(run, tmp_path / "whole")
+    assert pretrain("--load", whole, "--save", whole, *flag).code == 0
+    assert pretrain(*flags, "--inject", "nan:step=4").code == ExitCode.NON_FINITE_LOSS
+    done = pretrain(*flags, restart=1)
+    assert done.code == 0, done.error
+    assert [event["iteration"] for event in events(run, "resume")] == [2, 3]
+    assert_same_tensors(read_checkpoint(run), read_checkpoint(whole))
+
+
 def test_a_run_that_gets_nowhere_is_given_up(run):
     """Each start dies in the iteration after the checkpoint."""
     flags = ["--save", run, "--recover-retries", 2, "--check-for-nan-in-loss", "--inject", "nan:step=3,restart=any"]

@@ -6,22 +6,35 @@
 from __future__ import annotations
 
 import random
+import shutil
+import socket
+import time
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.functional_tests.recovery_scenes import (
     MODEL,
+    NO_DROPOUT,
     OFFLOADED,
+    TIMEOUT,
     Job,
+    children,
+    is_running,
+    kill_process,
     recoveries,
     run,
     run_undisturbed,
+    started,
     table,
     torchrun,
+    until,
 )
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.test_checkpoints import SETTINGS
+from tests.functional_tests.test_failing_saves import DAMAGE, flip_last_weight, pretrain
 
 NUM_ITERS = 12
 FLAGS = [*MODEL, *OFFLOADED, "--train-iters", str(NUM_ITERS), "--save-interval", "2", "--async-save"]
@@ -75,9 +88,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def assert_goes_the_way_of(job: Job, whole: Job) -> None:
-    """Every loss that was ever written is the undisturbed run's, to the bit, and so is the last state."""
-    expected = dict(whole.losses())
+def assert_goes_the_way_of(job: Job, whole: Job, first: int = 1) -> None:
+    """Every loss that was ever written is the undisturbed run's, to the bit, and so is the last state.
+
+    Args:
+        first: the iteration that the job begins with.
+    """
+    expected = {iteration: loss for iteration, loss in whole.losses() if iteration >= first}
     losses = job.losses()
     assert {iteration for iteration, _ in losses} == set(expected)
     assert [(iteration, loss) for iteration, loss in losses if loss != expected[iteration]] == []
@@ -90,6 +107,9 @@ def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time
     for death, kill in zip(deaths, KILLS, strict=True):
         assert death["phase"] in kill.phases, kill.spec
     assert [start["restart"] for start in killed.events("start")] == list(range(6))
+    for death, loss in zip(deaths, killed.events("lost"), strict=True):
+        assert (loss["restart"], loss["ranks"]) == (death["restart"], [death["rank"]])
+        assert "was killed or has crashed" in loss["cause"]
     *_, end = killed.events("exit")
     assert (end["name"], end["code"], end["iteration"], end["restart"]) == ("FINISHED", 0, NUM_ITERS, 5)
 
@@ -122,3 +142,179 @@ def test_the_time_from_a_death_to_the_next_step_is_that_of_a_start(killed):
     ]
     for recovery in found:
         assert min(recovery.seconds) >= 0
+        noticed, restart, *_ = recovery.seconds
+        assert noticed < 5, "the launcher looks ten times a second"
+        assert restart < 10, "no rank waits for the dead one"
+
+
+# Hangs.
+
+HANG = "hang:rank=1,step=5"
+HANG_TIMEOUT = 5.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same run again, in which a rank goes to sleep and never wakes."""
+    job = Job(tmp_path_factory.mktemp("hung"))
+    flags = ["--hang-timeout-seconds", str(HANG_TIMEOUT), "--inject", HANG]
+    assert run(job, torchrun("--max-restarts", "1"), *FLAGS, *flags) == 0, job.log
+    return job
+
+
+def test_a_rank_that_hangs_is_found_in_time_and_named_with_where_it_hangs(hung):
+    (sleep,) = hung.events("inject")
+    (found,) = hung.events("hang")
+    assert found["ranks"] == [1]
+    assert "megatron/training/inject.py" in found["cause"]
+    assert "hang_for_ever" in found["cause"]
+    assert HANG_TIMEOUT <= found["time"] - sleep["time"] < HANG_TIMEOUT + 5
+    (line,) = [line for line in hung.log.splitlines() if found["cause"] in line and "ERROR" in line]
+    assert "watchdog" not in line
+    assert [event["name"] for event in hung.events("exit")] == ["HANG", "FINISHED"]
+    print(f"\n{line}")
+
+
+def test_a_job_with_a_rank_that_hangs_is_restarted_and_ends_like_the_undisturbed_run(hung, whole):
+    assert [start["restart"] for start in hung.events("start")] == [0, 1]
+    assert_goes_the_way_of(hung, whole)
+
+
+# Damaged checkpoints.
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A small run of four iterations on two ranks, all of them saved."""
+    job = Job(tmp_path_factory.mktemp("small"))
+    run_undisturbed(job, *SETTINGS, "--save-interval", "1")
+    assert folders(job) == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 4)]
+    return job
+
+
+def folders(job: Job) -> list[str]:
+    return sorted(path.name for path in job.saved.iterdir() if path.is_dir())
+
+
+def copy_of_checkpoints(job: Job, folder: Path) -> Job:
+    """A job with the checkpoints of another one, and nothing else of it."""
+    copy = Job(folder)
+    for name in folders(job):
+        shutil.copytree(job.saved / name, copy.saved / name)
+    return copy
+
+
+CORRUPTIONS = ["a bit of one rank's data", "no data", "no metadata", "no marker", "a short manifest"]
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_a_corrupt_newest_checkpoint_leads_to_the_one_before_it_with_one_loud_line(small, tmp_path, corruption):
+    job = copy_of_checkpoints(small, tmp_path / "job")
+    newest = job.saved / "iter_0000004"
+    DAMAGE[corruption](newest)
+    runs = pretrain(*job.flags, "--save-interval", 1, world_size=2)
+    assert [run.error for run in runs] == ["", ""]
+    (line,) = [line for run in runs for line in run.log.splitlines() if "DAMAGED" in line]
+    assert f"ERROR: DAMAGED: checkpoint {newest} is passed over. " in line
+    (damage,) = job.events("damaged")
+    assert damage["checkpoint"] == str(newest)
+    assert damage["reason"] in line
+    (resume,) = job.events("resume")
+    assert resume["checkpoint"] == str(job.saved / "iter_0000003")
+    assert_goes_the_way_of(job, small, first=4)
+    assert [name.partition(".")[0] for name in folders(job)] == [*folders(small), newest.name], "it is set aside"
+
+
+def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relaunch_begins_anew(small, tmp_path):
+    job = copy_of_checkpoints(small, tmp_path / "job")
+    for name in folders(job):
+        flip_last_weight(job.saved / name, 1)
+    assert run(job, torchrun("--max-restarts", "1"), *SETTINGS) != 0
+    assert "exitcode  : 3 " in job.log
+    assert f"Expected a checkpoint in {job.saved} that is whole, got: " in job.log
+    damaged = [str(job.saved / name) for name in reversed(folders(small))]
+    # Each is read once, and the relaunch knows.
+    assert [(event["restart"], event["checkpoint"]) for event in job.events("damaged")] == [(0, it) for it in damaged]
+    ends = [(event["restart"], event["code"], event["name"]) for event in job.events("exit")]
+    assert ends == [(0, 3, "BAD_FILES"), (1, 3, "BAD_FILES")]
+    assert all(f"{damaged[0]}/__1_0.distcp" in event["reason"] for event in job.events("exit"))
+    assert job.losses() == []
+    assert folders(job) == folders(small), "nothing is deleted or set aside"
+
+
+# Fewer ranks.
+
+RESIZED = [*SETTINGS, *NO_DROPOUT, *OFFLOADED, "--train-iters", "24", "--save-interval", "2", "--log-interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Without dropout, whose masks depend on the number of ranks."""
+    job = Job(tmp_path_factory.mktemp("on_two_ranks"))
+    run_undisturbed(job, *RESIZED)
+    return job
+
+
+def assert_goes_about_the_way_of(job: Job, whole: Job) -> None:
+    """Every loss that was ever written is within 1e-6 of the undisturbed run's, relatively."""
+    expected = dict(whole.losses())
+    losses = job.losses()
+    assert {iteration for iteration, _ in losses} == set(expected)
+    for iteration, loss in losses:
+        assert loss == pytest.approx(expected[iteration], rel=1e-6, abs=0), iteration
+
+
+def test_a_checkpoint_of_two_ranks_is_continued_by_one(on_two_ranks, tmp_path):
+    job = Job(tmp_path)
+    run_undisturbed(job, *RESIZED, "--exit-interval", "10")
+    run_undisturbed(job, *RESIZED, num_ranks=1)
+    assert [(e["iteration"], e["world_size"]) for e in job.events("resume")] == [(0, 2), (10, 1)]
+    assert_goes_about_the_way_of(job, on_two_ranks)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def node(port: int, *, is_host: bool) -> list[str]:
+    """The launcher on one of up to two machines of a job, with one rank each.
+
+    Args:
+        port: of the launchers' common store, on the machine that hosts it.
+        is_host: whether that is this one.
+    """
+    times = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"job{port}"]
+    conf = ["--rdzv-conf", f"{times},is_host={str(is_host).lower()}"]
+    return torchrun("--nnodes", "1:2", *rendezvous, *conf, "--max-restarts", "3", num_ranks=1)
+
+
+def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path):
+    """The launcher on one machine is killed. Its rank ends by itself, and the other machine goes on alone."""
+    job, port = Job(tmp_path), free_port()
+    # So that there is time to lose a machine in the middle; and a node that comes late can join.
+    slow = ["--inject", "slow:rank=any,step=1,seconds=0.2"]
+    late = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (
+        started(job, node(port, is_host=True), *RESIZED, *slow, log="log_0.txt", **late) as host,
+        started(job, node(port, is_host=False), *RESIZED, *slow, log="log_1.txt", **late) as other,
+    ):
+        two_ranks = lambda: [e for e in job.events("resume") if e["world_size"] == 2]  # noqa: E731
+        until(lambda: two_ranks() and max(dict(job.losses()), default=0) >= 5, "two ranks that train")
+        (orphan,) = children(other.pid)
+        lost_at = time.time()
+        other.kill()
+        try:
+            until(lambda: not is_running(orphan), "the rank of the killed launcher to end", timeout=20)
+            assert host.wait(TIMEOUT) == 0, job.log
+        finally:
+            kill_process(orphan)
+    last = job.events("resume")[-1]
+    assert last["world_size"] == 1
+    assert last["iteration"] >= 4, "it went on from a checkpoint"
+    (step,) = [e for e in job.events("step") if e["time"] > lost_at]
+    print(f"\nfrom the loss of a machine to the first step without it: {step['time'] - lost_at:.1f} s")
+    assert job.events("exit")[-1]["name"] == "FINISHED"
+    assert_goes_about_the_way_of(job, on_two_ranks)

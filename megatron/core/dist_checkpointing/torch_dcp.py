@@ -6,13 +6,15 @@ It is written as a draft and published by rename; DCP's own collectives say when
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -25,6 +27,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.manifest import METADATA_FILE, TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.small_files import system_errors
 from megatron.core.dist_checkpointing.state import check_tensors
 from megatron.core.files import published, sync_folder
 
@@ -79,32 +82,83 @@ def save_checkpoint(
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's metadata of a published checkpoint. CheckpointError if it is not there or not readable."""
+    """DCP's metadata of a published checkpoint. CheckpointDamagedError if it is not there or not readable."""
     path = folder / METADATA_FILE
-    try:
+    with system_errors(str(path)):
         content = path.read_bytes()
-    except OSError as failure:
-        raise CheckpointError(f"Expected DCP metadata in {path}, got {type(failure).__name__}: {failure}.") from failure
     return parse_metadata(content, str(path))
 
 
-def check_files(folder: Path, metadata: Metadata) -> None:
-    """Holds the sizes of a published checkpoint's files against its metadata: all that can be checked of this format.
+def check_files(
+    folder: Path, metadata: Metadata, *, rank: int = 0, world_size: int = 1, checks_data: bool = True
+) -> None:
+    """Holds a published checkpoint's files against its metadata, and their data against torch.save's CRC-32.
+
+    Args:
+        rank, world_size: ranks share the data out among them.
+        checks_data: else the sizes alone are held.
 
     Raises:
-        CheckpointDamagedError: naming the file that is missing, or too short.
+        CheckpointDamagedError: naming the file, and the key where there is one.
     """
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for file, end in sorted(ends.items()):
-        path = folder / file
-        try:
-            size = path.stat().st_size
-        except OSError as failure:
-            raise CheckpointDamagedError(f"Expected to read {path}, got {failure.strerror}.") from failure
+    places = sorted(metadata.storage_data.items(), key=lambda item: (item[1].relative_path, item[1].offset))
+    ends = {info.relative_path: info.offset + info.length for _, info in places}
+    for file, end in ends.items():
+        with system_errors(str(folder / file)):
+            size = (folder / file).stat().st_size
         if size < end:
-            raise CheckpointDamagedError(f"Expected {end} bytes or more in {path}, got {size}.")
+            raise CheckpointDamagedError(f"Expected {end} bytes or more in {folder / file}, got {size}.")
+    for index, info in places[rank::world_size] if checks_data else ():
+        path = folder / info.relative_path
+        # What a transformation has written is for PyTorch to read.
+        if info.transform_descriptors:
+            continue
+        with system_errors(str(path)), path.open("rb") as stream:
+            problem = _problem(_Window(stream, info.offset, info.length))
+        if problem is not None:
+            raise CheckpointDamagedError(
+                f"Expected {index.fqn!r} in {path} as torch.save wrote it, got {problem} "
+                "(--no-verify-checkpoint loads it all the same)."
+            )
+
+
+def _problem(blob: _Window) -> str | None:
+    """What is wrong with the bytes of one torch.save, in words; None: nothing."""
+    try:
+        with zipfile.ZipFile(io.BufferedReader(blob)) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+        return f"no readable archive ({error})"
+    return None if bad is None else f"other bytes in its record {bad}"
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, stream: BinaryIO, begin: int, nbytes: int) -> None:
+        self._stream = stream
+        self._begin = begin
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
+        self._stream.seek(self._begin + self._position)
+        content = self._stream.read(len(view))
+        view[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
 
 def load_tensors(folder: Path, metadata: Metadata, state: dict[str, Any], ignored_prefixes: tuple[str, ...]) -> None:
@@ -118,7 +172,7 @@ def load_tensors(folder: Path, metadata: Metadata, state: dict[str, Any], ignore
 
     Raises:
         CheckpointError: before anything is touched if a tensor is missing, unasked for, or of another shape or dtype;
-            afterwards only if a file cannot be read.
+            afterwards only if a file cannot be read, which `check_files` has found out before.
     """
     check_tensors(str(folder), state, metadata, ignored_prefixes)
     try:

@@ -97,7 +97,7 @@ def test_five_lines_say_how_a_run_is_doing(run):
         "state: running since 2023-11-14 22:13:40 (4 min 5 s), heartbeat 3 s ago in forward, process 4712 on node7",
         "progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left",
         "checkpoint: iteration 300, 3 min 5 s ago, took 0.15 s; no save failed since",
-        "restarts: 1, from iteration 10 with 2 ranks; last end: rank 1 was killed in iteration 17 (forward)",
+        "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 was killed in iteration 17 (forward)",
         "trouble: 1 skipped iteration (last 12)",
     ]
 
@@ -106,7 +106,7 @@ def test_a_run_without_a_past_has_little_to_say(run):
     run.start(iteration=None)
     assert run.lines() == [
         "state: running since 2023-11-14 22:13:20 (0 s), no heartbeat yet",
-        "progress: not known",
+        "progress: none yet",
         "checkpoint: none",
         "restarts: none, with 2 ranks",
         "trouble: none",
@@ -289,6 +289,15 @@ def test_a_start_that_came_to_no_start_event_counts(run):
     assert status["state"] == "running"
 
 
+def test_a_start_that_does_not_get_to_its_checkpoint_makes_no_progress(run):
+    run.start()
+    run.start(iteration=None)
+    run.beat(0, phase="load", loss=None, ms_per_iteration=None, train_iters=None)
+    run.exit(ExitCode.BAD_FILES, "no intact checkpoint", None)
+    assert run.lines()[1] == "progress: none yet"
+    assert run.lines()[3] == "restarts: 1, with 2 ranks; last end: no intact checkpoint"
+
+
 def test_a_rank_that_writes_before_its_start_belongs_to_it(run):
     run.start()
     run.exit(ExitCode.HANG, "rank 1 hung", 17)
@@ -313,7 +322,7 @@ def test_a_finished_run_names_what_ended_it_before(run):
     run.exit(ExitCode.HANG, "hang", 17)
     run.start(iteration=10)
     run.exit(ExitCode.FINISHED, "training ended", 500)
-    assert run.lines()[3] == "restarts: 1, from iteration 10 with 2 ranks; last end: rank 1 hung in sleep"
+    assert run.lines()[3] == "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 hung in sleep"
 
 
 def test_the_newest_checkpoint_is_that_of_the_folder(run):
@@ -379,10 +388,34 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
     )
 
 
-def test_a_fault_of_an_iteration_under_way_is_no_progress(run):
-    run.start(iteration=16)
+def test_what_strikes_in_an_iteration_says_that_those_before_have_been_made(run):
+    run.start(iteration=0)
     run.write("inject", spec="kill:step=17", iteration=17)
     assert run.status()["progress"]["iteration"] == 16
+    run.write("signal", rank=1, signal="SIGTERM", iteration=18)
+    assert run.status()["progress"]["iteration"] == 17
+    run.exit(ExitCode.LOST_RANK, "rank 0 was killed", 19, rank=1)
+    assert run.status()["progress"]["iteration"] == 18
+    run.exit(ExitCode.FINISHED, "trained to the end", 20)
+    assert run.status()["progress"]["iteration"] == 20
+
+
+def test_a_signal_that_nobody_handles_is_how_a_run_ended(run):
+    run.start()
+    run.write("exit", code=143, name="SIGTERM", reason="it is not handled", iteration=17)
+    assert run.lines()[0].startswith("state: preempted since")
+    assert run.lines()[0].endswith("exit code 143 (SIGTERM)")
+    assert run.status()["exit_code"] == 143
+    assert run.status()["restarts"]["last_end"] == "SIGTERM: it is not handled"
+
+
+def test_the_cause_is_the_first_that_was_found(run):
+    run.start()
+    run.write("lost", rank=1, ranks=[0], cause="rank 0 was killed")
+    run.write("lost", rank=3, ranks=[3], cause="rank 3: its torchrun agent has died")
+    run.exit(ExitCode.LOST_RANK, "rank 0 was killed", 17, rank=1)
+    run.start()
+    assert run.status()["restarts"]["last_end"] == "rank 0 was killed"
 
 
 def test_checkpoints_without_events_are_a_run_of_which_little_is_known(run):

@@ -32,6 +32,7 @@ from tests.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.crashes import KILLED, Child, Fault, Forks, Kill, forks, watched
 from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, data_parallel
 from tests.unit_tests.core.dist_checkpointing.scenes import memory_folder
+from tests.unit_tests.core.dist_checkpointing.test_load_memory import Live
 
 CPU = Device("cpu")
 VOCAB = 61  # rows that no number of ranks divides
@@ -150,6 +151,11 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    # And back, from the files and the config that it writes itself.
+    theirs.save_pretrained(tmp_path / "theirs")
+    other = plain_gpt(model.config, seed=1)
+    load_hf(other, tmp_path / "theirs")
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
@@ -198,7 +204,7 @@ def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
     save_hf(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
     assert names_in(tmp_path / "gpt") == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
-    with pytest.raises(TypeError, match="Expected a tokenizer of ours or one with save_pretrained, got object"):
+    with pytest.raises(CheckpointError, match="Expected a tokenizer of ours or one with save_pretrained, got object"):
         save_hf(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
     assert names_in(tmp_path) == ["gpt"]
 
@@ -242,6 +248,8 @@ def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
     model = GPTModel(QWEN3, VOCAB)
     materialize(model, "cpu", 0)
     save_hf(model, tmp_path / "plain", CPU)
+    run_ranks(2, lambda: save_hf(model, tmp_path / "on two", CPU))
+    assert digests(tmp_path / "plain") == digests(tmp_path / "on two")
     assert digests(tmp_path / "plain") == digests(tmp_path / ENGINES[0]) == digests(tmp_path / ENGINES[1])
     tensors = load_file(tmp_path / "plain/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}, "main weights"
@@ -298,6 +306,7 @@ class Net(nn.Module):
         self.rough = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
         self.register_buffer("seen", torch.arange(7))
         self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("next", torch.arange(3.0, dtype=torch.float64))
 
 
 def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
@@ -309,6 +318,12 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(model.state_dict()) - {"second.weight"}
         assert all(torch.equal(file.get_tensor(name), model.state_dict()[name]) for name in file.keys())  # noqa: SIM118
+    content = (tmp_path / "net/model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in model.state_dict().items():
+        if name in header:
+            assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, "aligned"
     other = Net()
     with torch.no_grad():
         other.scale.zero_()
@@ -548,6 +563,27 @@ def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts)
 
     num_failed, _ = forked.run(run, timeout=300.0)
     assert num_failed > 10
+
+
+def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
+    def save(failing: int) -> str:
+        before = (lambda _: None) if dist.get_rank() != failing else Fault(4 if failing else 40)
+        with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
+            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    for failing in (0, 1):
+        for error in run_ranks(2, save, failing):
+            assert "No space left on device" in error
+        assert names_in(tmp_path) == []
+
+
+def test_saving_has_no_whole_tensor_in_memory(tmp_path):
+    model = nn.Linear(4096, 4096, bias=False)
+    with Live() as live:
+        save_hf(model, tmp_path / "net", CPU)
+    # The weight itself is counted once it has been detached.
+    assert model.weight.nbytes < live.peak < 1.3 * model.weight.nbytes
 
 
 # Models of the transformers library

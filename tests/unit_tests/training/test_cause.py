@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.cause import (
+    Absent,
+    Frame,
+    Record,
+    Silence,
+    Verdict,
+    find_cause,
+    is_peer_failure,
+    place_of,
+    stack_of,
+    waits_for_others,
+)
+from megatron.training.exits import ExitCode
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
+LATE = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+
+
+def rank(number: int, **fields: object) -> Record:
+    return replace(Record(number, "host", 100 + number, "agree", 17, 2, 0.1, waits=True), **fields)
+
+
+def stuck(number: int, **fields: object) -> Record:
+    return rank(number, **{"is_stuck": True, "needs_all": True, "idle_seconds": 30.0, **fields})
+
+
+def lost(number: int, text: str = CLOSED, **fields: object) -> Record:
+    return rank(number, **{"failed_collective": text, "needs_all": True, **fields})
+
+
+def absent(number: int, silence: Silence) -> Absent:
+    return Absent(number, silence, "host", 100 + number)
+
+
+OWN = rank(2, phase="forward", error="ValueError: boom", error_order=1, waits=False)
+CASES = [
+    # records, absent, code, ranks, text
+    (
+        [lost(0), lost(1), OWN],
+        [],
+        (ExitCode.LOST_RANK, (2,), "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom"),
+    ),
+    (
+        [lost(0), OWN, replace(OWN, rank=1, error="KeyError: 3", error_order=2)],
+        [absent(3, Silence.GONE)],
+        (
+            ExitCode.LOST_RANK,
+            (2, 1),
+            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom (so did rank 1)",
+        ),
+    ),
+    (
+        [lost(0), lost(1)],
+        [absent(2, Silence.GONE)],
+        (
+            ExitCode.LOST_RANK,
+            (2,),
+            "rank 2 (host, pid 102) was killed or has crashed (rank 0 is in iteration 17, agree)",
+        ),
+    ),
+    (
+        [stuck(0)],
+        [absent(1, Silence.SILENT), absent(3, Silence.GONE), absent(2, Silence.GONE)],
+        (
+            ExitCode.LOST_RANK,
+            (2, 3, 1),
+            "rank 2 (host, pid 102), rank 3 (host, pid 103) were killed or have crashed; rank 1 (host, pid 101) does "
+            "not answer: it hangs, or its machine or the network is down (rank 0 is in iteration 17, agree)",
+        ),
+    ),
+    (
+        [stuck(0)],
+        [absent(1, Silence.STOPPED)],
+        (
+            ExitCode.HANG,
+            (1,),
+            "rank 1 (host, pid 101) does not answer, since its process is stopped (SIGSTOP, or a debugger) (rank 0 is "
+            "in iteration 17, agree)",
+        ),
+    ),
+    (
+        [lost(0)],
+        [absent(1, Silence.SILENT)],
+        (
+            ExitCode.LOST_RANK,
+            (1,),
+            "rank 1 (host, pid 101) does not answer: it hangs, or its machine or the network is down (rank 0 is in "
+            "iteration 17, agree)",
+        ),
+    ),
+    (
+        [lost(0), rank(1, signal="SIGTERM", has_left=True)],
+        [],
+        (ExitCode.LOST_RANK, (1,), "rank 1 (host, pid 101) was ended by SIGTERM"),
+    ),
+    (
+        [stuck(0), rank(1, waits=False, idle_seconds=29.0, place="inject.py:213 in hang_for_ever"), stuck(2)],
+        [],
+        (
+            ExitCode.HANG,
+            (1,),
+            "rank 1 (host, pid 101) has made no progress for 29 s, in iteration 17, agree, at inject.py:213 in "
+            "hang_for_ever",
+        ),
+    ),
+    (  # a rank that moves is not the one that hangs
+        [stuck(0), rank(1, waits=False, idle_seconds=0.2), stuck(2, waits=False, place="a")],
+        [],
+        (ExitCode.HANG, (2,), "rank 2 (host, pid 102) has made no progress for 30 s, in iteration 17, agree, at a"),
+    ),
+    (  # all wait, and one has got less far
+        [stuck(0), stuck(1, num_marks=1, phase="backward", place="b"), stuck(2)],
+        [],
+        (ExitCode.HANG, (1,), "rank 1 (host, pid 101) has made no progress for 30 s, in iteration 17, backward, at b"),
+    ),
+    (
+        [stuck(0, place="x"), stuck(1)],
+        [],
+        (ExitCode.HANG, (0, 1), "all 2 ranks wait for one another, in iteration 17, agree, at x"),
+    ),
+    (  # a collective that has run out of time is a hang too
+        [lost(0, LATE), lost(1, CLOSED), rank(2, waits=False, idle_seconds=6.0, place="c")],
+        [],
+        (ExitCode.HANG, (2,), "rank 2 (host, pid 102) has made no progress for 6 s, in iteration 17, agree, at c"),
+    ),
+    (
+        [lost(0), rank(1)],
+        [],
+        (
+            ExitCode.LOST_RANK,
+            (0,),
+            "the connection of rank 0 (host, pid 100) to another rank failed in iteration 17, agree, though all ranks "
+            f"answer: {CLOSED}",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("records", "missing", "expected"), CASES)
+def test_the_cause_is_the_first_that_there_is_whatever_the_order(records, missing, expected):
+    for ordered in itertools.permutations(records):
+        verdict = find_cause(ordered, list(reversed(missing)))
+        assert (verdict.code, verdict.ranks, verdict.text) == expected
+        assert verdict.speaker == min(record.rank for record in records if not record.has_left)
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+
+
+@pytest.mark.parametrize(
+    ("records", "missing"),
+    [
+        ([rank(0), rank(1)], []),
+        ([rank(0, waits=False, idle_seconds=1e4)], []),
+        ([rank(0)], [absent(1, Silence.SILENT), absent(2, Silence.STOPPED)]),  # nobody needs them
+        ([rank(0), rank(1, signal="SIGTERM", has_left=True)], []),  # told to end, as this one may be too
+    ],
+)
+def test_without_a_reason_the_run_goes_on(records, missing):
+    assert find_cause(records, missing) is None
+
+
+records_of_runs = st.lists(
+    st.builds(
+        Record,
+        rank=st.integers(0, 5),
+        iteration=st.integers(0, 2),
+        num_marks=st.integers(0, 2),
+        idle_seconds=st.sampled_from([0.0, 5.0, 30.0]),
+        is_stuck=st.booleans(),
+        waits=st.booleans(),
+        needs_all=st.booleans(),
+        error=st.sampled_from([None, None, "ValueError"]),
+        error_order=st.integers(0, 3),
+        failed_collective=st.sampled_from([None, None, CLOSED, LATE]),
+        signal=st.sampled_from([None, None, "SIGTERM"]),
+    ),
+    min_size=1,
+    unique_by=lambda record: record.rank,
+)
+
+
+@given(
+    records_of_runs,
+    st.lists(
+        st.builds(Absent, st.integers(6, 9), st.sampled_from(list(Silence))), unique_by=lambda absent: absent.rank
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_every_state_of_a_run_has_one_cause_whatever_the_order(records, missing, random):
+    verdict = find_cause(records, missing)
+    random.shuffle(records)
+    random.shuffle(missing)
+    assert find_cause(records, missing) == verdict
+    is_well = not any(r.error or r.failed_collective or r.is_stuck for r in records) and not missing
+    assert (verdict is None) == is_well or (verdict is None and not any(r.needs_all for r in records))
+    if verdict is not None:
+        known = {record.rank for record in records} | {one.rank for one in missing}
+        assert verdict.ranks
+        assert set(verdict.ranks) <= known
+        assert verdict.code in (ExitCode.LOST_RANK, ExitCode.HANG)
+        if any(record.error for record in records):
+            assert all(record.error for record in records if record.rank in verdict.ranks)
+
+
+def test_many_ranks_are_counted_and_not_listed():
+    verdict = find_cause([lost(0)], [absent(number, Silence.GONE) for number in range(1, 101)])
+    assert len(verdict.ranks) == 100
+    assert "rank 8 (host, pid 108) and 92 more were killed or have crashed" in verdict.text
+    assert "rank 9 " not in verdict.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(CLOSED),
+        RuntimeError(LATE),
+        RuntimeError("Rank 2 successfully reached monitoredBarrier, but received errors while waiting"),
+        RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out connecting"),
+        dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1234, remote process exited"),
+        dist.DistNetworkError("Connection reset by peer"),
+        dist.DistStoreError("wait timeout after 300000ms"),
+    ],
+)
+def test_failures_of_collectives_may_be_another_ranks_fault_also_behind_another_error(error):
+    assert is_peer_failure(error)
+    wrapped = ValueError("could not save")
+    wrapped.__cause__ = error
+    assert is_peer_failure(wrapped)
+    later = KeyError("while cleaning up")
+    later.__context__ = error
+    assert is_peer_failure(later)
+    later.__suppress_context__ = True  # raised `from None`: it has nothing to do with it
+    assert not is_peer_failure(later)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(CLOSED),
+        RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed."),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        torch.OutOfMemoryError("out of memory, NCCL had nothing to do with it"),
+        BrokenPipeError("the log's reader is gone"),
+        MemoryError(),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_a_ranks_own(error):
+    assert not is_peer_failure(error)
+
+
+def _stack_in(function) -> tuple[Frame, ...]:
+    """The stack of a thread that has been inside `function` for a moment."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    return stack_of(sys._current_frames()[thread.ident])
+
+
+COLLECTIVE = (Frame("/x/megatron/a.py", 1, "f"), Frame("/y/torch/distributed/distributed_c10d.py", 2, "all_reduce"))
+
+
+def test_a_thread_that_waits_for_another_waits_for_other_ranks_only_if_that_one_does():
+    waiting = _stack_in(lambda: threading.Event().wait(5.0))
+    working = _stack_in(lambda: time.sleep(5.0))
+    assert waits_for_others(waiting, [working, COLLECTIVE])
+    assert not waits_for_others(waiting, [working])
+    assert not waits_for_others(working, [COLLECTIVE])
+    assert waits_for_others(COLLECTIVE, [])
+    assert not waits_for_others((), [COLLECTIVE])
+
+
+def test_a_batch_that_does_not_come_is_no_wait_for_other_ranks():
+    reading = _stack_in(lambda: queue.Queue().get(timeout=5.0))
+    pipe = _stack_in(lambda: os.read(os.pipe()[0], 1))
+    assert not waits_for_others(reading, [pipe])
+
+
+def test_a_place_is_named_without_the_folders_of_a_machine():
+    assert place_of(COLLECTIVE) == "megatron/a.py:1 in f, torch/distributed/distributed_c10d.py:2 in all_reduce"
+    assert place_of((Frame("/home/someone/train.py", 3, "main"),)) == "train.py:3 in main"
+    assert place_of(()) == "an unknown place"

@@ -1,0 +1,206 @@
+"""Roll calls among threads that share a store: who answers, who does not, and what is agreed on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training import roll_call
+from megatron.training.cause import Record, Silence
+from megatron.training.exits import ExitCode
+from megatron.training.launch import Launch
+from megatron.training.roll_call import BoundedStore, Member, RollCall, StoreLostError
+
+
+def well(rank: int) -> Record:
+    return Record(rank, "host", 100 + rank, "agree", 3, waits=True)
+
+
+def stuck(rank: int, **fields: object) -> Record:
+    return replace(well(rank), is_stuck=True, needs_all=True, idle_seconds=9.0, place="a place", **fields)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[RollCall]]:
+    """The roll calls of three ranks over one store, all joined."""
+    calls = joined(dist.HashStore(), 3)
+    yield calls
+    for call in calls:
+        call.close()
+
+
+def joined(store: dist.Store, world_size: int) -> list[RollCall]:
+    calls = [RollCall(store, Launch(rank=rank, world_size=world_size)) for rank in range(world_size)]
+    for call in calls:
+        call.join()
+    for call in calls:
+        call.learn()
+        assert call.knows_all
+    return calls
+
+
+def hold(calls: dict[int, RollCall], records: list[Record]) -> list:
+    """What a roll call gives on the ranks that take part."""
+    with ThreadPoolExecutor(len(records)) as pool:
+        return list(pool.map(lambda record: calls[record.rank].hold(record), records))
+
+
+def numbered(calls: list[RollCall]) -> dict[int, RollCall]:
+    return dict(enumerate(calls))
+
+
+def test_all_ranks_come_to_the_same_verdict_and_the_first_knows_that_it_speaks(ranks):
+    begin = time.monotonic()
+    verdicts = hold(numbered(ranks), [well(0), stuck(1, waits=False), stuck(2)])
+    assert time.monotonic() - begin < 1.5, "as soon as all have answered"
+    assert verdicts[0] is not None
+    assert verdicts == [verdicts[0]] * 3
+    assert (verdicts[0].ranks, verdicts[0].code, verdicts[0].speaker) == ((1,), ExitCode.HANG, 0)
+
+
+def test_who_has_called_the_others_see_it_once(ranks):
+    assert not any(call.is_called() for call in ranks)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(ranks[0].hold, well(0))
+        deadline = time.monotonic() + 10
+        while not ranks[1].is_called() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ranks[1].is_called()
+        others = [pool.submit(ranks[rank].hold, well(rank)) for rank in (1, 2)]
+        assert [future.result() for future in (first, *others)] == [None] * 3
+    assert not any(call.is_called() for call in ranks)
+
+
+def test_one_roll_call_may_follow_another(ranks):
+    """Nothing of the first is taken for an answer in the second."""
+    assert hold(numbered(ranks), [well(0), well(1), well(2)]) == [None] * 3
+    verdicts = hold(numbered(ranks), [well(0), well(1), stuck(2, waits=False)])
+    assert [verdict.ranks for verdict in verdicts] == [(2,)] * 3
+    assert [call.number for call in ranks] == [2, 2, 2]
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_and_then_counts_if_it_is_needed(ranks):
+    assert hold(numbered(ranks), [well(0), well(1)]) == [None, None]
+    begin = time.monotonic()
+    verdicts = hold(numbered(ranks), [well(0), stuck(1)])
+    assert 1.5 < time.monotonic() - begin < 4.0
+    assert [verdict.ranks for verdict in verdicts] == [(2,)] * 2
+    assert "does not answer: it hangs" in verdicts[0].text
+
+
+def test_a_rank_that_has_finished_is_not_missed(ranks):
+    ranks[2].leave()
+    begin = time.monotonic()
+    verdicts = hold(numbered(ranks), [well(0), stuck(1)])
+    assert time.monotonic() - begin < 1.5
+    assert [verdict.ranks for verdict in verdicts] == [(0, 1)] * 2
+
+
+def test_last_words_count_as_an_answer(ranks):
+    ranks[2].leave(replace(well(2), error="ValueError: boom", error_order=1, has_left=True))
+    verdicts = hold(numbered(ranks), [well(0), well(1)])
+    assert [(verdict.ranks, verdict.speaker) for verdict in verdicts] == [((2,), 0)] * 2
+
+
+def test_errors_are_ordered_by_when_they_came_on_whichever_rank(ranks):
+    assert [ranks[rank].error_order() for rank in (1, 0, 2)] == [1, 2, 3]
+
+
+def test_a_late_answer_gets_the_verdict_of_those_that_were_in_time(ranks):
+    in_time = hold(numbered(ranks), [stuck(0), stuck(1)])
+    assert in_time[0].ranks == (2,)
+    assert ranks[2].hold(well(2)) == in_time[0], "though with its word the cause would be another"
+
+
+def test_beyond_the_first_ranks_all_but_ask_for_the_verdict():
+    calls = joined(dist.HashStore(), 11)
+    verdicts = hold(numbered(calls), [well(rank) for rank in range(10)] + [stuck(10, waits=False)])
+    assert [verdict.ranks for verdict in verdicts] == [(10,)] * 11
+    begin = time.monotonic()
+    verdicts = hold(numbered(calls), [stuck(9), stuck(10)])
+    assert time.monotonic() - begin < 6.0
+    assert [verdict.ranks for verdict in verdicts] == [tuple(range(9))] * 2, "also if the first ranks are silent"
+
+
+class BrokenStore:
+    """A store on a connection that has been lost, or never answers."""
+
+    def __init__(self, blocks: bool) -> None:
+        self._blocks = blocks
+        self.num_requests = 0
+
+    def clone(self) -> BrokenStore:
+        return self
+
+    def check(self, _keys: list[str]) -> bool:
+        self.num_requests += 1
+        if self._blocks:
+            threading.Event().wait()
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_store_that_fails_or_never_answers_is_given_up_at_once(monkeypatch, blocks):
+    monkeypatch.setattr(roll_call, "_STORE_SECONDS", 0.2)
+    broken = BrokenStore(blocks)
+    store = BoundedStore(broken)
+    begin = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(StoreLostError, match="Expected a"):
+            store.call(lambda inner: inner.check(["a"]))
+    assert time.monotonic() - begin < 2.0
+    assert broken.num_requests == 1
+
+
+def test_without_its_store_a_rank_judges_by_itself(ranks, monkeypatch):
+    monkeypatch.setattr(RollCall, "_neighbours", lambda _: [])
+    alone = ranks[1]
+    alone._store.is_lost = True
+    assert not alone.has_peers
+    assert alone.hold(well(1)) is None
+    assert alone.hold(replace(well(1), error="ValueError", error_order=0)).ranks == (1,)
+    broken = replace(well(1), failed_collective="RuntimeError: Connection closed by peer", needs_all=True)
+    assert alone.hold(broken).ranks == (0,), "without torchrun's agent the store was in the process of rank 0"
+    monkeypatch.setattr(alone, "_agent_has_store", True)
+    assert "the ranks' store has been lost too" in alone.hold(broken).text
+
+
+def test_a_rank_without_others_needs_no_store():
+    alone = RollCall(None, Launch())
+    alone.join()
+    alone.learn()
+    assert alone.knows_all
+    assert not alone.has_peers
+    assert not alone.is_called()
+    alone.leave()
+    assert alone.hold(well(0)) is None
+    assert alone.hold(stuck(0)).ranks == (0,)
+    alone.close()
+
+
+def test_a_process_is_told_from_a_later_one_of_its_pid():
+    with subprocess.Popen(["sleep", "100"]) as process:
+        own = Member.of_this_process()
+        assert own.silence() is Silence.SILENT
+        born = roll_call._stat(process.pid)[1]
+        member = Member("host", process.pid, "machine", born)
+        assert member.silence() is Silence.SILENT
+        assert replace(member, birth="1").silence() is Silence.GONE
+        os.kill(process.pid, 19)
+        deadline = time.monotonic() + 10
+        while member.silence() is not Silence.STOPPED and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert member.silence() is Silence.STOPPED
+        process.kill()
+        while member.silence() is not Silence.GONE and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert member.silence() is Silence.GONE, "a zombie"
+    assert member.silence() is Silence.GONE
