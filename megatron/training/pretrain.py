@@ -107,15 +107,13 @@ def pretrain(
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 command=sys.argv,
+                max_restarts=_max_restarts(),
             )
         with _watch(config, launch, events, is_embedded) as watch:
-            try:
-                outcome = _Run(config, providers, launch, device, events, stop, watch).run()
-            except Exception as error:
-                _end_by(error, watch, launch, events)
-                raise
-            if launch.rank == 0:
-                _write_exit(events, outcome.code, outcome.reason, outcome.iteration)
+            run = _Run(config, providers, launch, device, events, stop, watch)
+            with run.told_how_it_ends():
+                outcome = run.run()
+            run.write_exit(outcome.code, outcome.reason, outcome.iteration)
             return outcome
 
 
@@ -139,6 +137,7 @@ class _Run:
         self._events = events
         self._stop = stop
         self._watch = watch
+        self._told: Exception | None = None  # the error that has been written down
         self._injections = Injections(config.inject, rank=launch.rank, restart=launch.restart_count, events=events)
 
     def run(self) -> Outcome:
@@ -183,7 +182,32 @@ class _Run:
                 data=_described(datasets.train, own_run),
                 evaluated=_evaluated(engine.step_info(), own_run),
             )
-            return self._train(engine, surroundings, datasets)
+            # Told here, while a save that is under way can still be: leaving the context gives it up.
+            with self.told_how_it_ends():
+                return self._train(engine, surroundings, datasets)
+
+    @contextmanager
+    def told_how_it_ends(self) -> Iterator[None]:
+        """An error that comes out of here has been written down once. ExitError if another rank is the cause of it."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._told:
+                raise
+            self._told = error
+            if is_foreseen(error) or not isinstance(self._watch, Watchdog):
+                self.write_exit(code_of(error), str(error), None)
+                raise
+            cause = self._watch.explain(error)  # which writes it down
+            if cause.is_own:
+                raise
+            self._told = ExitError(cause.code, cause.text, is_reported=True)
+            raise self._told from error
+
+    def write_exit(self, code: ExitCode, reason: str, iteration: int | None) -> None:
+        """The event of the run's end, from rank 0."""
+        if self._launch.rank == 0:
+            self._events.write("exit", code=int(code), name=code.name, reason=reason, iteration=iteration)
 
     def _train(self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
         """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
@@ -231,6 +255,12 @@ class _Run:
             yield metrics
         finally:
             metrics.close()
+
+
+def _max_restarts() -> int | None:
+    """How often torchrun's agent restarts its ranks; None without one."""
+    text = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return int(text) if text.isdigit() else None
 
 
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
@@ -289,21 +319,7 @@ def _watch(config: RunConfig, launch: Launch, events: EventLog, is_embedded: boo
         store=_get_default_store() if launch.world_size > 1 else None,
         events=events,
         hang_timeout_seconds=limit,
+        long_timeout_seconds=60.0 * config.parallel.distributed_timeout_minutes,
         grace_seconds=config.stop.exit_signal_grace_seconds if handles_signals else None,
     ) as watchdog:
         yield watchdog
-
-
-def _end_by(error: Exception, watch: Watchdog | NoWatch, launch: Launch, events: EventLog) -> None:
-    """Finds out whose fault an error is, and writes the run's end down. ExitError if another rank is the cause."""
-    if is_foreseen(error) or not isinstance(watch, Watchdog):
-        if launch.rank == 0:
-            _write_exit(events, code_of(error), str(error), None)
-        return
-    cause = watch.explain(error)  # which writes it down
-    if not cause.is_own:
-        raise ExitError(cause.code, cause.text, is_reported=True) from error
-
-
-def _write_exit(events: EventLog, code: ExitCode, reason: str, iteration: int | None) -> None:
-    events.write("exit", code=int(code), name=code.name, reason=reason, iteration=iteration)

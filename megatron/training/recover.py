@@ -52,7 +52,16 @@ _UNREMARKABLE = {
     "tensorboard_dir",
     "progress_bar",
     "log_interval",
+    "save_interval",
+    "save_interval_seconds",
+    "save_interval_epochs",
     "exit_interval",
+    "exit_duration_in_mins",
+    "exit_signal_handler",
+    "exit_signal_grace_seconds",
+    "recover_mode",
+    "recover_retries",
+    "hang_timeout_seconds",
     "inject",
 }
 
@@ -259,7 +268,7 @@ class RecoverHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._manager is not None:
-            self._manager.close()
+            self._manager.close(is_told=error is not None)
 
     @property
     def save_seconds(self) -> float | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron.core.options import check_options, option
+from megatron.core.options import check_options, expect, option
 from megatron.training.exits import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,12 @@ class StopConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        expect(
+            self.exit_signal_handler or self.exit_signal_grace_seconds is None,
+            "--exit-signal-grace-seconds",
+            "--exit-signal-handler",
+            self.exit_signal_grace_seconds,
+        )
 
 
 @dataclass(frozen=True)

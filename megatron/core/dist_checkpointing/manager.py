@@ -231,12 +231,16 @@ class CheckpointManager:
         """What has become of the last save, if it has failed since this was last asked. Waits for nothing."""
         return None if self.is_busy else self._settle()
 
-    def close(self) -> None:
-        """Abandons the save that is under way, if there is one, as soon as it can, and ends the lanes."""
+    def close(self, *, is_told: bool = False) -> None:
+        """Abandons the save that is under way, if there is one, as soon as it can, and ends the lanes.
+
+        Args:
+            is_told: whether the log says already why the program ends: then it is no error that the save does.
+        """
         self._is_closing.set()
         failure = self._settle()
         if failure is not None:
-            logger.error("%s", failure)
+            logger.log(logging.WARNING if is_told else logging.ERROR, "%s", failure)
         self._close()
 
     def __enter__(self) -> CheckpointManager:
