@@ -11,6 +11,8 @@ many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are wr
     ours, dcp           a save from the call until it is published, on disk and on tmpfs
     ours, dcp async     what the call blocks, and how much resident memory grows at most until the save is done
     load                into the live state; warm: all files are in the page cache; cold: none is
+    ours checked first  a load as engines do it: everything is read and held against its digests, then read again and
+                        installed
     2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and what 4 have saved, warm: seconds and bytes read
 
 Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are printed with the
@@ -57,7 +59,7 @@ from megatron.core.dist_checkpointing.file_plan import place
 from megatron.core.dist_checkpointing.folders import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.reader import check_contents, check_data, load_entries
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
@@ -327,11 +329,13 @@ class Bench:
 
     # Loading
 
-    def load(self, who: str, num_ranks: int, *, is_cold: bool = False, verify: bool = True) -> Figures:
+    def load(
+        self, who: str, num_ranks: int, *, is_cold: bool = False, verify: bool = True, checks: bool = False
+    ) -> Figures:
         """Loads what `num_ranks` ranks have kept."""
         folder = self.kept("dcp" if who == "dcp" else "ours", num_ranks)
         works: dict[str, Callable[[], object]] = {
-            "ours": partial(self._load_ours, num_ranks, self.state.contents(), verify),
+            "ours": partial(self._load_ours, num_ranks, self.state.contents(), verify, checks),
             "dcp": partial(dcp.load, self.state.even, checkpoint_id=folder),
             "raw": partial(self._read_raw, folder),
         }
@@ -350,10 +354,13 @@ class Bench:
             self.load(who, num_ranks)
             check(parts)
 
-    def _load_ours(self, num_ranks: int, contents: Contents, verify: bool) -> None:
+    def _load_ours(self, num_ranks: int, contents: Contents, verify: bool, checks: bool) -> None:
         store = self.managers["disk"].store
         checkpoint = PublishedCheckpoint.open(store, checkpoint_name(num_ranks), verify=verify)
-        load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+        entries = check_contents(checkpoint, contents)
+        if checks:
+            check_data(checkpoint, entries)
+        load_entries(checkpoint, contents, entries)
 
     def _read_raw(self, folder: Path) -> None:
         with (folder / f"__{self.rank}_0.distcp").open("rb", buffering=0) as file:
@@ -418,6 +425,8 @@ def measure_two(bench: Bench, num_rounds: int) -> dict[str, list[Figures]]:
             variants[f"{kind} load, {who}"] = partial(bench.load, who, own, is_cold=kind == "cold")
         unverified = partial(bench.load, "ours", own, is_cold=kind == "cold", verify=False)
         variants[f"{kind} load, ours without digests"] = unverified
+        checked = partial(bench.load, "ours", own, is_cold=kind == "cold", checks=True)
+        variants[f"{kind} load, ours checked first"] = checked
     bench.keep()
     bench.check_loads(own)
     bench.iteration = own + 1000  # what is saved from here on is thrown away
@@ -509,6 +518,8 @@ def bars(medians: dict[str, Figures]) -> list[Bar]:
         Bar("async save, growth of ours in MB", medians["async save, ours"]["growth_bytes"] / 1e6, most=64),
         Bar("warm load, dcp over ours", ratio("warm load, dcp", "warm load, ours"), least=1.0),
         Bar("cold load, dcp over ours", ratio("cold load, dcp", "cold load, ours"), least=1.3),
+        Bar("warm load, dcp over ours checked first", ratio("warm load, dcp", "warm load, ours checked first")),
+        Bar("cold load, dcp over ours checked first", ratio("cold load, dcp", "cold load, ours checked first")),
     ]
     for figure in ("seconds", "bytes_read"):
         name = f"load 2 -> 4 over 4 -> 4, ours, {figure}"

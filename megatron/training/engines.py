@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
@@ -159,16 +160,17 @@ class ModuleEngine:
     ) -> float:
         """See `TrainEngine`."""
         batches, count = _counted(microbatches, num_microbatches)
-        loss = evaluate(
-            self.model,
-            batches,
-            forward_step=forward_step,
-            num_microbatches=count,
-            device=self.device.torch_device,
-            mesh=self.mesh,
-        )
-        self._reshard()
-        return loss
+        try:
+            return evaluate(
+                self.model,
+                batches,
+                forward_step=forward_step,
+                num_microbatches=count,
+                device=self.device.torch_device,
+                mesh=self.mesh,
+            )
+        finally:
+            self._reshard()
 
     @torch.no_grad()
     def forward(self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None) -> Any:
@@ -215,7 +217,13 @@ class ModuleEngine:
         """After a forward that no backward has followed: frees whole weights that are kept for one."""
 
     def _materialize(self, model: nn.Module) -> None:
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        if on_meta and real:
+            raise ValueError(
+                f"Expected parameters that are all real or all on meta, got {few(on_meta)} on meta and others real."
+            )
+        if on_meta:
             materialize(model, self.device.torch_device, self.config.seed)
         else:
             model.to(self.device.torch_device)

@@ -55,6 +55,7 @@ _UNREMARKABLE = {
     "save_interval",
     "save_interval_seconds",
     "save_interval_epochs",
+    "global_batch_size",  # has a line of its own
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
@@ -240,6 +241,14 @@ class RecoverHandler:
 
     def _report_differences(self, info: RecoverInfo) -> None:
         own = self._config.values()
+        saved_batch, batch = info.config.get("global_batch_size"), self._config.global_batch_size
+        if saved_batch not in (None, batch):
+            logger.warning(
+                "a global batch has %d samples now, and had %d: with a number of ranks that may change, give "
+                "--global-batch-size",
+                batch,
+                saved_batch,
+            )
         for name in own:
             if name not in _UNREMARKABLE and name in info.config and info.config[name] != own[name]:
                 logger.info(

@@ -184,10 +184,6 @@ class RollCall:
         except StoreLostError:
             return 0
 
-    def gone_neighbours(self) -> list[int]:
-        """Ranks whose processes on this machine are no more. Those that have finished are among them."""
-        return [rank for rank, member in self._neighbours() if member.silence() is Silence.GONE]
-
     def hold(self, record: Record) -> Verdict | None:
         """Calls the roll, or answers if it has been called: takes a few seconds at most.
 

@@ -86,7 +86,7 @@ def train_step(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for number in range(num_microbatches):
         mark("batch")
-        batch = _to_device(next(microbatches), device)
+        batch = _to_device(_next(microbatches, number, num_microbatches), device)
         num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
             mark("forward")
@@ -126,13 +126,24 @@ def evaluate(
     mesh: DeviceMesh,
 ) -> float:
     """The mean loss over `num_microbatches` microbatches of every rank, without dropout; the same on every rank."""
+    was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(num_microbatches):
-        loss += forward_step(model, _to_device(next(microbatches), device))
-    model.train()
+    try:
+        for number in range(num_microbatches):
+            loss += forward_step(model, _to_device(_next(microbatches, number, num_microbatches), device))
+    finally:
+        model.train(was_training)
     dist.all_reduce(loss, group=mesh.get_group())
     return float(loss) / (num_microbatches * mesh.size())
+
+
+def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
+    """ValueError if there are fewer than are wanted: a StopIteration would end some loop around this one."""
+    batch = next(microbatches, None)
+    if batch is None:
+        raise ValueError(f"Expected {wanted} microbatches, got {number}.")
+    return batch
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,8 +77,12 @@ def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int
         CheckpointError: for counters of one fused weight's sections that differ.
     """
 
+    own = threading.local()  # memory that is new costs more to touch than to read into
+
     def check(shared: list[Entry]) -> int:
-        return sum(_check(checkpoint, entry, shared[0]) for entry in shared)
+        if not hasattr(own, "buffer"):
+            own.buffer = torch.empty(_CHECKED_BYTES, dtype=torch.uint8)
+        return sum(_check(checkpoint, entry, shared[0], own.buffer) for entry in shared)
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader") as pool:
         return sum(pool.map(check, _by_values(entries)))
@@ -143,7 +148,7 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
     return num_bytes
 
 
-def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry) -> int:
+def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor) -> int:
     """One entry, or the counter of a section against the first section's, in pieces that are soon forgotten."""
     if entry.num_rows is None and entry is not first:
         target = torch.empty(entry.values.shape, dtype=entry.values.dtype)
@@ -155,7 +160,7 @@ def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry) -> int:
     itemsize, num_bytes = entry.values.dtype.itemsize, 0
     whole = Box((0,) * len(shape), shape)
     for part in ranges(whole, shape, max_span=_CHECKED_BYTES // itemsize, max_gap=0):
-        piece = torch.empty(part.box.sizes, dtype=entry.values.dtype)
+        piece = buffer[: part.box.numel * itemsize].view(entry.values.dtype).view(part.box.sizes)
         offsets = [mine + inner for mine, inner in zip(entry.offsets, part.box.offsets, strict=True)]
         num_bytes += checkpoint.read(entry.key, offsets, piece)
     return num_bytes

@@ -276,6 +276,44 @@ def _main_weights() -> bool:
     return rows.dtype == torch.float32 and torch.equal(rows, whole) and not torch.equal(rows, rows.bfloat16().float())
 
 
+def _short_evaluation(name: str) -> tuple[str, bool, bool]:
+    engine = make(ENGINES[name])
+    engine.model.eval()
+    error = ""
+    try:
+        engine.eval_batch(iter(batches(0, 2)), forward_step, num_microbatches=3)
+    except ValueError as failure:
+        error = str(failure)
+    parameters = {id(parameter) for group in engine.state.optimizer.param_groups for parameter in group["params"]}
+    are_the_optimizers = {id(parameter) for parameter in engine.model.parameters()} == parameters
+    return error, engine.model.training, are_the_optimizers
+
+
+@pytest.mark.parametrize("name", ["megatron", "fsdp2"])
+def test_an_evaluation_that_fails_leaves_the_model_as_it_was(name):
+    expected = ("Expected 3 microbatches, got 2.", False, True)
+    assert run_ranks(2, _short_evaluation, name) == [expected, expected]
+
+
+def _half_on_meta(name: str) -> str:
+    model = Net()
+    model.head = nn.Linear(10, 1, device="meta")
+    try:
+        make(ENGINES[name], model)
+    except ValueError as error:
+        return str(error)
+    return str(float(local_tensor(dict(model.named_parameters())["body.weight"]).std()))
+
+
+def test_real_weights_are_never_drawn_anew():
+    (message,) = run_ranks(1, _half_on_meta, "fsdp2")
+    assert message == (
+        "Expected parameters that are all real or all on meta, got head.weight, head.bias on meta and others real."
+    )
+    (deviation,) = run_ranks(1, _half_on_meta, "megatron on the device, bf16")
+    assert float(deviation) == float(Net().body.weight.detach().std())
+
+
 def test_real_weights_are_not_rounded_to_the_compute_dtype():
     assert run_ranks(1, _main_weights) == [True]
 
