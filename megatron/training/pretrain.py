@@ -137,6 +137,7 @@ class _Run:
         self._events = events
         self._stop = stop
         self._watch = watch
+        self._step_info = StepInfo()  # the engine's own, once there is one
         self._told: Exception | None = None  # the error that has been written down
         self._injections = Injections(config.inject, rank=launch.rank, restart=launch.restart_count, events=events)
 
@@ -152,6 +153,7 @@ class _Run:
             num_local_ranks=launch.local_world_size,
         )
         engine.initialize(lambda: self._providers.model(config))
+        self._step_info = engine.state.step_info
         seed_all(config.training.seed, launch.rank)
         recover = RecoverHandler(
             config,
@@ -196,7 +198,7 @@ class _Run:
                 raise
             self._told = error
             if is_foreseen(error) or not isinstance(self._watch, Watchdog):
-                self.write_exit(code_of(error), str(error), None)
+                self.write_exit(code_of(error), str(error), self._step_info.iteration)
                 raise
             cause = self._watch.explain(error)  # which writes it down
             if cause.is_own:
@@ -204,7 +206,7 @@ class _Run:
             self._told = ExitError(cause.code, cause.text, is_reported=True)
             raise self._told from error
 
-    def write_exit(self, code: ExitCode, reason: str, iteration: int | None) -> None:
+    def write_exit(self, code: ExitCode, reason: str, iteration: int) -> None:
         """The event of the run's end, from rank 0."""
         if self._launch.rank == 0:
             self._events.write("exit", code=int(code), name=code.name, reason=reason, iteration=iteration)

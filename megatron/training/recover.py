@@ -127,7 +127,6 @@ class RecoverHandler:
         self._manager: CheckpointManager | None = None
         self._has_failed = False
         self._last_dump = clock()
-        self._last_begun: int | None = None  # the iteration of the save that was begun last
         self._save_seconds: list[float] = []
 
     # Loading
@@ -269,6 +268,7 @@ class RecoverHandler:
                 retention=Retention(checkpoint.save_keep_last, checkpoint.save_retain_interval),
                 timeout_seconds=60.0 * checkpoint.save_timeout_minutes,
                 on_published=self._on_published,
+                on_failed=self._on_failed,
             )
         self._last_dump = self._clock()
         return self
@@ -314,20 +314,15 @@ class RecoverHandler:
             self._on_rank_0("save_skipped", iteration=iteration, reason="the save before is still under way")
             return
         self._note(self._begin(engine, info))
-        if self._manager is not None and not checkpoint.async_save:
-            try:
-                self._manager.finish()
-            except CheckpointError as failure:
-                self._note(failure)
+        if not checkpoint.async_save:
+            self._note(self._finish())
 
     def dump_last(self, engine: ModuleEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it came to nothing."""
         self._note(self._begin(engine, info))
-        try:
-            if self._manager is not None:
-                self._manager.finish()
-        except CheckpointError as failure:
-            self._note(failure)
+        failure = self._finish()
+        self._note(failure)
+        if failure is not None:
             raise ExitError(ExitCode.NOT_SAVED, str(failure), is_reported=True) from failure
 
     def _begin(self, engine: ModuleEngine, info: RecoverInfo) -> CheckpointError | None:
@@ -344,17 +339,23 @@ class RecoverHandler:
                 seconds = save_torch_dcp(
                     checkpoint.save, engine.state, self._device, info, with_optim=checkpoint.save_optim
                 )
-            except CheckpointError as failure:
-                self._note(failure)
-                raise ExitError(ExitCode.NOT_SAVED, str(failure), is_reported=True) from failure
+            except CheckpointError as error:
+                self._note(error)
+                self._on_failed(iteration, str(error))
+                raise ExitError(ExitCode.NOT_SAVED, str(error), is_reported=True) from error
             self._on_published(iteration, seconds)
             return None
         contents = engine.state.contents(self._device, with_optim=checkpoint.save_optim)
-        self._note(self._manager.failure() if not self._manager.is_busy else None)
-        self._last_begun = iteration
+        failure = self._finish()
         self._on_rank_0("save_begun", iteration=iteration)
+        self._manager.save(iteration, contents, info.to_plain())
+        return failure
+
+    def _finish(self) -> CheckpointError | None:
+        """Waits for the save under way. Answers its failure."""
         try:
-            self._manager.save(iteration, contents, info.to_plain())
+            if self._manager is not None:
+                self._manager.finish()
         except CheckpointError as failure:
             return failure
         return None
@@ -364,10 +365,12 @@ class RecoverHandler:
         path = f"{place_of(str(self._config.checkpoint.save))}/{checkpoint_name(iteration)}"
         self._on_rank_0("save_published", iteration=iteration, checkpoint=path, seconds=seconds)
 
+    def _on_failed(self, iteration: int, reason: str) -> None:
+        self._on_rank_0("save_failed", iteration=iteration, reason=reason)
+
     def _note(self, failure: CheckpointError | None) -> None:
         if failure is not None:
             logger.error("%s", failure)
-            self._on_rank_0("save_failed", iteration=self._last_begun, reason=str(failure))
             self._has_failed = True
 
     def _on_rank_0(self, kind: str, **fields: Any) -> None:

@@ -197,6 +197,26 @@ def test_relaunches_that_get_further_are_not_counted(run):
     assert pretrain(*flags, restart=2).code == 0
 
 
+@pytest.mark.parametrize("flags", [(), ("--async-save",)])
+def test_events_tell_what_became_of_each_save_in_order(tmp_path, flags):
+    done = pretrain("--save", tmp_path, "--save-interval", 1, "--inject", "disk-full:step=2", *flags)
+    assert done.code == 0
+    kinds = ("save_begun", "save_published", "save_failed")
+    told = [(event["event"], event["iteration"]) for event in read_events(tmp_path) if event["event"] in kinds]
+    assert told == [
+        ("save_begun", 1),
+        ("save_published", 1),
+        ("save_begun", 2),
+        ("save_failed", 2),
+        ("save_begun", 3),
+        ("save_published", 3),
+        ("save_begun", 4),
+        ("save_published", 4),
+    ]
+    (failed,) = events(tmp_path, "save_failed")
+    assert "No space left on device" in failed["reason"]
+
+
 def test_seconds_between_saves_are_counted_by_each_rank_and_agreed(tmp_path):
     """On the second rank alone they are over, in the third iteration."""
 

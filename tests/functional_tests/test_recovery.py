@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed import TCPStore
 
+import pretrain_gpt
+from megatron.core.options import ConfigError
 from tests.functional_tests.recovery_scenes import (
     MODEL,
     NO_DROPOUT,
@@ -291,24 +294,38 @@ def node(port: int, *, is_host: bool) -> list[str]:
     return torchrun("--nnodes", "1:2", *rendezvous, *conf, "--max-restarts", "3", num_ranks=1)
 
 
-def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path):
+@pytest.mark.parametrize("lost", ["the other", pytest.param("the one of rank 0", marks=pytest.mark.wide)])
+def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, lost):
     """The launcher on one machine is killed. Its rank ends by itself, and the other machine goes on alone."""
-    job, port = Job(tmp_path), free_port()
+    job = Job(tmp_path)
+    # The launchers' store outlives the machine that is lost: on the machine that stays, or on none of them.
+    apart = None
+    if lost != "the other":
+        apart = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = free_port() if apart is None else apart.port
     # So that there is time to lose a machine in the middle; and a node that comes late can join.
     slow = ["--inject", "slow:rank=any,step=1,seconds=0.2"]
     late = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first, second = node(port, is_host=apart is None), node(port, is_host=False)
     with (
-        started(job, node(port, is_host=True), *RESIZED, *slow, log="log_0.txt", **late) as host,
-        started(job, node(port, is_host=False), *RESIZED, *slow, log="log_1.txt", **late) as other,
+        started(job, first, *RESIZED, *slow, log="log_0.txt", **late) as one,
+        started(job, second, *RESIZED, *slow, log="log_1.txt", **late) as other,
     ):
-        two_ranks = lambda: [e for e in job.events("resume") if e["world_size"] == 2]  # noqa: E731
-        until(lambda: two_ranks() and max(dict(job.losses()), default=0) >= 5, "two ranks that train")
-        (orphan,) = children(other.pid)
+
+        def trains_on_two() -> bool:
+            is_there = any(event["world_size"] == 2 for event in job.events("resume"))
+            return is_there and max(dict(job.losses()), default=0) >= 5
+
+        until(trains_on_two, "two ranks that train")
+        has_rank_0 = one if job.events("start")[-1]["pid"] in children(one.pid) else other
+        goes = other if apart is None else has_rank_0
+        stays = one if goes is other else other
+        (orphan,) = children(goes.pid)
         lost_at = time.time()
-        other.kill()
+        goes.kill()
         try:
             until(lambda: not is_running(orphan), "the rank of the killed launcher to end", timeout=20)
-            assert host.wait(TIMEOUT) == 0, job.log
+            assert stays.wait(TIMEOUT) == 0, job.log
         finally:
             kill_process(orphan)
     last = job.events("resume")[-1]
@@ -318,3 +335,34 @@ def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_p
     print(f"\nfrom the loss of a machine to the first step without it: {step['time'] - lost_at:.1f} s")
     assert job.events("exit")[-1]["name"] == "FINISHED"
     assert_goes_about_the_way_of(job, on_two_ranks)
+
+
+# Faults that a run lives with.
+
+
+def test_a_full_disk_a_nan_and_a_slow_rank_by_flag_are_in_the_event_log_and_the_run_goes_on(small, tmp_path):
+    job = Job(tmp_path)
+    faults = ["disk-full:rank=1,step=2", "nan:rank=1,step=3", "slow:rank=1,step=1,seconds=0.3,times=1,at=backward"]
+    runs = pretrain(*SETTINGS, *job.flags, "--save-interval", 1, "--inject", *faults, world_size=2)
+    assert [run.error for run in runs] == ["", ""]
+    told = {event["spec"]: (event["rank"], event["phase"], event["iteration"]) for event in job.events("inject")}
+    assert told == {faults[0]: (1, "save", 2), faults[1]: (1, "forward", 3), faults[2]: (1, "backward", 1)}
+    (failure,) = job.events("save_failed")
+    assert "rank 1" in failure["reason"]
+    assert "No space left on device" in failure["reason"]
+    assert [event["iteration"] for event in job.events("save_published")] == [1, 3, 4]
+    (nan,) = job.events("nan")
+    assert (nan["iteration"], nan["ranks"]) == (3, [1])
+    (first, *_) = job.events("step")
+    assert first["seconds"] >= 0.3, "the others wait for the slow one"
+    losses, expected = dict(job.losses()), dict(small.losses())
+    assert [losses[n] == expected[n] for n in (1, 2, 3, 4)] == [True, True, False, False]
+    assert losses[3] is None, "JSON has no NaN"
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/try", "runs/production-2/gpt"])
+def test_faults_are_refused_where_a_path_looks_like_production(tmp_path, place):
+    for flags in (["--save", place], ["--save", tmp_path, "--load", place]):
+        with pytest.raises(ConfigError, match=r"--inject: expected local paths without .* production, .*, got '"):
+            pretrain_gpt.run([*SETTINGS, *map(str, flags), "--inject", "kill:step=1"])
+    assert list(tmp_path.iterdir()) == []

@@ -94,6 +94,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
         on_published: Callable[[int, float], object] | None = None,
+        on_failed: Callable[[int, str], object] | None = None,
     ) -> None:
         """Communicates nothing, and so needs no process group: any processes with one token are the ranks of a save.
 
@@ -102,6 +103,7 @@ class CheckpointManager:
             timeout_seconds: for which rank 0 waits for the others, and they for it.
             on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
                 took; on a thread of the manager's.
+            on_failed: is told the iteration of each save that has come to nothing, and why; on the thread that asks.
         """
         self.store = store
         self.num_failed = 0
@@ -112,6 +114,7 @@ class CheckpointManager:
         self._retention = retention or Retention()
         self._timeout_seconds = timeout_seconds
         self._on_published = on_published
+        self._on_failed = on_failed
         self._num_saves = 0
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
@@ -135,6 +138,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
         on_published: Callable[[int, float], object] | None = None,
+        on_failed: Callable[[int, str], object] | None = None,
     ) -> CheckpointManager:
         """For the ranks of the default process group together: sweeps abandoned drafts, and agrees on a token.
 
@@ -165,6 +169,7 @@ class CheckpointManager:
             retention=retention,
             timeout_seconds=timeout_seconds,
             on_published=on_published,
+            on_failed=on_failed,
         )
 
     @property
@@ -268,6 +273,8 @@ class CheckpointManager:
             f"({self.num_failed} failed so far; {self._age()})"
         )
         failure.__cause__ = error
+        if self._on_failed is not None:
+            self._on_failed(save.draft.iteration, str(failure))
         return failure
 
     def _age(self) -> str:

@@ -287,9 +287,13 @@ def test_a_thread_that_waits_for_another_waits_for_other_ranks_only_if_that_one_
 
 
 def test_a_batch_that_does_not_come_is_no_wait_for_other_ranks():
-    reading = _stack_in(lambda: queue.Queue().get(timeout=5.0))
-    pipe = _stack_in(lambda: os.read(os.pipe()[0], 1))
-    assert not waits_for_others(reading, [pipe])
+    batches: queue.Queue[None] = queue.Queue()
+    reader, writer = os.pipe()
+    waiting = _stack_in(batches.get)
+    reading = _stack_in(lambda: os.read(reader, 1))
+    assert not waits_for_others(waiting, [reading])
+    batches.put(None)
+    os.write(writer, b"1")
 
 
 def test_a_place_is_named_without_the_folders_of_a_machine():
