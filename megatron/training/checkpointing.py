@@ -22,7 +22,12 @@ from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER_FILE,
+    checkpoint_name,
+    is_checkpoint_name,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
@@ -110,9 +115,14 @@ def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, c
 
     Raises:
         CheckpointError: on all ranks, if it could not be saved, or there is something at the path.
+        ValueError: for a path that none of the kind can have.
     """
     root, name = split_path(path)
+    if is_checkpoint_name(name):
+        raise ValueError(f"Expected another name than those of a run's own checkpoints, got {path!r}.")
     store = open_store(root)
+    if ckpt_format != FSDP_DTENSOR and not store.is_rename_atomic:
+        raise ValueError(f"Expected a folder of a file system for {ckpt_format} checkpoints, got {path!r}.")
 
     def prepare() -> str:
         if store.exists(name):
@@ -137,7 +147,7 @@ def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, c
 def split_path(path: str) -> tuple[str, str]:
     """(the folder that a checkpoint is in, its own name). ValueError for a path that has no two parts."""
     root, _, name = str(path).rstrip("/").rpartition("/")
-    if not name or name in (".", ".."):
+    if not name or name in (".", "..") or root.endswith(":/"):
         raise ValueError(f"Expected the path of a checkpoint's folder, got {path!r}.")
     return root or ("/" if str(path).startswith("/") else "."), name
 

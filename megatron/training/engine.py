@@ -36,7 +36,8 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: the checkpoint's folder, new where it is saved; for `dcp` also an fsspec URL.
+        path: the checkpoint's folder, new where it is saved, of another name than a run's own checkpoints have; for
+            `dcp` of `MegatronEngine` also an fsspec URL.
         weight_format: `dcp`: PyTorch DCP, sharded, for going on with on any number of ranks. `hf`: safetensors with
             config.json, as transformers loads it; weights alone.
         with_optim: also the optimizer's states, the schedule, the random states and the counters.

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.errors import few
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
@@ -199,8 +200,11 @@ class ModuleEngine:
             load_hf(self.model, meta.path)
             return
         root, name = split_path(meta.path)
+        store = open_store(root)
+        if not on_first_rank(lambda: store.exists(name), f"looking for {meta.path}"):
+            raise CheckpointError(f"Expected a checkpoint at {meta.path}, got nothing there.")
         flags = CheckpointConfig(load=root, finetune=not meta.with_optim)
-        load_checkpoint(flags, self.config.schedule, self.state, self.device, open_store(root), name)
+        load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 
     def step_info(self) -> StepInfo:
         """See `TrainEngine`."""

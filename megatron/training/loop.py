@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -36,6 +36,9 @@ class Watch(Protocol):
     def status(self, **fields: object) -> None:
         """What the heartbeat says besides."""
 
+    def takes_long_while(self, condition: Callable[[], bool]) -> None:
+        """A step may take as long as a save while this is so."""
+
 
 class NoWatch:
     """Nobody watches: a program that embeds this one minds its own processes."""
@@ -44,6 +47,9 @@ class NoWatch:
         pass
 
     def status(self, **fields: object) -> None:
+        pass
+
+    def takes_long_while(self, condition: Callable[[], bool]) -> None:
         pass
 
 
@@ -111,6 +117,7 @@ def train(
     num_samples = num_train_samples(config, step_info)
     batches = microbatches(train_data, engine, config, step_info.consumed_samples, num_samples)
     surroundings.recover.check(engine)
+    surroundings.watch.takes_long_while(lambda: surroundings.recover.is_saving)
     if valid_data is not None and _is_evaluation_missing(engine, surroundings):
         report_evaluation(engine, surroundings, valid_data, "validation")
     surroundings.metrics.resume_clock()
@@ -131,7 +138,9 @@ def train(
         if saves and is_last and (stop is None or stop.saves):
             surroundings.mark("save", step_info.iteration)
             surroundings.recover.dump_last(engine, surroundings.info(engine))
-        elif saves and not is_last and surroundings.frequency.is_due(step_info, result.num_samples, late):
+        elif saves and is_last:
+            surroundings.recover.wait()  # what is under way may still fit, and is better than nothing
+        elif saves and surroundings.frequency.is_due(step_info, result.num_samples, late):
             surroundings.mark("save", step_info.iteration)
             surroundings.recover.dump(engine, surroundings.info(engine), busy)
         surroundings.metrics.resume_clock()

@@ -321,7 +321,9 @@ def _watch(config: RunConfig, launch: Launch, events: EventLog, is_embedded: boo
         store=_get_default_store() if launch.world_size > 1 else None,
         events=events,
         hang_timeout_seconds=limit,
-        long_timeout_seconds=60.0 * config.parallel.distributed_timeout_minutes,
+        # What a save may take besides: ranks wait for each other, and for the save before.
+        long_timeout_seconds=60.0
+        * max(config.parallel.distributed_timeout_minutes, 2 * config.checkpoint.save_timeout_minutes),
         grace_seconds=config.stop.exit_signal_grace_seconds if handles_signals else None,
     ) as watchdog:
         yield watchdog

@@ -280,9 +280,19 @@ class RecoverHandler:
             self._manager.close(is_told=error is not None)
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._manager is not None and self._manager.is_busy
+
+    @property
     def save_seconds(self) -> float | None:
-        """What a save takes: the longest of the last few. None before the first."""
-        return max(self._save_seconds[-3:], default=None)
+        """What a save takes that begins now: the longest of the last few, twice if one is under way. None: unknown."""
+        seconds = max(self._save_seconds[-3:], default=None)
+        return 2 * seconds if seconds is not None and self.is_saving else seconds
+
+    def wait(self) -> None:
+        """Waits for the save under way. A failure is logged."""
+        self._note(self._finish())
 
     def votes(self) -> Votes:
         """This rank's."""
@@ -291,7 +301,7 @@ class RecoverHandler:
         has_failed, self._has_failed = self._has_failed, False
         limit = self._config.checkpoint.save_interval_seconds
         is_late = limit is not None and self._clock() - self._last_dump >= limit
-        return Votes(float(self._manager is not None and self._manager.is_busy), float(has_failed), float(is_late))
+        return Votes(float(self.is_saving), float(has_failed), float(is_late))
 
     def check(self, engine: ModuleEngine) -> None:
         """CheckpointError now, rather than at the first save, if there is something that the format cannot hold."""

@@ -16,6 +16,7 @@ Every wait is bounded. A store that is lost leaves each rank with what it can se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -141,6 +142,7 @@ class RollCall:
         self._members: dict[int, Member] = {}
         self.knows_all = self._store is None  # who the other ranks are
         self.number = 0  # of the last roll call that this rank has taken part in
+        self._num_answered = self._num_done = 0  # ranks that answered in it, and that have read its verdict
 
     @property
     def has_peers(self) -> bool:
@@ -201,6 +203,16 @@ class RollCall:
         except StoreLostError:
             return self._judge_alone(record)
 
+    def linger(self) -> None:
+        """Before a process ends by a verdict: waits until all have read it, if the store is in this process."""
+        if self._rank != 0 or self._agent_has_store or not self.has_peers:
+            return
+        deadline = time.monotonic() + _LINGER_SECONDS
+        with contextlib.suppress(StoreLostError):
+            while self._num_done < self._num_answered and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                self._num_done = self._add(f"{self.number}/done", 0)
+
     def _hold(self, prefix: str, record: Record) -> Verdict | None:
         begin = time.monotonic()
         self._learn_who_is_there()
@@ -219,7 +231,8 @@ class RollCall:
                     continue
             time.sleep(_POLL_SECONDS)
         answer = json.loads(self._get(f"{prefix}verdict"))
-        self._linger(prefix, answer["num_answered"])
+        self._num_answered = answer["num_answered"]
+        self._num_done = self._add(f"{prefix}done", 1)
         return None if answer["verdict"] is None else Verdict.from_json(answer["verdict"])
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
@@ -274,14 +287,6 @@ class RollCall:
         if not self._agent_has_store and 0 not in (self._rank, *(one.rank for one in absent)):
             absent.append(Absent(0, Silence.SILENT))  # the store was in its process
         return find_cause([record], absent, is_alone=self._world_size > 1)
-
-    def _linger(self, prefix: str, num_answered: int) -> None:
-        """Rank 0 stays until all have read the verdict, if the store ends with its process."""
-        num_done = self._add(f"{prefix}done", 1)
-        hosts_store, deadline = self._rank == 0 and not self._agent_has_store, time.monotonic() + _LINGER_SECONDS
-        while hosts_store and num_done < num_answered and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            num_done = self._add(f"{prefix}done", 0)
 
     def _learn_who_is_there(self) -> None:
         """Reads those that have joined, if not all are known yet."""

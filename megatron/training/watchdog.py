@@ -121,12 +121,14 @@ class Watchdog:
         # Written by the main thread, read by the watchdog's; each is one assignment, so that no lock is needed.
         self._mark = _Mark()
         self._status: dict[str, object] = {}
+        self._takes_long: Callable[[], bool] = bool  # False
         self._failure: BaseException | None = None
         self._is_ending = False
         # The watchdog's thread alone:
         self._seen_mark = self._mark
         self._idle = 0.0
         self._last_look = 0.0
+        self._took_long = False
         self._signalled: tuple[signal.Signals, float] | None = None
         self._has_asked_after_signal = False
         self._has_warned = False
@@ -176,6 +178,10 @@ class Watchdog:
         num_marks = last.num_marks + 1 if iteration == last.iteration else 0
         self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))
 
+    def takes_long_while(self, condition: Callable[[], bool]) -> None:
+        """While it answers True, `long_timeout_seconds` holds: a save that steps wait for, say. Asked on any thread."""
+        self._takes_long = condition
+
     def status(self, **fields: object) -> None:
         """What the heartbeat says besides; stays until it is given anew."""
         self._status = {**self._status, **fields}
@@ -215,7 +221,8 @@ class Watchdog:
         for number in received:
             self._on_signal(number)
         if self._failure is not None:
-            self._explain_failure(self._failure)
+            if self._cause is None:
+                self._take_part()
             return
         self._check_grace()
         if self._is_called() or self._is_stuck() or self._may_wait_in_vain():
@@ -224,7 +231,8 @@ class Watchdog:
     def _count_idle_time(self) -> None:
         now = time.monotonic()
         passed, self._last_look = now - self._last_look, now
-        if self._mark is self._seen_mark:
+        took_long, self._took_long = self._took_long, self._takes_long()
+        if self._mark is self._seen_mark and (self._took_long or not took_long):
             self._idle += min(passed, _LONGEST_WAIT_TICKS * self._tick)
         else:
             self._seen_mark, self._idle = self._mark, 0.0
@@ -245,7 +253,7 @@ class Watchdog:
         mark = self._seen_mark
         if self._hang_timeout is None:
             return False
-        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
+        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS or self._took_long
         limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
         return self._idle > limit
 
@@ -257,32 +265,21 @@ class Watchdog:
         return True
 
     def _take_part(self) -> None:
-        """Holds a roll call, and ends the process if that finds a cause, or hands the cause to the main thread."""
-        verdict = self._roll_call.hold(self._record(self._failure))
-        if verdict is None or self._is_ending:
+        """Holds a roll call. If that finds a cause the process ends, by the main thread if it asked, else from here."""
+        asked = self._failure
+        verdict = self._roll_call.hold(self._record(asked))
+        if self._is_ending or (verdict is None and asked is None):
             return
-        self._announce(verdict)
-        error = self._failure  # it may have come in the meantime
-        cause = self._cause_of(error, verdict)
-        if error is None:
-            self._exit_process(process_status(cause.code, self._launch.is_elastic))
-        self._hand_over(cause)
-
-    def _explain_failure(self, error: BaseException) -> None:
-        """The main thread's exception: finds its cause, and lets the main thread leave with it."""
-        if self._cause is not None:
-            return
-        verdict = self._roll_call.hold(self._record(error))
         if verdict is not None:
             self._announce(verdict)
-        self._hand_over(self._cause_of(error, verdict))
-
-    def _hand_over(self, cause: Cause) -> None:
-        """Gives the main thread the cause and some time to leave with it; then the process ends in any case."""
-        self._cause = cause
-        self._is_explained.set()
-        if not self._has_ended.wait(_LEAVE_SECONDS):
-            self._exit_process(process_status(cause.code, self._launch.is_elastic))
+        error = self._failure  # it may have come in the meantime
+        cause = self._cause_of(error, verdict)
+        if error is not None:
+            self._cause = cause
+            self._is_explained.set()
+            if self._has_ended.wait(_LEAVE_SECONDS):
+                return
+        self._exit_process(process_status(cause.code, self._launch.is_elastic))
 
     def _cause_of(self, error: BaseException | None, verdict: Verdict | None) -> Cause:
         """What a verdict means for this rank; without one, what its error alone says."""
@@ -341,6 +338,7 @@ class Watchdog:
 
         _within(_REPORT_SECONDS, tell)
         _within(_REPORT_SECONDS, record)
+        self._roll_call.linger()
 
     def _write_exit(self, status: int, name: str, reason: str) -> None:
         self._events.write("exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration)

@@ -25,7 +25,7 @@ from megatron.training.events import read_events
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 240.0  # seconds
 
 # A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault can strike in them.
 MODEL = [
@@ -113,7 +113,12 @@ def started(
 def run(job: Job, launcher: Sequence[str], *flags: str, timeout: float = TIMEOUT, **variables: str) -> int:
     """Runs a job to its end. Returns the exit code."""
     with started(job, launcher, *flags, **variables) as process:
-        return process.wait(timeout)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"expected the end of the job within {timeout} s, got this so far:\n{job.log}"
+            ) from None
 
 
 def run_undisturbed(job: Job, *flags: str, num_ranks: int = 2) -> None:

@@ -26,6 +26,11 @@ def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is taken for one of a run's checkpoints."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 def published_iterations(store: Store) -> list[int]:
     """The iterations of the published checkpoints, ascending; none if there is no such folder.
 

@@ -351,6 +351,7 @@ def _refusals(name: str, folder: str) -> dict[str, str]:
     note("half a file", lambda: engine.load(saved), CheckpointDamagedError)
     note("no batches", lambda: engine.train_batch([], forward_step), ValueError)
     note("an iterator", lambda: engine.eval_batch(iter([]), forward_step), ValueError)
+    note("a run's name", lambda: engine.save(replace(saved, path=f"{folder}/iter_0000003")), ValueError)
     note("twice", lambda: engine.initialize(gpt), RuntimeError)
     return found
 
@@ -359,12 +360,13 @@ def _refusals(name: str, folder: str) -> dict[str, str]:
 def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_path, name):
     for found in run_ranks(2, _refusals, name, str(tmp_path)):
         assert "changed" not in " ".join(found.values())
-        assert f"{tmp_path}/saved" in found["nothing there"]
         assert found["saved twice"].startswith(f"Expected nothing at {tmp_path}/saved yet, got")
         assert "weights" in found["weights alone"]
         assert "__1_0.distcp" in found["half a file"]
         assert found["no batches"] == "Expected at least 1 microbatches, got 0."
         assert found["an iterator"] == "Expected num_microbatches with an iterator of microbatches, got none."
+        assert found["a run's name"].startswith("Expected another name than those of a run's own checkpoints, got ")
+        assert found["nothing there"] == f"Expected a checkpoint at {tmp_path}/saved, got nothing there."
         assert found["twice"] == "Expected initialize to be called once, got a second model."
     assert not list(Path(tmp_path).glob("*.saving"))
 
@@ -420,7 +422,7 @@ def test_what_meta_cannot_mean_is_refused():
         SaveLoadMeta("there", "hf", with_optim=True)
     with pytest.raises(ValueError, match="Expected a tokenizer only with the format hf"):
         SaveLoadMeta("there", tokenizer=object())
-    for path in ("", "/", "runs/..", "."):
+    for path in ("", "/", "runs/..", ".", "s3://bucket"):
         with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
             split_path(path)
     assert split_path("a") == (".", "a")
