@@ -17,8 +17,8 @@ DIR is the folder of --events-dir, or of --save without it. The state is one of
     finished    trained to the end
     stopped     ended before that as it was told to, with its state saved: --exit-interval, --exit-duration-in-mins
     preempted   ended by a signal
-    failed      ended by an error, or by the loss of a rank
-    hung        ended for want of progress
+    failed      ended by an error, or by the loss of a rank; torchrun starts it again if there are restarts left
+    hung        ended for want of progress; the same
     dead        has not said that it ended, and its process is gone or its heartbeat older than --stale-seconds
     unknown     there are checkpoints, but no events: of a run that wrote none
 
@@ -223,6 +223,8 @@ def _state(session: Session, heartbeat: Event | None, now: float, stale_seconds:
         name, code = str(end.get("name")), _whole(_number(end, "code"))
         state = "preempted" if name.startswith("SIG") else _ENDS.get(name, "failed")
         detail = f"exit code {'unknown' if code is None else code} ({name})"
+        left = _restarts_left(session) if state in ("failed", "hung") else None
+        detail += f", {_count(left, 'restart')} left" if left else ""
         exit_code = EXIT_DEAD if code is None else code & 0xFF
         return _state_of(state, exit_code, _number(end, "time"), now, detail)
     life = _life(session, heartbeat, now, stale_seconds)
@@ -231,6 +233,12 @@ def _state(session: Session, heartbeat: Event | None, now: float, stale_seconds:
     save = _save_in_flight(session)
     since = _number(session.start if save is None else save, "time")
     return _state_of("running" if save is None else "saving", 0, since, now, _heartbeat_text(heartbeat, now))
+
+
+def _restarts_left(session: Session) -> int | None:
+    """How often torchrun may start the job again; None without it."""
+    limit = _whole(_number(session.start, "max_restarts"))
+    return None if limit is None else max(0, limit - int(session.restart))
 
 
 def _save_in_flight(session: Session) -> Event | None:
@@ -293,10 +301,11 @@ def _heartbeat_text(heartbeat: Event | None, now: float) -> str:
 def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) -> dict[str, Any]:
     """How far the session has come, by whatever says most."""
     beat = heartbeat or {}
-    if session.events and session.last("resume") is None:
-        beat = {**beat, "iteration": None}  # not known until a checkpoint is loaded, or there is none
+    # Until a checkpoint is loaded, heartbeat and exit do not know where the run is.
+    is_known = not session.events or session.last("resume", "step") is not None
+    sources = [event for event in (beat, *session.events) if is_known or event.get("event") not in (None, "exit")]
     # At least: a fault, a signal or an error comes in the iteration after those that have been made.
-    least = [(_number(event, "iteration"), _is_under_way(event)) for event in (beat, *session.events)]
+    least = [(_number(event, "iteration"), _is_under_way(event)) for event in sources]
     known = [max(0.0, iteration - is_under_way) for iteration, is_under_way in least if iteration is not None]
     iteration = max(known, default=None)
     totals = (_number(event, "train_iters") for event in (beat, *reversed(session.events)))

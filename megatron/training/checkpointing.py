@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import secrets
 import tempfile
 import time
@@ -127,6 +128,9 @@ def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, c
     def prepare() -> str:
         if store.exists(name):
             raise CheckpointError(f"Expected nothing at {path} yet, got a folder or file that is there.")
+        for abandoned in store.folders():
+            if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):
+                store.remove(abandoned)  # of an earlier save to this path that was killed
         return secrets.token_hex(8)
 
     token = on_first_rank(prepare, f"preparing {path}")

@@ -127,7 +127,8 @@ class RunConfig:
     def events_dir(self) -> str | None:
         """The folder of the run's event log; None: there is none."""
         save = self.checkpoint.save
-        if self.logging.events_dir is not None or save is None:
+        # An evaluation that looks at a run's checkpoints is none of its starts.
+        if self.logging.events_dir is not None or save is None or self.training.skip_train:
             return self.logging.events_dir
         store = open_store(save)
         return store.root if store.is_rename_atomic else None

@@ -68,8 +68,9 @@ class TrainEngine(Protocol):
         """Takes the model over: shards it, and builds its optimizer and schedule. Once.
 
         Args:
-            model: fp32, with the same weights on every rank; or what builds one, which is called under the meta device.
-                Parameters on meta get their initial weights from the `reset_parameters` of their modules.
+            model: fp32, with the same weights and buffers on every rank, and buffers that stay alike; or what builds
+                one, which is called under the meta device. Parameters on meta get their initial weights from the
+                `reset_parameters` of their modules.
         """
 
     def train_batch(

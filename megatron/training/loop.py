@@ -138,6 +138,7 @@ def train(
         if saves and is_last and (stop is None or stop.saves):
             surroundings.mark("save", step_info.iteration)
             surroundings.recover.dump_last(engine, surroundings.info(engine))
+            surroundings.watch.status(saved_iteration=step_info.iteration)
         elif saves and is_last:
             surroundings.recover.wait()  # what is under way may still fit, and is better than nothing
         elif saves and surroundings.frequency.is_due(step_info, result.num_samples, late):

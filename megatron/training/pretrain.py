@@ -27,6 +27,7 @@ from megatron.core.device import Device
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
 from megatron.training.arguments import describe
+from megatron.training.checkpointing import place_of, split_path
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine, build_engine
@@ -181,7 +182,7 @@ class _Run:
                 self._events,
                 self._watch,
                 self._injections,
-                data=_described(datasets.train, own_run),
+                data=_described(config, datasets.train, own_run),
                 evaluated=_evaluated(engine.step_info(), own_run),
             )
             # Told here, while a save that is under way can still be: leaving the context gives it up.
@@ -245,10 +246,15 @@ class _Run:
             num_devices=self._launch.world_size,
         )
         state = None if own_run is None else own_run.info.logger
+        # A branch of another run has reports of its own.
+        save = config.checkpoint.save
+        goes_on = own_run is not None and save is not None and split_path(own_run.path)[0] == place_of(save)
         metrics = Metrics(
             rates,
             config.logging,
-            build_sinks(config.logging, config.values(), step_info.iteration, state) if is_first else [],
+            build_sinks(config.logging, config.values(), step_info.iteration, state if goes_on else None)
+            if is_first
+            else [],
             start_iteration=step_info.iteration,
             shows_progress=is_first,
             state=state,
@@ -293,9 +299,16 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
     return Frequency(checkpoint.save_interval, checkpoint.save_interval_seconds, samples)
 
 
-def _described(train_data: SampleDataset | None, own_run: Loaded | None) -> dict[str, Any]:
+def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loaded | None) -> dict[str, Any]:
     """What tells the training data from others. Data that has changed since the checkpoint is a loud line."""
-    data = {"kind": type(train_data).__name__, "samples_per_epoch": getattr(train_data, "samples_per_epoch", None)}
+    data = {
+        "kind": type(train_data).__name__,
+        "path": None if config.data.data_path is None else list(config.data.data_path),
+        "split": config.data.split,
+        "seq_length": config.data.seq_length,
+        "seed": config.training.seed,
+        "samples_per_epoch": getattr(train_data, "samples_per_epoch", None),
+    }
     saved = {} if own_run is None else own_run.info.data
     if saved and train_data is not None and saved != data:
         logger.warning("the training data is not what it was: %s in the checkpoint, %s now", saved, data)

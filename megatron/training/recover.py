@@ -166,9 +166,9 @@ class RecoverHandler:
             if loaded is not None and not flags.finetune:
                 self._report_differences(loaded.info)
         if loaded is None:
-            places = dict.fromkeys(place for place in (save, self._config.checkpoint.load) if place is not None)
-            if places:
-                logger.info("no checkpoint found in %s, starting from the beginning", " or ".join(places))
+            looked_at = flags.load if flags is not None else save
+            if looked_at is not None:
+                logger.info("no checkpoint found in %s, starting from the beginning", looked_at)
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
         self._on_rank_0(
@@ -192,7 +192,7 @@ class RecoverHandler:
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
         begins_as_told = checkpoint if checkpoint.load is not None else None
         save = checkpoint.save
-        if mode == "off" or save is None or self._config.training.skip_train:
+        if mode == "off" or save is None or (self._config.training.skip_train and mode == "auto"):
             return begins_as_told
         newest = on_first_rank(lambda: latest_iteration(open_store(save)), f"looking for checkpoints in {save}")
         if newest is None and mode == "on":
@@ -270,6 +270,11 @@ class RecoverHandler:
                 on_published=self._on_published,
                 on_failed=self._on_failed,
             )
+        elif checkpoint.save is not None:
+            store = open_store(checkpoint.save)
+            swept = on_first_rank(store.sweep, f"sweeping {store.root}")
+            if swept:
+                logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
         self._last_dump = self._clock()
         return self
 

@@ -270,22 +270,25 @@ class RollCall:
         return next((self._get(key) for key in keys if self._has(key)), None)
 
     def _absent(self, prefix: str, rank: int) -> Absent:
-        key, member = f"{prefix}silent/{rank}", self._members.get(rank)
-        silence = Silence[self._get(key)] if self._has(key) else Silence.SILENT
+        key = f"{prefix}silent/{rank}"
+        return self._unheard(rank, Silence[self._get(key)] if self._has(key) else Silence.SILENT)
+
+    def _unheard(self, rank: int, silence: Silence = Silence.SILENT) -> Absent:
+        member = self._members.get(rank)
         return Absent(rank, silence) if member is None else Absent(rank, silence, member.host, member.pid)
 
     def _judge_alone(self, record: Record) -> Verdict | None:
         """What this rank can tell without a store: its own state, and the processes on its machine."""
         if not (record.needs_all or record.error is not None or record.is_stuck):
             return None
-        found = {rank: (member, member.silence()) for rank, member in self._neighbours()}
         absent = [
-            Absent(rank, silence, member.host, member.pid)
-            for rank, (member, silence) in found.items()
-            if silence is not Silence.SILENT
+            Absent(rank, member.silence(), member.host, member.pid)
+            for rank, member in self._neighbours()
+            if member.silence() is not Silence.SILENT
         ]
-        if not self._agent_has_store and 0 not in (self._rank, *(one.rank for one in absent)):
-            absent.append(Absent(0, Silence.SILENT))  # the store was in its process
+        if not self._agent_has_store and self._rank != 0:
+            # The store was in the process of rank 0, so that one went first. Others that are gone may have left since.
+            absent = [one for one in absent if one.rank == 0] or [self._unheard(0)]
         return find_cause([record], absent, is_alone=self._world_size > 1)
 
     def _learn_who_is_there(self) -> None:

@@ -367,9 +367,11 @@ class Watchdog:
         number, when = self._signalled
         if time.monotonic() - when < self._grace:
             return
-        text = f"the {self._grace:g} s after {number.name} are over in iteration {self._seen_mark.iteration}, "
-        text += f"{self._seen_mark.phase}; the state was not saved"
-        code = ExitCode.PREEMPTED_UNSAVED
+        mark, saved = self._mark, self._status.get("saved_iteration")
+        is_saved = saved == mark.iteration
+        text = f"the {self._grace:g} s after {number.name} are over in iteration {mark.iteration}, {mark.phase}, "
+        text += "whose state is saved" if is_saved else "whose state was not saved"
+        code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
 
         def tell() -> None:
             logger.error("rank %d: %s", self._launch.rank, text)

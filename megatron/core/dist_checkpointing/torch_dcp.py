@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -125,10 +126,17 @@ def check_files(
 def _problem(blob: _Window) -> str | None:
     """What is wrong with the bytes of one torch.save, in words; None: nothing."""
     try:
-        with zipfile.ZipFile(io.BufferedReader(blob)) as archive:
+        # Both look: PyTorch's reader at what it needs to find its records, the other at what is in them.
+        stream = io.BufferedReader(blob)
+        torch._C.PyTorchFileReader(stream)
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-        return f"no readable archive ({error})"
+    except OSError:
+        raise
+    except Exception as error:  # damaged archives raise almost anything
+        reason = str(error).split("\n")[0]
+        return f"no readable archive ({type(error).__name__}: {reason})"
     return None if bad is None else f"other bytes in its record {bad}"
 
 
@@ -179,7 +187,7 @@ def load_tensors(folder: Path, metadata: Metadata, state: dict[str, Any], ignore
         with _no_word_about_single_process():
             load(state, storage_reader=FileSystemReader(folder))
     except CheckpointException as failure:
-        raise CheckpointError(f"Expected {folder} to be readable, got {_causes(failure)}.") from failure
+        raise CheckpointDamagedError(f"Expected {folder} to be readable, got {_causes(failure)}.") from failure
 
 
 @contextmanager

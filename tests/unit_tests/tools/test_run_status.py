@@ -42,8 +42,9 @@ class Run:
 
     def start(self, *, restart: int | None = None, iteration: int | None = 0, **process) -> None:
         self.restart = self.restart + 1 if restart is None else restart
-        self.process = {"pid": 4711 + self.restart, "host": ELSEWHERE, **process}
-        self.write("start", iteration=None, world_size=2, command=["pretrain_gpt.py"], **self.process)
+        given = {"pid": 4711 + self.restart, "host": ELSEWHERE, **process}
+        self.process = {name: given[name] for name in ("pid", "host")}
+        self.write("start", iteration=None, world_size=2, command=["pretrain_gpt.py"], **given)
         if iteration is not None:
             self.write("resume", iteration=iteration, world_size=2, seconds=0.1)
 
@@ -132,6 +133,19 @@ def test_a_run_that_has_ended_says_how_and_the_exit_code_is_its_own(run, code):
     assert status["progress"]["seconds_left"] is None
     cause = None if code is ExitCode.FINISHED else "it was so"
     assert status["restarts"]["last_end"] == cause
+
+
+def test_restarts_that_torchrun_has_left_are_told_where_it_uses_them(run):
+    for restart, left in enumerate((", 2 restarts left", ", 1 restart left", "")):
+        run.start(restart=restart, max_restarts=2)
+        run.exit(ExitCode.LOST_RANK, "rank 1 was killed", 7)
+        assert run.lines()[0].endswith(f"exit code 5 (LOST_RANK){left}")
+    run.start(restart=0, max_restarts=2)
+    run.exit(ExitCode.PREEMPTED, "SIGTERM was received", 7)
+    assert run.lines()[0].endswith("exit code 75 (PREEMPTED)")
+    run.start(restart=0, max_restarts=None)
+    run.exit(ExitCode.FAILED, "an error", 7)
+    assert run.lines()[0].endswith("exit code 1 (FAILED)")
 
 
 def test_a_run_that_was_told_to_stop_early_is_stopped(run):
@@ -293,7 +307,7 @@ def test_a_start_that_does_not_get_to_its_checkpoint_makes_no_progress(run):
     run.start()
     run.start(iteration=None)
     run.beat(0, phase="load", loss=None, ms_per_iteration=None, train_iters=None)
-    run.exit(ExitCode.BAD_FILES, "no intact checkpoint", None)
+    run.exit(ExitCode.BAD_FILES, "no intact checkpoint", 0)
     assert run.lines()[1] == "progress: none yet"
     assert run.lines()[3] == "restarts: 1, with 2 ranks; last end: no intact checkpoint"
 

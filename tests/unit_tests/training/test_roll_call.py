@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -204,3 +205,24 @@ def test_a_process_is_told_from_a_later_one_of_its_pid():
             time.sleep(0.01)
         assert member.silence() is Silence.GONE, "a zombie"
     assert member.silence() is Silence.GONE
+
+
+@pytest.mark.parametrize("agent_has_store", [False, True])
+def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_the_verdict(
+    monkeypatch, agent_has_store
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent_has_store))
+    store = dist.HashStore()
+    first, second = joined(store, 2)
+    keys = dist.PrefixStore("watchdog", store)
+    keys.set("1/record/1", json.dumps(stuck(1, waits=False).to_json()))
+    assert first.hold(well(0)).ranks == (1,)
+    begin = time.monotonic()
+    reader = threading.Timer(0.4, lambda: keys.add("1/done", 1))
+    reader.start()
+    first.linger()
+    assert (0.3 < time.monotonic() - begin < 0.9) == (not agent_has_store)
+    begin = time.monotonic()
+    second.linger()
+    assert time.monotonic() - begin < 0.3, "nobody needs the others' processes"
+    reader.join()

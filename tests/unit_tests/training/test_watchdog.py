@@ -316,6 +316,23 @@ def test_the_last_words_of_a_rank_with_a_foreseen_error_are_the_cause(start):
     )
 
 
+def test_a_rank_that_hangs_while_it_leaves_ends_all_the_same(start):
+    """It knows the cause, and has some time to take down what it has built up."""
+
+    def body(rank: Rank) -> None:
+        watchdog_module._LEAVE_SECONDS = 0.5
+        try:
+            rank.train(rank.ready)
+        except RuntimeError as error:
+            rank.watchdog.explain(error)
+            in_c()
+
+    job = start(body)
+    job.wait_until_ready()
+    job.kill(1, signal.SIGKILL)
+    assert job.end(0, within=BOUND) == [ExitCode.LOST_RANK]
+
+
 # Hangs
 
 
@@ -467,7 +484,7 @@ def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(star
     job.wait_until_ready()
     job.kill(0, signal.SIGUSR1)
     assert job.end(0, within=1.0 + BOUND) == [status]
-    assert job.causes() == ["rank 0: the 1 s after SIGUSR1 are over in iteration 7, forward; the state was not saved"]
+    assert job.causes() == ["rank 0: the 1 s after SIGUSR1 are over in iteration 7, forward, whose state was not saved"]
     event = job.events("exit")[0]
     assert (event["code"], event["name"]) == (76, "PREEMPTED_UNSAVED")
 

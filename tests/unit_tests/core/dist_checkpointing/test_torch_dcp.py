@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import folders, torch_dcp
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.core.dist_checkpointing.torch_dcp import load_tensors, read_metadata, save_checkpoint
+from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint
 from tests.ranks import run_ranks
 
 
@@ -206,3 +206,54 @@ def test_all_ranks_hear_of_what_rank_zero_could_not_do(tmp_path):
 def test_the_plain_data_is_readable_json(tmp_path):
     folder = save(tmp_path, 5)
     assert json.loads((folder / "train_state.json").read_text()) == {"iteration": 5}
+
+
+def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path):
+    folder = save(tmp_path, 1, 0.75)
+    metadata = read_metadata(folder)
+    check_files(folder, metadata)
+    (place,) = metadata.storage_data.values()
+    file = folder / place.relative_path
+    content = file.read_bytes()
+    num_found = 0
+    for byte in range(place.offset, place.offset + place.length, 7):
+        changed = bytearray(content)
+        changed[byte] ^= 1 << byte % 8
+        file.write_bytes(changed)
+        try:
+            check_files(folder, metadata)
+        except CheckpointDamagedError as error:
+            assert str(file) in str(error)  # noqa: PT017  it may as well not be raised
+            num_found += 1
+        else:
+            wanted = torch.zeros(3)
+            load(folder, w=wanted)
+            assert torch.equal(wanted, torch.full((3,), 0.75)), f"bit {byte % 8} of byte {byte} matters"
+    assert num_found > place.length // 14
+
+
+def test_ranks_share_the_checking_and_sizes_alone_may_be_checked(tmp_path):
+    state = {"model": {f"w{number}": torch.full((3,), float(number)) for number in range(5)}}
+    folder = save_checkpoint(tmp_path, 1, state, {})
+    metadata = read_metadata(folder)
+    for place in metadata.storage_data.values():
+        file = folder / place.relative_path
+        whole = file.read_bytes()
+        with file.open("r+b") as stream:
+            stream.seek(place.offset + 3)
+            stream.write(b"?")
+        found = []
+        for rank in range(3):
+            try:
+                check_files(folder, metadata, rank=rank, world_size=3)
+            except CheckpointDamagedError:
+                found.append(rank)
+        assert len(found) == 1
+        check_files(folder, metadata, checks_data=False)
+        file.write_bytes(whole)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointDamagedError, match=r"Expected \d+ bytes or more in .*, got \d+\."):
+        check_files(folder, metadata, checks_data=False)
+    file.unlink()
+    with pytest.raises(CheckpointDamagedError, match="No such file"):
+        check_files(folder, metadata)
