@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.options import ConfigError
 from megatron.training import recover
 from megatron.training.events import read_events
@@ -274,3 +278,87 @@ def test_log_lines_after_a_resume_are_those_of_a_run_that_was_not_stopped(tmp_pa
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 1
+
+
+def signalled(iteration: int, *flags: object) -> tuple[ExitCode, str]:
+    """A run that gets SIGTERM in the forward of an iteration, and ends with (code, reason)."""
+
+    def body(argv: Sequence[str]) -> tuple[ExitCode, str]:
+        real, calls = pretrain_gpt.forward_step, 0
+
+        def forward_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2 * iteration:  # the second of two microbatches
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(model, batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrain_gpt, "forward_step", forward_step)
+            outcome = pretrain_gpt.run(argv)
+        return outcome.code, outcome.reason
+
+    return run_ranks(1, body, [*SETTINGS, "--exit-signal-handler", *map(str, flags)])[0]
+
+
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_a_signal_ends_a_run_with_its_own_code_in_the_last_iteration_too(tmp_path, iteration):
+    assert signalled(iteration, "--save", tmp_path) == (ExitCode.PREEMPTED, "SIGTERM was received")
+    assert published(tmp_path) == [f"iter_{iteration:07d}"]
+    assert events(tmp_path, "evaluation") == [], "there is no time for it"
+
+
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_a_run_that_has_no_time_to_save_says_so_in_the_last_iteration_too(tmp_path, iteration):
+    flags = ["--save", tmp_path, "--exit-signal-grace-seconds", "1e-9"]
+    code, reason = signalled(iteration, *flags)
+    assert code == ExitCode.PREEMPTED_UNSAVED
+    assert "a save takes longer than what is left of --exit-signal-grace-seconds 1e-09" in reason
+    assert published(tmp_path) == []
+
+
+def test_a_run_that_saves_nowhere_does_not_say_that_it_has_saved():
+    assert signalled(2) == (ExitCode.PREEMPTED_UNSAVED, "SIGTERM was received, and there is no --save")
+
+
+def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_another(tmp_path):
+    """It has begun in the iteration before, and its disk is slow."""
+
+    def body(argv: Sequence[str]) -> ExitCode:
+        real_open, real_step = LocalStore.open_data, pretrain_gpt.forward_step
+        was_signalled = threading.Event()
+
+        def open_data(store: LocalStore, path: str) -> Any:
+            assert was_signalled.wait(60)
+            return real_open(store, path)
+
+        def forward_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            if events(tmp_path, "save_begun") and not was_signalled.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                was_signalled.set()
+            return real_step(model, batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalStore, "open_data", open_data)
+            patch.setattr(pretrain_gpt, "forward_step", forward_step)
+            return pretrain_gpt.run(argv).code
+
+    flags = ["--exit-signal-handler", "--exit-signal-grace-seconds", "1e-9", "--async-save", "--save-interval", "2"]
+    assert run_ranks(1, body, [*SETTINGS, *flags, "--save", str(tmp_path)]) == [ExitCode.PREEMPTED_UNSAVED]
+    assert published(tmp_path) == ["iter_0000002"]
+    assert [event["iteration"] for event in events(tmp_path, "save_published")] == [2]
+
+
+def test_an_evaluation_alone_takes_what_load_says_and_leaves_the_runs_events_alone(run, saved):
+    assert pretrain("--save", run, "--skip-train").log.count("starting from the beginning") == 1
+    assert "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--recover-mode", "on").log
+    assert "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--load", saved).log
+    assert read_events(run) == []
+
+
+@pytest.mark.parametrize("format_flags", [(), ("--ckpt-format", "torch_dcp")])
+def test_what_a_killed_save_has_left_is_swept_at_the_next_start(tmp_path, format_flags):
+    (tmp_path / "iter_0000003.saving").mkdir(parents=True)
+    done = pretrain("--save", tmp_path, *format_flags)
+    assert "swept what earlier runs left unfinished" in done.log
+    assert published(tmp_path) == ["iter_0000004"]

@@ -653,6 +653,20 @@ def test_a_rank_without_others_fails_with_its_own_error(start):
     assert [event["name"] for event in job.events("lost", "exit")] == ["FAILED"]
 
 
+def test_a_watchdog_that_is_let_go_of_leaves_nothing_behind():
+    """No thread, no handler, no socket that signals are written to: a program may train twice."""
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        with Watchdog(launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=None):
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            assert "watchdog" in {thread.name for thread in threading.enumerate()}
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
+        descriptor = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(descriptor)
+        assert descriptor == -1
+
+
 def test_rank_0_beats_and_says_where_it_is(start):
     def body(rank: Rank) -> None:
         rank.watchdog.status(loss=2.5, train_iters=100)
