@@ -86,6 +86,7 @@ class Record:
     idle_seconds: float = 0.0  # since the last mark
     is_stuck: bool = False  # idle for longer than allowed
     waits: bool = False  # the main thread waits for other ranks
+    is_excused: bool = False  # it waits for a save of its own, and not for longer than one may take
     place: str = ""  # where the main thread is
     stack: str = ""  # of the main thread, if it is stuck
     error: str | None = None  # an error of its own
@@ -187,7 +188,10 @@ def find_cause(records: Sequence[Record], absent: Sequence[Absent] = (), *, is_a
         text = f"{_list(ended)} {'was' if len(ended) == 1 else 'were'} ended by {ended[0].signal}"
         return _verdict(ExitCode.LOST_RANK, ended, text, speaker)
     if is_hang:
-        return _hang(answered, speaker)
+        hangs = any(record.is_stuck and not record.waits for record in answered)
+        # The others wait for one that waits for its disk.
+        is_slow_save = not hangs and not lost and any(record.is_excused for record in answered)
+        return None if is_slow_save else _hang(answered, speaker)
     if lost:
         besides = "the ranks' store has been lost too" if is_alone else "though all ranks answer"
         text = f"the connection of {lost[0].name} to another rank failed {lost[0].when}, {besides}"

@@ -117,6 +117,7 @@ class TrainEngine(Protocol):
 
         Raises:
             CheckpointError: on all ranks, if it cannot be used; the engine is what it was.
+            ConfigError: likewise, if its schedule is another than the engine's.
         """
 
     def step_info(self) -> StepInfo:

@@ -278,7 +278,13 @@ def _load_torch_dcp(
 def _own_constants(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """What the flags say of weight decay, betas and the like holds; a checkpoint's groups would silently undo it."""
     constants = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    yield
+    try:
+        yield
+    finally:
+        _take_back(optimizer, constants)
+
+
+def _take_back(optimizer: torch.optim.Optimizer, constants: list[dict[str, Any]]) -> None:
     for group, own_constants in zip(optimizer.param_groups, constants, strict=True):
         group.update(own_constants)
 
@@ -295,7 +301,7 @@ def _schedule(config: LRScheduleConfig, own: LRSchedule, saved: LRSchedule) -> L
         if saved_value != own.state()[name]
     )
     raise ConfigError(
-        f"--load: expected the learning-rate schedule of the checkpoint, got {differences}. "
+        f"Expected the learning-rate schedule of the checkpoint, got {differences}. "
         "Choose with --override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
     )
 

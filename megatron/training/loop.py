@@ -140,6 +140,7 @@ def train(
             surroundings.recover.dump_last(engine, surroundings.info(engine))
             surroundings.watch.status(saved_iteration=step_info.iteration)
         elif saves and is_last:
+            surroundings.mark("save", step_info.iteration)
             surroundings.recover.wait()  # what is under way may still fit, and is better than nothing
         elif saves and surroundings.frequency.is_due(step_info, result.num_samples, late):
             surroundings.mark("save", step_info.iteration)

@@ -310,7 +310,7 @@ def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loa
         "samples_per_epoch": getattr(train_data, "samples_per_epoch", None),
     }
     saved = {} if own_run is None else own_run.info.data
-    if saved and train_data is not None and saved != data:
+    if train_data is not None and any(data[name] != saved[name] for name in data.keys() & saved.keys()):
         logger.warning("the training data is not what it was: %s in the checkpoint, %s now", saved, data)
     return data
 

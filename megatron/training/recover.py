@@ -200,7 +200,8 @@ class RecoverHandler:
         # Whoever loads from the run's own folder, a step of it or weights alone, means what they say; but once, and not
         # again when the job is relaunched.
         is_load = checkpoint.load is not None and place_of(checkpoint.load) == place_of(save)
-        if newest is None or (is_load and not known.has_saved):
+        has_saved = known.has_saved or (newest is not None and known.begun is not None and newest > known.begun)
+        if newest is None or (is_load and not has_saved):
             return begins_as_told
         return _everything_from(checkpoint, save)
 
@@ -208,7 +209,7 @@ class RecoverHandler:
         """What the processes of this job, up to the last relaunch by hand, have found out. On rank 0."""
         folder = self._config.events_dir
         if folder is None or self._restart_count == 0:
-            return _Memory({}, {}, False)
+            return _Memory({}, {}, False, None)
         events = read_events(folder)
         starts = [n for n, event in enumerate(events) if event.get("event") == "start" and event.get("restart") == 0]
         damaged: dict[str, str] = {}
@@ -224,7 +225,7 @@ class RecoverHandler:
             elif kind == "resume":
                 iteration = int(event.get("iteration") or 0)
                 attempts[iteration] = attempts.get(iteration, 0) + 1
-        return _Memory(damaged, attempts, has_saved)
+        return _Memory(damaged, attempts, has_saved, next(iter(attempts), None))
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries
@@ -259,6 +260,8 @@ class RecoverHandler:
     def __enter__(self) -> RecoverHandler:
         """CheckpointError on all ranks, if what earlier runs left unfinished cannot be looked through."""
         checkpoint = self._config.checkpoint
+        if self._config.training.skip_train:
+            return self  # nothing is saved, and what is under way in the folder is another process's
         if checkpoint.save is not None and checkpoint.ckpt_format == FSDP_DTENSOR:
             self._manager = CheckpointManager.start(
                 self._wrap_store(open_store(checkpoint.save)),
@@ -399,6 +402,7 @@ class _Memory(NamedTuple):
     damaged: dict[str, str]  # why, by path
     attempts: dict[int, int]  # resumes, by iteration
     has_saved: bool  # whether a checkpoint of this job's own is there
+    begun: int | None  # the iteration that the job has begun at
 
 
 def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:

@@ -61,6 +61,11 @@ class SignalSocket:
         if self.is_own(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._previous_handler)
 
+    def close(self) -> None:
+        """Once nobody waits any more."""
+        self._reader.close()
+        self._writer.close()
+
     def is_own(self, number: signal.Signals) -> bool:
         """Whether nobody handles the signal but this."""
         return signal.getsignal(number) == self._handle

@@ -170,6 +170,8 @@ class Watchdog:
             if thread.ident is not None:
                 thread.join(_REPORT_SECONDS)
         self._signals.uninstall()
+        if not self._thread.is_alive():
+            self._signals.close()
         self._roll_call.close()
 
     def mark(self, phase: str, iteration: int) -> None:
@@ -253,9 +255,20 @@ class Watchdog:
         mark = self._seen_mark
         if self._hang_timeout is None:
             return False
-        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS or self._took_long
+        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
         limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
-        return self._idle > limit
+        return self._idle > limit and not self._is_excused()
+
+    def _is_excused(self) -> bool:
+        """Whether the main thread waits for what may take long, and not for another rank."""
+        return self._took_long and self._idle <= self._long_timeout and not self._waits()
+
+    def _waits(self) -> bool:
+        """Whether the main thread waits for other ranks."""
+        frames = sys._current_frames()
+        watching = {self._thread.ident, self._heart.ident, self._main}
+        others = [stack_of(frame) for ident, frame in frames.items() if ident not in watching]
+        return waits_for_others(stack_of(frames.get(self._main)), others)
 
     def _may_wait_in_vain(self) -> bool:
         """Whether this rank was signalled, perhaps since another one is dead, and has not moved since; asked once."""
@@ -268,7 +281,11 @@ class Watchdog:
         """Holds a roll call. If that finds a cause the process ends, by the main thread if it asked, else from here."""
         asked = self._failure
         verdict = self._roll_call.hold(self._record(asked))
-        if self._is_ending or (verdict is None and asked is None):
+        if self._is_ending:
+            return
+        if verdict is None and asked is None:
+            if self._is_stuck():
+                self._idle = 0.0  # others have their reasons: the time begins anew
             return
         if verdict is not None:
             self._announce(verdict)
@@ -293,11 +310,8 @@ class Watchdog:
 
     def _record(self, error: BaseException | None) -> Record:
         """What this rank says of itself."""
-        mark, frames = self._seen_mark, sys._current_frames()
-        watching = {self._thread.ident, self._heart.ident}
-        main = stack_of(frames.get(self._main))
-        others = [stack_of(frame) for ident, frame in frames.items() if ident not in {self._main, *watching}]
-        is_stuck, waits = self._is_stuck(), waits_for_others(main, others)
+        mark, main = self._mark, stack_of(sys._current_frames().get(self._main))
+        is_stuck, waits = self._is_stuck(), self._waits()
         is_own = error is not None and not is_peer_failure(error)
         if is_own and self._error_order is None:
             self._error_order = self._roll_call.error_order()
@@ -311,6 +325,7 @@ class Watchdog:
             idle_seconds=self._idle,
             is_stuck=is_stuck,
             waits=waits,
+            is_excused=self._is_excused(),
             place=place_of(main),
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,

@@ -175,7 +175,8 @@ class CheckpointManager:
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
-        return self._in_flight is not None and not self._in_flight.is_done
+        save = self._in_flight  # once: other threads may ask
+        return save is not None and not save.is_done
 
     def save(self, iteration: int, contents: Contents, train_state: dict[str, Any], *, name: str | None = None) -> None:
         """Begins to save, once the save before has ended. All ranks call it, with the same iteration.
@@ -258,11 +259,12 @@ class CheckpointManager:
 
     def _settle(self) -> CheckpointError | None:
         """Waits for the save under way. Answers its failure, once."""
-        save, self._in_flight = self._in_flight, None
+        save = self._in_flight
         if save is None:
             return None
         assert save.done is not None, "it was queued"
         save.done.synchronize()
+        self._in_flight = None
         error = save.failure
         if error is None:
             return None
