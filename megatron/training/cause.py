@@ -287,6 +287,7 @@ def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
         for record in answered
         if not record.waits and record.failed_collective is None and 2 * record.idle_seconds >= longest
     ]
+    suspects = [record for record in suspects if not record.is_excused] or suspects
     least = min(_progress(record) for record in answered)
     if not suspects:
         suspects = [record for record in answered if _progress(record) == least]

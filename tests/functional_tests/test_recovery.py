@@ -337,6 +337,29 @@ def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_p
     assert_goes_about_the_way_of(job, on_two_ranks)
 
 
+@pytest.mark.wide
+def test_a_machine_that_comes_back_joins_the_others_and_the_losses_stay_what_they_were(tmp_path):
+    longer = [*RESIZED, "--train-iters", "60"]
+    whole, job, port = Job(tmp_path / "whole"), Job(tmp_path / "job"), free_port()
+    run_undisturbed(whole, *longer)
+    flags = [*longer, "--inject", "slow:rank=any,restart=any,step=1,seconds=0.3"]
+    late = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def trained(world_size: int, least: int) -> bool:
+        resumes = job.events("resume")
+        return bool(resumes) and resumes[-1]["world_size"] == world_size and max(dict(job.losses()), default=0) >= least
+
+    with started(job, node(port, is_host=True), *flags, log="log_0.txt", **late) as stays:
+        with started(job, node(port, is_host=False), *flags, log="log_1.txt", **late) as goes:
+            until(lambda: trained(2, 5), "two ranks that train")
+            goes.kill()
+            until(lambda: trained(1, 12), "one rank that trains")
+        with started(job, node(port, is_host=False), *flags, log="log_2.txt", **late) as comes:
+            assert [process.wait(TIMEOUT) for process in (stays, comes)] == [0, 0], job.log
+    assert [event["world_size"] for event in job.events("resume")] == [2, 1, 2]
+    assert_goes_about_the_way_of(job, whole)
+
+
 # Faults that a run lives with.
 
 

@@ -300,3 +300,21 @@ def test_a_place_is_named_without_the_folders_of_a_machine():
     assert place_of(COLLECTIVE) == "megatron/a.py:1 in f, torch/distributed/distributed_c10d.py:2 in all_reduce"
     assert place_of((Frame("/home/someone/train.py", 3, "main"),)) == "train.py:3 in main"
     assert place_of(()) == "an unknown place"
+
+
+SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase="step")
+
+
+@pytest.mark.parametrize(
+    ("records", "missing", "ranks"),
+    [
+        ([SAVING, stuck(1), stuck(2)], [], None),
+        ([SAVING, stuck(1), stuck(2, waits=False)], [], (2,)),
+        ([SAVING, stuck(1)], [absent(2, Silence.STOPPED)], (2,)),
+        ([SAVING, stuck(1), lost(2, LATE)], [], (0,)),
+        ([replace(SAVING, is_excused=False, is_stuck=True), stuck(1), stuck(2)], [], (0,)),
+    ],
+)
+def test_a_rank_that_waits_for_its_own_save_is_no_culprit_until_the_save_takes_too_long(records, missing, ranks):
+    verdict = find_cause(records, missing)
+    assert (None if verdict is None else verdict.ranks) == ranks
