@@ -613,6 +613,37 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     assert watchdog._is_stuck()
 
 
+def test_a_step_that_waits_for_a_slow_save_is_no_hang_for_those_either_that_wait_for_it(start):
+    def body(rank: Rank) -> None:
+        rank.train(lambda: None, iterations=5)
+        is_saving = rank.rank == 0
+        rank.watchdog.takes_long_while(lambda: is_saving)
+        rank.watchdog.mark("step", 6)
+        if is_saving:
+            time.sleep(3.0)
+            is_saving = False
+        rank.watchdog.mark("agree", 7)
+        dist.barrier()
+        rank.train(lambda: None, iterations=3)
+
+    job = start(body, hang_timeout_seconds=0.5, tick_seconds=0.1)
+    assert job.end() == [0, 0], job.outputs()
+    assert job.causes() == []
+    assert job.events("hang", "lost", "exit") == []
+
+
+def test_a_rank_that_is_frozen_while_the_others_save_is_found_within_the_timeout(start):
+    def body(rank: Rank) -> None:
+        rank.watchdog.takes_long_while(lambda: True)
+        training(rank)
+
+    job = start(body, hang_timeout_seconds=TIMEOUT, long_timeout_seconds=10.0 * WAIT)
+    job.wait_until_ready()
+    job.kill(1, signal.SIGSTOP)
+    assert job.end(0, within=TIMEOUT + BOUND) == [ExitCode.HANG]
+    assert job.causes()[0].startswith(f"{job.name(1)} does not answer, since its process is stopped")
+
+
 def test_slow_iterations_are_no_hang(start):
     """Each takes most of the timeout, and together they take several."""
 
