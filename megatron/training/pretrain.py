@@ -289,7 +289,7 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
     """When to save. ConfigError for epochs of data that has none."""
     checkpoint, samples = config.checkpoint, None
     if checkpoint.save_interval_epochs is not None and train_data is not None:
-        epoch = getattr(train_data, "samples_per_epoch", None)
+        epoch = _samples_per_epoch(train_data)
         if epoch is None:
             raise ConfigError(
                 "--save-interval-epochs: expected training data from one source, whose end can be known, got "
@@ -297,6 +297,11 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
             )
         samples = max(1, round(checkpoint.save_interval_epochs * epoch))
     return Frequency(checkpoint.save_interval, checkpoint.save_interval_seconds, samples)
+
+
+def _samples_per_epoch(train_data: SampleDataset | None) -> int | None:
+    """Of data from one source; blends and made-up data have no end to come to."""
+    return getattr(train_data, "samples_per_epoch", None)
 
 
 def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loaded | None) -> dict[str, Any]:
@@ -307,7 +312,7 @@ def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loa
         "split": config.data.split,
         "seq_length": config.data.seq_length,
         "seed": config.training.seed,
-        "samples_per_epoch": getattr(train_data, "samples_per_epoch", None),
+        "samples_per_epoch": _samples_per_epoch(train_data),
     }
     saved = {} if own_run is None else own_run.info.data
     if train_data is not None and any(data[name] != saved[name] for name in data.keys() & saved.keys()):

@@ -400,6 +400,7 @@ class Watchdog:
         """The agent has died: a job that is started anew must not find this rank still at work."""
         rank, text = self._launch.rank, "its torchrun agent has died"
         self._say_last_words(self._record(ExitError(ExitCode.LOST_RANK, text)))
+        self._roll_call.call()
 
         def tell() -> None:
             logger.error("rank %d ends, since %s", rank, text)

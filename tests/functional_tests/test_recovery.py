@@ -11,6 +11,7 @@ import socket
 import time
 from itertools import pairwise
 from pathlib import Path
+from subprocess import Popen
 from typing import NamedTuple
 
 import pytest
@@ -294,46 +295,63 @@ def node(port: int, *, is_host: bool) -> list[str]:
     return torchrun("--nnodes", "1:2", *rendezvous, *conf, "--max-restarts", "3", num_ranks=1)
 
 
-@pytest.mark.parametrize("lost", ["the other", pytest.param("the one of rank 0", marks=pytest.mark.wide)])
-def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, lost):
-    """The launcher on one machine is killed. Its rank ends by itself, and the other machine goes on alone."""
-    job = Job(tmp_path)
-    # The launchers' store outlives the machine that is lost: on the machine that stays, or on none of them.
-    apart = None
-    if lost != "the other":
-        apart = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = free_port() if apart is None else apart.port
-    # So that there is time to lose a machine in the middle; and a node that comes late can join.
-    slow = ["--inject", "slow:rank=any,step=1,seconds=0.2"]
-    late = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    first, second = node(port, is_host=apart is None), node(port, is_host=False)
-    with (
-        started(job, first, *RESIZED, *slow, log="log_0.txt", **late) as one,
-        started(job, second, *RESIZED, *slow, log="log_1.txt", **late) as other,
-    ):
+def trains(job: Job, world_size: int, least: int) -> bool:
+    """Whether a job is on so many ranks, and has made so many iterations in all."""
+    resumes = job.events("resume")
+    return bool(resumes) and resumes[-1]["world_size"] == world_size and max(dict(job.losses()), default=0) >= least
 
-        def trains_on_two() -> bool:
-            is_there = any(event["world_size"] == 2 for event in job.events("resume"))
-            return is_there and max(dict(job.losses()), default=0) >= 5
 
-        until(trains_on_two, "two ranks that train")
-        has_rank_0 = one if job.events("start")[-1]["pid"] in children(one.pid) else other
-        goes = other if apart is None else has_rank_0
-        stays = one if goes is other else other
-        (orphan,) = children(goes.pid)
-        lost_at = time.time()
-        goes.kill()
-        try:
-            until(lambda: not is_running(orphan), "the rank of the killed launcher to end", timeout=20)
-            assert stays.wait(TIMEOUT) == 0, job.log
-        finally:
-            kill_process(orphan)
-    last = job.events("resume")[-1]
-    assert last["world_size"] == 1
-    assert last["iteration"] >= 4, "it went on from a checkpoint"
+def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
+    """Kills one launcher: its rank ends by itself, and the other machine goes on alone, to the end."""
+    (orphan,) = children(goes.pid)
+    lost_at = time.time()
+    goes.kill()
+    try:
+        until(lambda: not is_running(orphan), "the rank of the killed launcher to end", timeout=20)
+        assert stays.wait(90) == 0, job.log
+    finally:
+        kill_process(orphan)
+    assert job.events("resume")[-1]["world_size"] == 1
+    assert job.events("resume")[-1]["iteration"] >= 4, "it went on from a checkpoint"
+    assert job.events("exit")[-1]["name"] == "FINISHED"
     (step,) = [e for e in job.events("step") if e["time"] > lost_at]
     print(f"\nfrom the loss of a machine to the first step without it: {step['time'] - lost_at:.1f} s")
-    assert job.events("exit")[-1]["name"] == "FINISHED"
+
+
+# A node that comes late can join: see examples/multinode.md.
+LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.parametrize("phase", ["forward", "save"])
+def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, phase):
+    """In a step, whose collectives fail then; or in a save, where ranks wait for each other's files alone."""
+    job, port = Job(tmp_path), free_port()
+    # So that there is time to lose a machine in the middle.
+    slow = ["slow:rank=any,step=1,seconds=0.2", "slow:rank=any,step=6,at=save,seconds=5,times=1"]
+    flags = [*RESIZED, "--inject", *(slow if phase == "save" else slow[:1])]
+    with (
+        started(job, node(port, is_host=True), *flags, log="log_0.txt", **LATE) as stays,
+        started(job, node(port, is_host=False), *flags, log="log_1.txt", **LATE) as goes,
+    ):
+        until(lambda: trains(job, 2, 5), "two ranks that train")
+        if phase == "save":
+            until(lambda: len([e for e in job.events("inject") if e["phase"] == "save"]) == 2, "a save")
+        lose(job, goes, stays)
+    assert_goes_about_the_way_of(job, on_two_ranks)
+
+
+@pytest.mark.wide
+def test_the_machine_of_rank_0_is_lost_where_the_launchers_store_is_on_neither(on_two_ranks, tmp_path):
+    job = Job(tmp_path)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    flags = [*RESIZED, "--inject", "slow:rank=any,step=1,seconds=0.2"]
+    with (
+        started(job, node(store.port, is_host=False), *flags, log="log_0.txt", **LATE) as one,
+        started(job, node(store.port, is_host=False), *flags, log="log_1.txt", **LATE) as other,
+    ):
+        until(lambda: trains(job, 2, 5), "two ranks that train")
+        is_first = job.events("start")[-1]["pid"] in children(one.pid)
+        lose(job, *((one, other) if is_first else (other, one)))
     assert_goes_about_the_way_of(job, on_two_ranks)
 
 
@@ -343,18 +361,12 @@ def test_a_machine_that_comes_back_joins_the_others_and_the_losses_stay_what_the
     whole, job, port = Job(tmp_path / "whole"), Job(tmp_path / "job"), free_port()
     run_undisturbed(whole, *longer)
     flags = [*longer, "--inject", "slow:rank=any,restart=any,step=1,seconds=0.3"]
-    late = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-    def trained(world_size: int, least: int) -> bool:
-        resumes = job.events("resume")
-        return bool(resumes) and resumes[-1]["world_size"] == world_size and max(dict(job.losses()), default=0) >= least
-
-    with started(job, node(port, is_host=True), *flags, log="log_0.txt", **late) as stays:
-        with started(job, node(port, is_host=False), *flags, log="log_1.txt", **late) as goes:
-            until(lambda: trained(2, 5), "two ranks that train")
+    with started(job, node(port, is_host=True), *flags, log="log_0.txt", **LATE) as stays:
+        with started(job, node(port, is_host=False), *flags, log="log_1.txt", **LATE) as goes:
+            until(lambda: trains(job, 2, 5), "two ranks that train")
             goes.kill()
-            until(lambda: trained(1, 12), "one rank that trains")
-        with started(job, node(port, is_host=False), *flags, log="log_2.txt", **late) as comes:
+            until(lambda: trains(job, 1, 12), "one rank that trains")
+        with started(job, node(port, is_host=False), *flags, log="log_2.txt", **LATE) as comes:
             assert [process.wait(TIMEOUT) for process in (stays, comes)] == [0, 0], job.log
     assert [event["world_size"] for event in job.events("resume")] == [2, 1, 2]
     assert_goes_about_the_way_of(job, whole)
