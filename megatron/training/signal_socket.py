@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -51,9 +52,11 @@ class SignalSocket:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # Without a handler of Python's the signal would not reach the socket.
             self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
+        _installed.add(self)
 
     def uninstall(self) -> None:
         """Puts back what was there before."""
+        _installed.discard(self)
         if self._previous_fd is None:
             return
         signal.set_wakeup_fd(self._previous_fd)
@@ -86,8 +89,26 @@ class SignalSocket:
                     numbers.extend(data)
         return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
+    def forget(self) -> None:
+        """In a process that was forked: its signals are none of ours, and end it as they would any other."""
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.set_wakeup_fd(-1)
+            if self.is_own(signal.SIGTERM):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread: leaves it to who watches, or does what would have been done without this."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+_installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in list(_installed):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
