@@ -228,7 +228,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer)):
-        fast = _byte_level() if isinstance(tokenizer, ByteTokenizer) else tokenizer._tokenizer
+        fast = _byte_level() if isinstance(tokenizer, ByteTokenizer) else tokenizer.backend
         fast.save(str(folder / "tokenizer.json"))
         end = fast.id_to_token(tokenizer.eod)
         content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}

@@ -79,15 +79,18 @@ class HuggingFaceTokenizer:
     Args:
         path: a tokenizer.json, or a folder with one. A folder without is read by the transformers library.
 
+    Attributes:
+        backend: the library's own tokenizer.
+
     Raises:
         ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which one ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._tokenizer, eos = _load(Path(path))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.backend, eos = _load(Path(path))
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"--tokenizer-model: expected a tokenizer with tokens in {path}, got none.")
         self.name = f"HuggingFaceTokenizer({path})"
@@ -96,10 +99,10 @@ class HuggingFaceTokenizer:
         self.eod = _choose_eod(vocabulary, eos, path)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
 
 class ByteTokenizer:
