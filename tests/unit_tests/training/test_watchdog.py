@@ -763,6 +763,7 @@ exit_process(code)
 """
 
 
+@pytest.mark.wide  # tests/functional_tests/test_recovery.py does the same with whole runs
 @pytest.mark.parametrize(
     ("how", "launcher"),
     [("kill", ["--rdzv-backend", "static"]), ("hang", ["--standalone"])],
