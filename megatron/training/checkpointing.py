@@ -197,11 +197,15 @@ def place_of(root: str) -> str:
     return str(Path(store.root).resolve()) if store.is_rename_atomic else store.root
 
 
+def checkpoint_path(root: str, iteration: int) -> str:
+    """Where the checkpoint of an iteration is, as events and relaunches know it: the same however `root` is named."""
+    return f"{place_of(root)}/{checkpoint_name(iteration)}"
+
+
 def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) -> list[tuple[str, str]]:
     store = open_store(root)
     newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
-    own = {f"{place_of(root)}/{checkpoint_name(iteration)}" for iteration in newer} & set(damaged)
-    in_the_way = [iteration for iteration in newer if f"{place_of(root)}/{checkpoint_name(iteration)}" not in own]
+    in_the_way = [iteration for iteration in newer if checkpoint_path(root, iteration) not in damaged]
     if in_the_way:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "
@@ -220,7 +224,7 @@ def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> li
         where = "is deleted" if aside is None else f"is set aside as {store.root}/{aside}"
         sentence = f"the damaged checkpoint of iteration {iteration} {where}"
         logger.warning("%s", sentence)
-        done.append((f"{place_of(store.root)}/{checkpoint_name(iteration)}", sentence))
+        done.append((checkpoint_path(store.root, iteration), sentence))
     return done
 
 

@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.files import sync_folder, sync_stream
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
@@ -154,9 +155,7 @@ def _world_size() -> int:
 
 def _collect(model: nn.Module) -> Contents:
     """The weights and buffers, which nothing is about to change."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without a backward, the root still shows its whole compute weights
+    reshard(model)  # after a forward without a backward, the root of FSDP2 still shows its whole compute weights
     groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}
     for group in groups.values():
         group.wait_main_weight()

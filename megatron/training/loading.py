@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError, expect
-from megatron.training.checkpointing import RunState, place_of, private_rng, rng_entry
+from megatron.training.checkpointing import RunState, checkpoint_path, private_rng, rng_entry
 from megatron.training.recover_info import RecoverInfo
 from megatron.training.rng import rng_state, set_rng_state
 
@@ -90,7 +90,7 @@ def load_run(
     damaged: dict[str, str] = {}
     for iteration in wanted:
         name = checkpoint_name(iteration)
-        path = f"{place_of(root)}/{name}"
+        path = checkpoint_path(root, iteration)
         reason = (known_damage or {}).get(path)
         if reason is None:
             try:

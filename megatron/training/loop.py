@@ -66,13 +66,10 @@ class Surroundings:
     events: EventLog
     watch: Watch
     injections: Injections
+    # Told of each phase as it begins: the watchdog hears of it, and a fault that is to be injected there strikes.
+    mark: Callable[[str, int], None]
     data: dict[str, Any]  # what tells the training data from others
     evaluated: dict[str, Any]  # the last evaluation: iteration, and loss by split
-
-    def mark(self, phase: str, iteration: int) -> None:
-        """A phase begins: the watchdog hears of it, and a fault that is to be injected there strikes."""
-        self.watch.mark(phase, iteration)
-        self.injections.at(phase, iteration)
 
     def info(self, engine: ModuleEngine) -> RecoverInfo:
         """What a checkpoint of the present moment says besides tensors."""

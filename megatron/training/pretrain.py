@@ -182,6 +182,7 @@ class _Run:
                 self._events,
                 self._watch,
                 self._injections,
+                self._mark,
                 data=_described(config, datasets.train, own_run),
                 evaluated=_evaluated(engine.step_info(), own_run),
             )
@@ -232,6 +233,7 @@ class _Run:
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
     def _mark(self, phase: str, iteration: int) -> None:
+        """A phase begins."""
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
 

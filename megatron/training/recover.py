@@ -26,11 +26,17 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration
+from megatron.core.dist_checkpointing.folders import latest_iteration
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.options import ConfigError
-from megatron.training.checkpointing import check_save_folder, make_save_folder, place_of, save_torch_dcp
+from megatron.training.checkpointing import (
+    check_save_folder,
+    checkpoint_path,
+    make_save_folder,
+    place_of,
+    save_torch_dcp,
+)
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
@@ -380,7 +386,7 @@ class RecoverHandler:
 
     def _on_published(self, iteration: int, seconds: float) -> None:
         self._save_seconds.append(seconds)
-        path = f"{place_of(str(self._config.checkpoint.save))}/{checkpoint_name(iteration)}"
+        path = checkpoint_path(str(self._config.checkpoint.save), iteration)
         self._on_rank_0("save_published", iteration=iteration, checkpoint=path, seconds=seconds)
 
     def _on_failed(self, iteration: int, reason: str) -> None:
