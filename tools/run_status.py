@@ -34,7 +34,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import socket
 import sys
 import time
@@ -43,6 +42,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.folders import iteration_of
+from megatron.core.log import printable
 from megatron.training.events import read_events, read_heartbeat
 
 Event = dict[str, Any]
@@ -50,10 +51,9 @@ Event = dict[str, Any]
 EXIT_DEAD, EXIT_NO_RUN = 1, 2
 STALE_SECONDS = 60.0  # a heartbeat is written every few seconds; a slow file system may hold one back
 _TOO_MUCH = 1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
-# As in megatron.core.dist_checkpointing.folders, which imports torch: 2 seconds that who looks often does not have.
-_FOLDER = re.compile(r"iter_(\d{7,})")
-# Of the names in megatron.training.exits, which imports torch too. A signal that is not handled gives its own name; all
-# others are failures.
+# Of the names in megatron.training.exits, which imports torch: that takes two seconds.
+# A signal that is not handled gives its own name; all others are failures.
+_MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
 _ENDS = {"FINISHED": "finished", "PREEMPTED": "preempted", "PREEMPTED_UNSAVED": "preempted", "HANG": "hung"}
 
 
@@ -150,7 +150,7 @@ def lines_of(status: dict[str, Any]) -> list[str]:
         "restarts": _restarts_line(status["restarts"]),
         "trouble": _trouble_line(status["trouble"]),
     }
-    return [f"{name}: {_printable(text)}" for name, text in parts.items()]
+    return [f"{name}: {printable(text, _MOST_CHARACTERS)}" for name, text in parts.items()]
 
 
 def split_sessions(events: Iterable[Event]) -> list[Session]:
@@ -184,7 +184,7 @@ def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None
     # A URL is not absolute; and a relative path is one from where the run was started.
     elsewhere = [Path(path).parent] if isinstance(path, str) and Path(path).is_absolute() else []
     for place in (folder, *elsewhere):
-        found = [(int(match.group(1)), path) for path, match in _folders(place)]
+        found = [(iteration, path) for path, iteration in _folders(place)]
         if found:
             iteration, newest = max(found)
             times = [_number(event, "time") for event in _publications(events, iteration)]
@@ -199,12 +199,15 @@ def _publications(events: Sequence[Event], iteration: int | None) -> list[Event]
     return [event for event in published if _number(event, "iteration") == iteration]
 
 
-def _folders(place: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Published checkpoints in a folder of the file system, where they get their names when they are whole."""
+def _folders(place: Path) -> list[tuple[Path, int]]:
+    """Published checkpoints in a folder of the file system, with their iterations.
+
+    There they get their names when they are whole.
+    """
     if not place.is_dir():
         return []
-    matches = ((path, _FOLDER.fullmatch(path.name)) for path in place.iterdir())
-    return [(path, match) for path, match in matches if match is not None and path.is_dir()]
+    found = ((path, iteration_of(path.name)) for path in place.iterdir())
+    return [(path, iteration) for path, iteration in found if iteration is not None and path.is_dir()]
 
 
 def _is_of(heartbeat: Event, session: Session) -> bool:
@@ -483,11 +486,6 @@ def _duration(seconds: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _printable(text: str) -> str:
-    """On one line, and nothing that a terminal would take for a command."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

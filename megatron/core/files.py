@@ -1,31 +1,150 @@
-"""Files that a reader finds whole or not at all, also after a crash.
+"""Files that a reader finds whole or not at all, also after a crash, and reads that end.
 
-A file is written under a name that no other writer has, brought to disk, and only then renamed to its own name; the
-folder is brought to disk after that, or the rename might not outlive a crash.
+A file is written under a name that no other writer has, brought to disk, and only then renamed to
+its own name; the folder is brought to disk after that, or the rename might not outlive a crash.
+From the rename on others may act on the file, and may even move the folder that it is in. A writer
+that must not fail from then on leaves the last step to the reader that acts on it (`Sync.CONTENT`).
+
+What is read may stand in a folder that others can write to. A FIFO in the place of a file would
+block its reader for ever, a device may do anything when it is opened, and a sparse file of a
+terabyte takes no room on disk but all of the memory. So a reader opens regular files only, and says
+how much it is prepared to read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_READ_BYTES = 1 << 24  # at a time
+
+
+class UnusableFileError(OSError):
+    """What stands in a file's place is not a regular file, or is larger than its reader takes."""
+
+
+def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
+    """Opens a regular file to read from, without a buffer. Nothing else is opened, not even for a moment.
+
+    Args:
+        what: the file is to its reader, for the message: "the marker of a checkpoint".
+
+    Raises:
+        UnusableFileError: for a folder, a FIFO, a socket or a device.
+        OSError: as `open`.
+    """
+    _expect_regular(Path(path).stat().st_mode, path, what)
+
+    # Another file may have taken its place since. A FIFO without a writer does not block then, and
+    # what has been opened is looked at once more.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        _expect_regular(os.fstat(descriptor).st_mode, path, what)
+        return io.FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> bytes:
+    """The content of a regular file, as far as it goes, if that is no further than `max_bytes`.
+
+    Raises:
+        UnusableFileError: for a folder, a FIFO, a socket or a device, and for a larger file.
+        OSError: as `open` and `read`.
+    """
+    with open_regular(path, what) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        pieces: list[bytes] = []
+        rest = max_bytes + 1  # one more than is allowed: a file may grow while it is read
+        while size <= max_bytes and rest > 0:
+            piece = stream.read(min(rest, _READ_BYTES))
+            if not piece:
+                return b"".join(pieces)
+            pieces.append(piece)
+            rest -= len(piece)
+    message = f"Expected {what} of at most {max_bytes} bytes, got {max(size, max_bytes + 1)} or more"
+    raise UnusableFileError(errno.EFBIG, message, str(path))
+
+
+def open_for_append(path: str | Path, what: str = "a file") -> int:
+    """A descriptor that reads and appends to a regular file, which is made if need be.
+
+    A symbolic link is not followed: in a folder that others can write to it would have this process
+    append to any file of its user's.
+
+    Raises:
+        UnusableFileError: for a link, a folder, a FIFO, a socket or a device. It has not been opened.
+        OSError: as `open`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _expect_regular(os.lstat(path).st_mode, path, what)
+
+    # Something else may have taken the name since.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    try:
+        _expect_regular(os.fstat(descriptor).st_mode, path, what)
+        return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _expect_regular(mode: int, path: str | Path, what: str) -> None:
+    if not stat.S_ISREG(mode):
+        found = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else")
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise UnusableFileError(number, f"Expected {what}, got {found}", str(path))
+
+
+class Sync(Enum):
+    """What is brought to disk when a file is published."""
+
+    ALL = "the content, then the name"
+    CONTENT = "the content; the rename is the last step, and the reader syncs the folder"
+    NOTHING = "nothing: a note for processes that run now, which can be left where syncing fails"
+
 
 @contextmanager
-def published(path: Path) -> Iterator[BinaryIO]:
-    """A stream whose content stands under `path` once the block ends, whole and on disk; if it raises, nothing does."""
+def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
+    """A stream whose content stands under `path` once the block ends, whole and on disk.
+
+    If anything raises, nothing stands there, with one exception: if only the last step of
+    `Sync.ALL` fails, the file is whole, but may not outlive a crash.
+    """
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as stream:
             yield stream
-            sync_stream(stream)
+            if sync is not Sync.NOTHING:
+                sync_stream(stream)
         temporary.replace(path)
+    except BaseException:
+        # Never after the rename: by then the folder may have another name.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+    if sync is Sync.ALL:
         sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def temporary_path(path: Path) -> Path:

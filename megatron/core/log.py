@@ -12,6 +12,23 @@ import sys
 from tqdm import tqdm
 
 _ROOT = "megatron"
+_CUT = "..."  # ends a text that was longer than its limit
+
+
+def printable(text: str, limit: int = 500) -> str:
+    """`text` as one harmless line of at most `limit` characters, to put into a message.
+
+    Text from a file or from another process may hold newlines that fake lines of the log, escape codes that a
+    terminal obeys, or marks that reverse the direction of what is shown. All of these are shown escaped, as Python
+    would write them in a string; longer text is cut.
+    """
+    # Nothing beyond the limit is looked at: the text may be huge.
+    head = text[:limit]
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in head)
+
+    if len(text) <= limit and len(shown) <= limit:
+        return shown
+    return shown[: max(limit - len(_CUT), 0)] + _CUT[:limit]
 
 
 class _StdoutHandler(logging.Handler):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _METADATA_KEY = "megatron.option"
+_MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 
 # What a field may hold. Lists of values are tuples, so that configs stay hashable.
 _SCALARS: dict[type, str] = {
@@ -33,6 +35,28 @@ _SCALARS: dict[type, str] = {
     str: "a non-empty string",
     bool: "true or false",
 }
+
+
+class _Shown(reprlib.Repr):
+    """`repr` that ends: of the beginning of long texts and lists, a few levels deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = 400
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = 8
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  reprlib's signature
+        # Python refuses to write integers of thousands of digits.
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: `repr`, bounded. What is nested or repeated without end has one, too."""
+    return _SHOWN.repr(value)
 
 
 class ConfigError(ValueError):
@@ -124,7 +148,7 @@ class Field:
         return f"a list, each {what}" if self.is_list else what
 
     def error(self, got: Any) -> ConfigError:
-        return ConfigError(f"{self.flag}: expected {self.expected}, got {got!r}.")
+        return ConfigError(f"{self.flag}: expected {self.expected}, got {shown(got)}.")
 
     def convert(self, value: Any) -> Any:
         """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if it is not one."""
@@ -133,25 +157,27 @@ class Field:
                 raise self.error(None)
             return None
         if self.is_list:
-            items = value if isinstance(value, (list, tuple)) else str(value).split()
+            items = value.split() if isinstance(value, str) else value
+            if not isinstance(items, (list, tuple)):
+                items = [items]
             return tuple(self._convert_scalar(item) for item in items)
         return self._convert_scalar(value)
 
     def _convert_scalar(self, value: Any) -> Any:
-        if self.scalar is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            return str(value)
-        if isinstance(value, self.scalar) and not (isinstance(value, bool) and self.scalar is not bool):
+        is_bool = isinstance(value, bool)
+        if isinstance(value, self.scalar) and is_bool == (self.scalar is bool):
             return value
-        if self.scalar is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
-            try:
-                if self.scalar is bool:
-                    return {"true": True, "false": False}[value.lower()]
-                # YAML 1.1 reads 1e-4 as a string; float() does not.
+        try:
+            if self.scalar is str and isinstance(value, (int, float)) and not is_bool:
+                return str(value)
+            if self.scalar is float and isinstance(value, int) and not is_bool:
+                return float(value)
+            if self.scalar is bool and isinstance(value, str):
+                return {"true": True, "false": False}[value.lower()]
+            if isinstance(value, str):
                 return self.scalar(value)
-            except (ValueError, KeyError):
-                pass
+        except (ValueError, KeyError, OverflowError):  # numbers of hundreds of digits, too
+            pass
         raise self.error(value)
 
     def check(self, value: Any) -> None:
@@ -176,8 +202,11 @@ class Field:
             raise self.error(got)
         if not isinstance(item, (int, float)):
             return
+        # math.isfinite refuses integers that no float can hold.
+        is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
         if (
-            not math.isfinite(item)
+            is_huge
+            or not math.isfinite(item)
             or (rule.at_least is not None and not item >= rule.at_least)
             or (rule.more_than is not None and not item > rule.more_than)
             or (rule.at_most is not None and not item <= rule.at_most)
@@ -207,7 +236,7 @@ def check_options(config: Any) -> None:
 def expect(condition: bool, flag: str, expected: str, got: Any) -> None:
     """ConfigError in the house's one form unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{flag}: expected {expected}, got {got!r}.")
+        raise ConfigError(f"{flag}: expected {expected}, got {shown(got)}.")
 
 
 def resolve_default(config: Any, name: str, value: Any) -> None:

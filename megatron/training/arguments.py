@@ -10,18 +10,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import yaml
-
+from megatron.core.log import printable
 from megatron.core.options import ConfigError, Field, options_of
 from megatron.training.config import RunConfig
+from megatron.training.settings_file import Setting, read_settings
 
 C = TypeVar("C")
+_SHOWN_KEY = 80  # characters of a key or a number in a message
+_IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error; YAML's own rule is that the last one wins silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
@@ -85,29 +76,33 @@ def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
 
 def read_yaml(path: str) -> dict[str, Any]:
     """The settings in a YAML file, converted, by field name. ConfigError for what is not one."""
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as failure:
-        raise ConfigError(f"--config: expected a readable file, got {path!r} ({failure.strerror}).") from None
-    except UnicodeDecodeError as failure:
-        raise ConfigError(f"--config: expected UTF-8 in {path}, got {failure}.") from None
-    except yaml.YAMLError as failure:
-        raise ConfigError(f"--config: expected YAML in {path}, got {' '.join(str(failure).split())}.") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: expected keys and values in {path}, got a {type(content).__name__}.")
     switches = {flag.lstrip("-"): switch for flag, switch in _switches().items()}
     values: dict[str, Any] = {}
-    for key, value in content.items():
-        switch = switches.get(str(key).replace("_", "-"))
+    for key, setting in read_settings(path).items():
+        shown = printable(key, _SHOWN_KEY)
+        switch = switches.get(key.replace("_", "-"))
         if switch is None:
-            raise ConfigError(f"{path}: " + _unknown(str(key), "a known key", list(switches)))
+            raise ConfigError(f"{path}: " + _unknown(shown, "a known key", list(switches)))
         if switch.field.name in values:
-            raise ConfigError(f"{path}: {key}: expected {switch.field.flag} to be set once, got it twice.")
-        converted = switch.field.convert(value)
+            expected = f"{switch.field.flag} to be set once"
+            raise ConfigError(f"{path}: {shown}: expected {expected}, got it twice.")
+        converted = _convert_setting(switch.field, setting)
         values[switch.field.name] = not converted if switch.is_negated else converted
     return values
+
+
+def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
+    """A setting of a YAML file as the field's type: its text is read as on the command line."""
+
+    def plain(one: Setting) -> Any:
+        if one.is_null:
+            return None
+        if field.scalar is int and _IS_OCTAL.fullmatch(one.text):
+            got = f"{printable(one.text, _SHOWN_KEY)}, which YAML 1.1 takes for octal"
+            raise ConfigError(f"{field.flag}: expected {field.expected}, got {got}.")
+        return one.truth if field.scalar is bool and one.truth is not None else one.text
+
+    return field.convert([plain(one) for one in setting] if isinstance(setting, list) else plain(setting))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.files import temporary_path
+from megatron.core.files import read_regular, temporary_path
 from megatron.training.jsonl import JsonLines, finite, parse_object, read_json_lines
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
+_MOST_HEARTBEAT_BYTES = 65536
 
 
 class EventLog:
@@ -70,7 +71,8 @@ class EventLog:
             text = json.dumps(finite({"time": self._clock(), "restart": self._restart, **fields}), default=str)
             try:
                 self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
-                temporary.write_text(text + "\n")
+                with temporary.open("x") as stream:
+                    stream.write(text + "\n")
                 temporary.replace(self._heartbeat)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -86,14 +88,15 @@ class EventLog:
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """A run's events, in the order in which they were written; none if there is no such file.
 
-    Lines that are no JSON objects, torn ones say, are passed over.
+    Lines that are no JSON objects, torn ones say, are passed over. OSError if it cannot be read, or is no regular file.
     """
     return read_json_lines(Path(folder) / EVENTS_FILE)
 
 
 def read_heartbeat(folder: str | Path) -> dict[str, Any] | None:
-    """A run's heartbeat, or None if there is none that can be read."""
+    """A run's heartbeat, or None if there is none that makes sense. OSError as `read_events`."""
+    path = Path(folder) / HEARTBEAT_FILE
     try:
-        return parse_object((Path(folder) / HEARTBEAT_FILE).read_bytes())
+        return parse_object(read_regular(path, max_bytes=_MOST_HEARTBEAT_BYTES, what="a heartbeat"))
     except (FileNotFoundError, NotADirectoryError):
         return None

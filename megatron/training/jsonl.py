@@ -1,4 +1,8 @@
-"""Files of one JSON object a line that several processes append to, and that a kill at any moment leaves readable."""
+"""Files of one JSON object a line that several processes append to, and that a kill at any moment leaves readable.
+
+They may stand in a folder that others can write to, so a line may hold anything and be of any length. What is read is
+bounded, and lines that are not plausible are passed over like torn ones.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from megatron.core.files import open_for_append, open_regular
+
 _NEWLINE = b"\n"
+
+_MOST_BYTES = 16 * 2**20  # of a file: 100,000 events. Parsed, a hostile one takes 20 times as much
+_MOST_LINE_BYTES = 2**20  # the command in an event may be long
+_MOST_DEPTH = 16
+_MOST_DIGITS = 1000  # of an integer; a float has no more than 309 before its point
 
 
 class JsonLines:
@@ -28,7 +40,7 @@ class JsonLines:
         """Appends one object. Numbers that are not finite become null, and what JSON does not know becomes its `str`.
 
         Raises:
-            OSError: if the line could not be written whole.
+            OSError: if the line could not be written whole, or the file is not a regular one.
         """
         line = json.dumps(finite(record), default=str, allow_nan=False).encode("ascii") + _NEWLINE
         descriptor = self._open()
@@ -54,26 +66,67 @@ class JsonLines:
 
     def _open_once(self) -> int:
         # Readable too, for a look at the last byte.
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return open_for_append(self.path, "a regular file of JSON lines")
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects in such a file, in order; none if there is no file. Lines that are no JSON object are passed over."""
+    """The objects in such a file, in order; none if there is no file. Lines that are no JSON object are passed over.
+
+    Of a file larger than 16 MiB only the end is read.
+
+    Raises:
+        OSError: if the file cannot be read, or is not a regular one.
+    """
     try:
-        content = Path(path).read_bytes()
+        with open_regular(path, "a regular file of JSON lines") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            content = _end_of(stream, size)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    objects = (parse_object(line) for line in content.split(_NEWLINE))
+
+    lines = content.split(_NEWLINE)
+    if size > _MOST_BYTES:
+        del lines[0]  # whose beginning is missing
+    objects = (parse_object(line) for line in lines)
     return [each for each in objects if each is not None]
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` is, or None if it is none."""
+    """The JSON object that `text` is; None if it is none, or too long, too deep or with too large an integer."""
+    if len(text) > _MOST_LINE_BYTES:
+        return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_bounded_int)
     except (ValueError, RecursionError):  # not JSON, not UTF-8; or nested without end
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and _is_shallow(value, _MOST_DEPTH) else None
+
+
+def _end_of(stream: FileIO, size: int) -> bytes:
+    """The last bytes of a file of this size, as many as may be read."""
+    stream.seek(max(0, size - _MOST_BYTES))
+    pieces: list[bytes] = []
+    rest = _MOST_BYTES
+    while rest > 0 and (piece := stream.read(rest)):
+        pieces.append(piece)
+        rest -= len(piece)
+    return b"".join(pieces)
+
+
+def _bounded_int(text: str) -> int:
+    """ValueError for so many digits that converting them takes long; not all versions of Python refuse them."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"Expected an integer of at most {_MOST_DIGITS} digits, got {len(text)}.")
+    return int(text)
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    """Whether lists and objects in `value` are nested at most so deep. What is deeper has no readable `str`."""
+    if isinstance(value, dict):
+        return depth > 0 and all(_is_shallow(each, depth - 1) for each in value.values())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_shallow(each, depth - 1) for each in value)
+    return True
 
 
 def _has_open_line(descriptor: int) -> bool:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
 
 from megatron.core import files
-from megatron.core.files import published, temporary_path
+from megatron.core.files import (
+    Sync,
+    UnusableFileError,
+    open_regular,
+    published,
+    read_regular,
+    temporary_path,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -47,6 +57,41 @@ def test_the_content_is_on_disk_before_the_rename_and_the_rename_before_it_retur
     assert order == ["sync", "rename", "sync"]
 
 
+@pytest.mark.parametrize(
+    ("sync", "order"), [(Sync.CONTENT, ["sync", "rename"]), (Sync.NOTHING, ["rename"])], ids=lambda value: str(value)
+)
+def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_once(tmp_path, monkeypatch, sync, order):
+    found = []
+    real_fsync, real_replace = os.fsync, Path.replace
+
+    def replace_and_move(path: Path, to: Path) -> None:
+        found.append("rename")
+        real_replace(path, to)
+        to.parent.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (found.append("sync"), real_fsync(fd)))
+    monkeypatch.setattr(Path, "replace", replace_and_move)
+    (tmp_path / "folder").mkdir()
+    with published(tmp_path / "folder" / "file", sync) as stream:
+        stream.write(b"content")
+    assert found == order
+    assert (tmp_path / "moved" / "file").read_bytes() == b"content"
+    assert names(tmp_path) == ["moved"]
+
+
+def test_a_note_can_be_left_where_syncing_fails(tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"), published(tmp_path / "file") as stream:
+        stream.write(b"content")
+    assert names(tmp_path) == []
+    with published(tmp_path / "file", Sync.NOTHING) as stream:
+        stream.write(b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
 def test_two_writers_never_share_a_temporary_name(tmp_path):
     assert temporary_path(tmp_path / "file") != temporary_path(tmp_path / "file")
 
@@ -56,3 +101,79 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     with files.published(tmp_path / "published"):
         pass
     assert (tmp_path / "published").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_is_read_whole_up_to_the_bound_and_not_beyond(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    assert read_regular(path, max_bytes=7) == b"content"
+    with pytest.raises(UnusableFileError, match=r"Expected a marker of at most 6 bytes, got 7 or more.*file"):
+        read_regular(path, max_bytes=6, what="a marker")
+
+
+def test_a_sparse_file_of_a_terabyte_is_refused_without_being_read(tmp_path, monkeypatch):
+    path = tmp_path / "sparse"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)
+    monkeypatch.setattr(files, "_READ_BYTES", 0)  # a read of nothing would look like the end
+    with pytest.raises(UnusableFileError, match=r"at most 100 bytes, got 1099511627776 or more"):
+        read_regular(path, max_bytes=100)
+
+
+def test_a_file_that_says_nothing_of_its_size_is_read_up_to_the_bound(monkeypatch):
+    """Files of /proc are regular and have a size of 0, as has one that has grown since it was looked at."""
+    assert read_regular("/proc/self/status", max_bytes=1 << 20).startswith(b"Name:")
+    monkeypatch.setattr(files, "_READ_BYTES", 3)
+    with pytest.raises(UnusableFileError, match="at most 7 bytes, got 8 or more"):
+        read_regular("/proc/self/status", max_bytes=7)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_fifo, "a FIFO"),
+        (_socket, "a socket"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    ],
+)
+def test_only_regular_files_are_opened(tmp_path, monkeypatch, make, kind):
+    make(tmp_path / "file")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("has been opened"))
+    with pytest.raises(UnusableFileError, match=f"Expected a tracker, got {kind}: .*file"):
+        read_regular(tmp_path / "file", max_bytes=10, what="a tracker")
+
+
+def test_a_fifo_that_takes_the_place_of_a_file_at_the_last_moment_is_refused_too(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    os.mkfifo(path)
+    (tmp_path / "regular").touch()
+    regular, real_stat = (tmp_path / "regular").stat(), Path.stat
+    monkeypatch.setattr(Path, "stat", lambda at, **more: regular if at == path else real_stat(at, **more))
+    with pytest.raises(UnusableFileError, match="got a FIFO"):
+        open_regular(path)
+
+
+def test_what_is_refused_leaves_no_descriptor_open(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.touch()
+    before = names(Path("/proc/self/fd"))
+    answers = iter([True, False])
+    monkeypatch.setattr(stat, "S_ISREG", lambda _: next(answers))
+    with pytest.raises(UnusableFileError):
+        open_regular(path)
+    assert names(Path("/proc/self/fd")) == before
+
+
+def test_a_missing_file_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "file", max_bytes=10)

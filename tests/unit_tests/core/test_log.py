@@ -49,3 +49,35 @@ def test_an_exception_is_shown_with_its_traceback(capsys):
     shown = capsys.readouterr().out
     assert "Traceback" in shown
     assert "the cause" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a loss of 2.5 in Zürich, 東京", "a loss of 2.5 in Zürich, 東京"),
+        ("first\nERROR: second\r\n", "first\\nERROR: second\\r\\n"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("\x9b31m", "\\x9b31m"),
+        ("safe\u202etxt.exe\u2066", "safe\\u202etxt.exe\\u2066"),
+        ("a\u2028b\u2029c\x85d", "a\\u2028b\\u2029c\\x85d"),
+        ("\ud800\U000e0041", "\\ud800\\U000e0041"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_shown_escaped(text: str, shown: str) -> None:
+    assert log.printable(text) == shown
+    assert log.printable(shown) == shown
+    shown.encode()  # and any stream takes it
+
+
+@pytest.mark.parametrize("char", ["a", "\x1b", "\U000e0041"])
+@pytest.mark.parametrize("limit", [0, 2, 3, 10, 500])
+def test_long_text_is_cut_at_the_limit_with_an_ellipsis(char: str, limit: int) -> None:
+    shown = log.printable(char * 1000, limit)
+    assert len(shown) == limit
+    assert "...".startswith(shown[-3:])
+
+
+def test_text_of_the_very_limit_is_not_cut() -> None:
+    assert log.printable("a" * 500) == "a" * 500
+    assert log.printable("\n" * 5, limit=10) == "\\n" * 5
+    assert log.printable("\n" * 6, limit=10) == "\\n\\n\\n\\..."

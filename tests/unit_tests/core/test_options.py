@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 
-from megatron.core.options import ConfigError, check_options, expect, option, options_of, resolve_default
+from megatron.core.options import (
+    ConfigError,
+    Option,
+    check_options,
+    expect,
+    option,
+    options_of,
+    resolve_default,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -95,3 +105,47 @@ def test_resolve_default_fills_only_what_is_open():
     resolve_default(open_one, "area", 4)
     resolve_default(given, "area", 4)
     assert (open_one.area, given.area) == (4, 5)
+
+
+def _doubled() -> list[object]:
+    """A list of a few kilobytes whose repr has 2^40 elements."""
+    nested: list[object] = []
+    for _ in range(40):
+        nested = [nested, nested]
+    return nested
+
+
+BOMBS = {
+    "digits": 10**5000,
+    "a negative number": -(10**5000),
+    "doublings": _doubled(),
+    "doublings in a dict": {"a": _doubled()},
+    "a long text": "x" * 10**7,
+    "bytes": b"x" * 10**7,
+}
+
+
+@pytest.mark.parametrize("kind", list(BOMBS))
+@pytest.mark.parametrize("name", list(FIELDS))
+def test_a_value_without_measure_is_refused_in_a_line_that_ends(name, kind):
+    if (name, kind) == ("paths", "a long text"):
+        return  # which is a path
+    with pytest.raises(ConfigError) as error:
+        FIELDS[name].check(FIELDS[name].convert(BOMBS[kind]))
+    assert len(str(error.value)) < 1000
+
+
+def test_an_integer_is_one_that_64_bits_hold():
+    unbounded = dataclasses.replace(FIELDS["count"], option=Option(help="any"))
+    unbounded.check(2**63 - 1)
+    for value in (2**63, 10**400):
+        with pytest.raises(ConfigError, match="--count: expected an integer, got"):
+            unbounded.check(value)
+
+
+def test_what_is_shown_of_a_value_is_one_line_of_bounded_length():
+    assert shown("a\x1b[2J\n\u202e") == repr("a\x1b[2J\n\u202e")
+    assert shown((0.5, "a", None)) == "(0.5, 'a', None)"
+    assert shown(10**5000) == "an integer of 16610 bits"
+    assert len(shown("x" * 10**7)) <= 400
+    assert len(shown([["x" * 10**7] * 1000] * 1000)) < 30_000

@@ -366,7 +366,7 @@ def test_saves_that_failed_since_are_counted_with_the_last_reason(run):
     run.write("save_failed", iteration=20, reason="no space left")
     run.write("save_skipped", iteration=25, reason="busy")
     run.write("save_failed", iteration=30, reason="rank 1:\n no space\x1b[2J left")
-    line = "checkpoint: iteration 10, 0 s ago, took 1.50 s; 2 saves failed since: rank 1: no space [2J left"
+    line = r"checkpoint: iteration 10, 0 s ago, took 1.50 s; 2 saves failed since: rank 1:\n no space\x1b[2J left"
     assert run.lines()[2] == line
     run.save(40)
     assert run.lines()[2].endswith("; no save failed since")
@@ -568,3 +568,28 @@ def test_the_help_says_what_the_states_and_the_exit_codes_mean(capsys):
         "Exit code",
     ):
         assert word in text
+
+
+def test_a_fifo_or_a_file_without_end_is_one_line_and_no_wait(run, capsys):
+    run.folder.mkdir(exist_ok=True)
+    os.mkfifo(run.folder / EVENTS_FILE)
+    assert run_status.main([str(run.folder)]) == run_status.EXIT_NO_RUN
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Expected a regular file of JSON lines, got a FIFO" in line
+
+    (run.folder / EVENTS_FILE).unlink()
+    run.start()
+    with (run.folder / HEARTBEAT_FILE).open("w") as stream:
+        stream.truncate(2**40)
+    assert run_status.main([str(run.folder)]) == run_status.EXIT_NO_RUN
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Expected a heartbeat of at most 65536 bytes" in line
+
+
+def test_a_line_is_of_bounded_length_whatever_a_cause_says(run):
+    run.start()
+    run.write("lost", ranks=[1], cause="\x1b]0;title\x07" + "x" * 10**5)
+    run.exit(ExitCode.LOST_RANK, "x", 5)
+    line = run.lines()[3]
+    assert r"\x1b]0;title\x07xxx" in line
+    assert len(line) < 1100

@@ -180,10 +180,10 @@ def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path)
         ("- a\n- b\n", "expected keys and values"),
         ("a: [1\n", "expected YAML"),
         ("hidden-size: wide\n", "--hidden-size: expected an integer"),
-        ("hidden-size: 8\nhidden-size: 16\n", "expected YAML"),
+        ("hidden-size: 8\nhidden-size: 16\n", "expected each key once in"),
         ("hidden-size: 8\nhidden_size: 16\n", "hidden_size: expected --hidden-size to be set once, got it twice."),
         ("load-rng: true\nno-load-rng: true\n", "no-load-rng: expected --load-rng to be set once, got it twice."),
-        ("bf16: 1\n", "--bf16: expected true or false, got 1."),
+        ("bf16: 1\n", "--bf16: expected true or false, got '1'."),
     ],
 )
 def test_a_file_that_says_nothing_sensible_is_refused(tmp_path, content, message):

@@ -180,3 +180,28 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path, monkeypat
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert [event["event"] for event in read_events(tmp_path)] == ["signal", "start"]
+
+
+def test_an_event_log_that_is_a_link_is_one_warning_and_the_run_goes_on(tmp_path, shown):
+    target = tmp_path / "elsewhere"
+    target.write_text("theirs")
+    (tmp_path / EVENTS_FILE).symlink_to(target)
+    (tmp_path / HEARTBEAT_FILE).symlink_to(target)
+    events = EventLog(tmp_path)
+    events.write("step", iteration=1)
+    events.write("step", iteration=2)
+    events.beat(iteration=2)
+    assert target.read_text() == "theirs"
+    assert read_heartbeat(tmp_path)["iteration"] == 2, "the link has been replaced, not followed"
+    assert shown.text.count("Expected a regular file of JSON lines, got a symbolic link") == 1
+
+
+def test_a_heartbeat_that_is_no_file_or_too_long_is_an_error_before_it_is_read(tmp_path):
+    path = tmp_path / HEARTBEAT_FILE
+    path.write_text(json.dumps({"phase": "x" * 10**5}))
+    with pytest.raises(OSError, match="Expected a heartbeat of at most 65536 bytes, got 1000"):
+        read_heartbeat(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="Expected a heartbeat, got a FIFO"):
+        read_heartbeat(tmp_path)

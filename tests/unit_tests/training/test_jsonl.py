@@ -186,3 +186,46 @@ def test_killed_writers_cost_no_line_of_another(path):
         numbers = [record["number"] for record in records if record["writer"] == writer]
         assert numbers == list(range(len(numbers)))
         assert len(numbers) >= 20
+
+
+def _link(path: Path, target: Path) -> None:
+    target.write_text("theirs")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda path: _link(path, path.with_name("elsewhere")), "a symbolic link"),
+        (lambda path: path.symlink_to(path.with_name("nowhere")), "a symbolic link"),
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "a folder"),
+    ],
+)
+def test_only_a_regular_file_is_appended_to(tmp_path, make, what):
+    """A link would lead to any file of the user's, and a FIFO without a reader would hold the writer for ever."""
+    path = tmp_path / "lines.jsonl"
+    make(path)
+    with pytest.raises(OSError, match=f"Expected a regular file of JSON lines, got {what}"):
+        JsonLines(path).append({"a": 1})
+    with pytest.raises(OSError, match=f"got {what}"):
+        JsonLines(path).touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["lines.jsonl"], ["elsewhere", "lines.jsonl"])
+    assert not (tmp_path / "elsewhere").exists() or (tmp_path / "elsewhere").read_text() == "theirs"
+
+
+def test_a_link_that_takes_the_name_at_the_last_moment_is_not_followed_either(tmp_path, monkeypatch):
+    path, target = tmp_path / "lines.jsonl", tmp_path / "elsewhere"
+    look = os.lstat
+
+    def look_and_swap(name: Path) -> os.stat_result:
+        path.touch()
+        found = look(name)
+        path.unlink()
+        _link(path, target)
+        return found
+
+    monkeypatch.setattr(os, "lstat", look_and_swap)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        JsonLines(path).append({"a": 1})
+    assert target.read_text() == "theirs"

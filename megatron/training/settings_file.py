@@ -1,0 +1,132 @@
+"""Files of settings: YAML of keys with a value, or a list of values, each kept as it is written.
+
+YAML 1.1, which PyYAML reads, makes 90 of `1:30`, 15 of `017`, a date of `2026-11-22` and true of
+`on`; YAML 1.2 reads most of these in another way. What a value means is for the option that it is
+for to say, as on the command line. So the file gives texts, and knows only which of them YAML calls
+true, false and null.
+
+Nothing is built from the file but these texts. Neither an alias, of which 33 doublings are eight
+billion values, nor a list in a list can therefore take memory or time beyond the file's own size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron.core.files import read_regular
+from megatron.core.log import printable
+from megatron.core.options import ConfigError
+
+_MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
+_MAX_DEPTH = 8  # of what is parsed; what is nested at all is refused after that, by the name of its key
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
+_SHOWN = 80  # characters of a key in a message
+
+
+class Setting(NamedTuple):
+    """A value of a file of settings."""
+
+    text: str  # as it is written, without quotes
+    truth: bool | None = None  # what YAML takes it for where that is true or false
+    is_null: bool = False
+
+
+Settings = dict[str, "Setting | list[Setting]"]
+
+
+class _Loader(yaml.SafeLoader):
+    """Nodes, to a bounded depth. PyYAML composes them recursively."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth == _MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"more than {_MAX_DEPTH} levels", problem_mark=mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag in (_TAG + "bool", _TAG + "null")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_settings(path: str) -> Settings:
+    """The settings in a YAML file by key, in its order.
+
+    Raises:
+        ConfigError: no regular file of at most 256 KiB, no YAML, a key that stands twice, or anything
+            else than keys with plain values and lists of these.
+    """
+    root = _parse(path)
+    if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null"):
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        got = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ConfigError(f"--config: expected keys and values in {path}, got {got}.")
+
+    settings: Settings = {}
+    for key_node, value in root.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            got = _place(key_node)
+            raise ConfigError(f"--config: expected plain keys in {path}, got another one{got}.")
+        key = key_node.value
+        if key in settings:
+            got = f"the key {printable(key, _SHOWN)!r} twice{_place(key_node)}"
+            raise ConfigError(f"--config: expected each key once in {path}, got {got}.")
+        settings[key] = _value(path, key, value)
+    return settings
+
+
+def _parse(path: str) -> yaml.Node | None:
+    """The root of what the file says."""
+    try:
+        content = read_regular(path, max_bytes=_MAX_BYTES, what="a YAML file").decode("utf-8")
+        return _Loader(content).get_single_node()
+    except OSError as failure:
+        reason = failure.strerror
+        raise ConfigError(f"--config: expected a readable file, got {path!r} ({reason}).") from None
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"--config: expected UTF-8 in {path}, got {failure}.") from None
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as failure:
+        # Besides its own errors, PyYAML lets those of int() and chr() through, for the numbers in
+        # directives and escapes.
+        reason = printable(" ".join(str(failure).split()))
+        raise ConfigError(f"--config: expected YAML in {path}, got {reason}.") from None
+
+
+def _value(path: str, key: str, node: yaml.Node) -> Setting | list[Setting]:
+    """What stands under a key."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_setting(path, key, each) for each in node.value]
+    return _setting(path, key, node)
+
+
+def _setting(path: str, key: str, node: yaml.Node) -> Setting:
+    shown = printable(key, _SHOWN)
+    if not isinstance(node, yaml.ScalarNode):
+        kind = "a list in a list" if isinstance(node, yaml.SequenceNode) else "keys of its own"
+        expected = "a value or a list of values"
+        raise ConfigError(f"{path}: {shown}: expected {expected}, got {kind}{_place(node)}.")
+    if node.tag not in _PLAIN_TAGS:
+        tag = printable(node.tag.replace(_TAG, "!!"), _SHOWN)
+        raise ConfigError(f"{path}: {shown}: expected a plain value, got one with the tag {tag}.")
+
+    truth = None
+    if node.tag == _TAG + "bool":
+        truth = yaml.SafeLoader.bool_values.get(node.value.lower())
+    return Setting(node.value, truth, is_null=node.tag == _TAG + "null")
+
+
+def _place(node: yaml.Node) -> str:
+    return f" in line {node.start_mark.line + 1}"

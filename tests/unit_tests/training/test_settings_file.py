@@ -1,0 +1,195 @@
+"""Files of settings: each value means what it says, and nothing in them takes more than they are long."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.options import ConfigError
+from megatron.training.arguments import build_config, parse_config, read_yaml
+from megatron.training.settings_file import read_settings
+from tests.special_files import SPECIAL_FILES
+
+
+def write(folder: Path, content: str | bytes) -> str:
+    path = folder / "run.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "values"),
+    [
+        ("hidden-size: 1_000", {"hidden_size": 1000}),
+        ("hidden-size: !!int '12'", {"hidden_size": 12}),
+        ("lr: 1e-3", {"lr": 1e-3}),
+        ("lr: 3", {"lr": 3.0}),
+        # What YAML 1.1 makes a number, a date or a truth of is a text where a text is wanted.
+        ("wandb-exp-name: 2026-11-22", {"wandb_exp_name": "2026-11-22"}),
+        ("wandb-exp-name: 007", {"wandb_exp_name": "007"}),
+        ("wandb-exp-name: 1_0", {"wandb_exp_name": "1_0"}),
+        ("wandb-exp-name: 1:30", {"wandb_exp_name": "1:30"}),
+        ("wandb-exp-name: yes", {"wandb_exp_name": "yes"}),
+        ("recover-mode: on", {"recover_mode": "on"}),
+        ("split: 90,10", {"split": "90,10"}),
+        ("bf16: on\nmock-data: No", {"bf16": True, "mock_data": False}),
+        ("bf16: 'true'", {"bf16": True}),
+        ("save:\nload: ~\nwandb-project: null", {"save": None, "load": None, "wandb_project": None}),
+        ("save: 'null'", {"save": "null"}),
+        ("data-path: [0.7, a, 0.30, b]", {"data_path": ("0.7", "a", "0.30", "b")}),
+        ("data-path: 0.7 a 0.3 b", {"data_path": ("0.7", "a", "0.3", "b")}),
+        ("data-path: &one [a]\nsave: &two x\nload: *two", {"data_path": ("a",), "save": "x", "load": "x"}),
+        ("", {}),
+        ("# nothing\n", {}),
+    ],
+)
+def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[str, Any]) -> None:
+    assert read_yaml(write(tmp_path, content)) == values
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("hidden-size: 2026-11-22", "--hidden-size: expected an integer >= 1, got '2026-11-22'."),
+        ("hidden-size: 2026-99-99", "--hidden-size: expected an integer >= 1, got '2026-99-99'."),
+        ("lr: 2026-11-22 10:00:00", "--lr: expected a number >= 0, got '2026-11-22 10:00:00'."),
+        ("hidden-size: 1:30", "--hidden-size: expected an integer >= 1, got '1:30'."),
+        ("lr: 1:30.5", "--lr: expected a number >= 0, got '1:30.5'."),
+        ("hidden-size: 017", "--hidden-size: expected an integer >= 1, got 017, which YAML 1.1 takes for octal."),
+        ("hidden-size: 0o17", "--hidden-size: expected an integer >= 1, got '0o17'."),
+        ("hidden-size: 0x1F", "--hidden-size: expected an integer >= 1, got '0x1F'."),
+        ("train-iters: 1e5", "--train-iters: expected an integer >= 1, got '1e5'."),
+        ("lr: .inf", "--lr: expected a number >= 0, got '.inf'."),
+        ("lr: .nan", "--lr: expected a number >= 0, got '.nan'."),
+        ("hidden-size: true", "--hidden-size: expected an integer >= 1, got 'true'."),
+        ("bf16: 1", "--bf16: expected true or false, got '1'."),
+        ("hidden-size: " + "9" * 5000, "--hidden-size: expected an integer >= 1, got '999"),
+        ("hidden-size: !!timestamp 2026-11-22", "hidden-size: expected a plain value, got one with the tag !!timest"),
+        ("hidden-size: !!python/name:os.system ''", "got one with the tag !!python/name:os.system."),
+        ("hidden-size: !!binary MTI=", "hidden-size: expected a plain value, got one with the tag !!binary."),
+        ("hidden-size: !<x%E2%80%AE> 1", "hidden-size: expected a plain value, got one with the tag x\\u202e."),
+        ("hidden-size: {a: 1}", "hidden-size: expected a value or a list of values, got keys of its own in line 1."),
+        ("lr: 1\nhidden-size: !!set {a}", "hidden-size: expected a value or a list of values, got keys of its own in"),
+        ("data-path: [a, [b]]", "data-path: expected a value or a list of values, got a list in a list in line 1."),
+        ("data-path: &a [*a]", "data-path: expected a value or a list of values, got a list in a list in line 1."),
+        ("hidden-size: [1]", "--hidden-size: expected an integer >= 1, got ['1']."),
+        ("data-path: [a, ~]", "--data-path: expected a list, each a non-empty string, got None."),
+        ("? [a]\n: b", "expected plain keys in"),
+        ("<<: {lr: 1}", "<<: expected a value or a list of values"),
+        ("<<: 1", "<<: expected a known key"),
+        ("lr: 1\nlr: 2", "got the key 'lr' twice in line 2."),
+        ("lr: 1\nx\\e[2J: 2", "x\\e[2J: expected a known key"),
+        ('"x\\e[2J\\n": 2', "x\\x1b[2J\\n: expected a known key"),
+        ("lr: 1\n---\nlr: 2", "expected YAML in"),
+        ("- a", "expected keys and values in"),
+        ("a", "expected keys and values in"),
+        ("hidden-size: " + "[" * 3000 + "]" * 3000, "got more than 8 levels in"),
+        ("hidden-size: " + "{a: " * 3000 + "}" * 3000, "got more than 8 levels in"),
+        ("\n".join(" " * depth + "a:" for depth in range(300)), "got more than 8 levels in"),
+        ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "expected YAML in"),
+        ('lr: "\\UFFFFFFFF"', "expected YAML in"),
+        (b"lr: \xff", "expected UTF-8 in"),
+        (b"lr: \0", "expected YAML in"),
+        (b"\xff\xfe\0", "expected UTF-8 in"),
+        (b"a: 1\n" * 300_000, "expected a readable file, got"),
+    ],
+)
+def test_what_means_nothing_is_one_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_yaml(write(tmp_path, content))
+    assert message in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 800
+
+
+def test_a_hundred_doublings_of_aliases_are_refused_at_once(tmp_path: Path) -> None:
+    doublings = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 100))
+    with pytest.raises(ConfigError, match=r"a1: expected a value or a list of values, got a list in a list"):
+        read_yaml(write(tmp_path, f"a0: &a0 [x, x]\n{doublings}hidden-size: *a99\n"))
+    # Keys of one option's value, too, whose message must not show what they stand for.
+    pairs = ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in range(1, 100))
+    with pytest.raises(ConfigError, match=r"data-path: expected a value or a list of values"):
+        read_yaml(write(tmp_path, f"data-path: [&b0 [x], {pairs}]\n"))
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.yaml"
+    SPECIAL_FILES[kind](path)
+    signal.alarm(30)  # which ends the process, rather than that it waits for a writer
+    with pytest.raises(ConfigError, match=rf"^--config: expected a readable file, got '.*run.yaml' .*got {kind}"):
+        read_yaml(str(path))
+    signal.alarm(0)
+
+
+SNIPPETS = [
+    *("lr", "hidden-size", "data-path", "bf16", "1", "-", "- ", ": ", "\n", "  ", "[", "]", "{", "}", ",", "&a ", "*a"),
+    *("!!int ", "!!str ", "!x ", "'", '"', "|", ">", "#", "%YAML 1.1\n", "---\n", "...", "? ", "\\", "\\x1", "\\U1100"),
+    *("~", "null", "true", "0x", "0o7", "1:2", "2026-11-22", ".inf", "<<", "=", "\t", "\0", "\ufeff", "\u2028", "é"),
+]
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(content=st.lists(st.sampled_from(SNIPPETS), max_size=30).map("".join) | st.text(max_size=40))
+def test_any_text_is_settings_or_one_line(content: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), content.encode(errors="surrogatepass"))
+        try:
+            found = dict(read_settings(path))
+        except ConfigError as error:
+            found = {"error": str(error)}
+        assert all(isinstance(key, str) and len(repr(value)) < 5000 for key, value in found.items())
+        assert str(found.get("error", "")).isprintable()
+
+
+@pytest.mark.wide
+def test_as_much_as_is_read_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    """In a process of its own, whose address space ends."""
+    code = """
+import resource, sys, time
+from megatron.core.options import ConfigError
+from megatron.training.arguments import read_yaml
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+for repeated in ("[", "x,", "{", "? ", "a: &a\\n", "- ", "'x", "a", "*a,", "&a [", "!!x ", "# ", "\\t", "- a\\n"):
+  for begin in ("", "data-path: [", "lr: "):
+    content = begin + repeated * (250_000 // len(repeated))
+    with open(sys.argv[1], "w") as stream:
+        stream.write(content)
+    begun = time.process_time()
+    try:
+        read_yaml(sys.argv[1])
+    except ConfigError as error:
+        assert len(str(error)) < 1000
+    assert time.process_time() - begun < 60, content[:20]
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml"), str(6 << 30)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 << 20
+
+
+def test_numbers_that_no_machine_integer_holds_are_refused_from_everywhere(tmp_path: Path) -> None:
+    for digits in (20, 400, 4000):
+        values = read_yaml(write(tmp_path, f"seq-length: {'9' * digits}"))
+        with pytest.raises(
+            ConfigError, match=r"--seq-length: expected an integer >= 1, got (9+|an integer of \d+ bits)\."
+        ):
+            build_config({**values, "mock_data": True, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1})
+    with pytest.raises(ConfigError, match=r"--seq-length: expected an integer >= 1, got '9+\.\.\.9+'"):
+        parse_config(["--seq-length", "9" * 5000], 1)
+
+
+def test_a_setting_keeps_its_text(tmp_path: Path) -> None:
+    read = read_settings(write(tmp_path, "a: 017\nb: [on, ~]\nc: 'on'\n"))
+    assert read["a"] == ("017", None, False)
+    assert read["b"] == [("on", True, False), ("~", None, True)]
+    assert read["c"] == ("on", None, False)
