@@ -1,40 +1,21 @@
-"""Which part of a tensor a rank holds, said in DCP's words.
+"""Which part of a tensor a rank holds, said in DCP's words, for a plain DTensor.
 
-DCP takes the shards of a DTensor to be even. Those over flat buffers are whole rows, but as many as the layout says; a
-DTensor's local tensor may tell DCP so itself, through methods that DCP looks for on it.
+DCP takes the shards of a DTensor to be even. Those of a section of an evenly sharded tensor are not; the
+local tensor may tell DCP so, through methods that DCP looks for on it. (Tensors over flat buffers need no
+help, see `UnevenDTensor`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.gradients import local_tensor
-from megatron.core.distributed.fsdp.parameter_group import group_of
-
-
-def describe_shards(model: nn.Module, weights: Mapping[str, Any], states: Any) -> None:
-    """Lets the DTensors that belong to `model`'s sharded parameters tell DCP which rows they hold.
-
-    Parameters that are not over a flat buffer, and what has another shape than its parameter, are left as they are.
-
-    Args:
-        weights: {parameter's name: tensor}.
-        states: {parameter's name: {state's name: tensor or else}}, the optimizer's.
-    """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        group = group_of(parameter)
-        if group is not None:
-            first_row = group.main_weight.chunk(group.index_of(parameter)).first_row
-            for tensor in (weights.get(name), *states.get(name, {}).values()):
-                if isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-                    describe(tensor, (first_row, *[0] * (tensor.dim() - 1)))
 
 
 def describe(tensor: DTensor, begin: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
+from megatron.core.rank_waits import waits_for_ranks
 
 _ROW_NUMEL = 256
 _PIECE_NUMEL = 16384 * _ROW_NUMEL  # what is widened at a time: 16 MiB in fp32
@@ -73,6 +74,7 @@ def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return _sum_over_gradients(parameters, num_zeros)
 
 
+@waits_for_ranks
 def _sum_over_gradients(
     parameters: Iterable[nn.Parameter], measure: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:

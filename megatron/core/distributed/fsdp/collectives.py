@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core.rank_waits import waits_for_ranks
+
 # torch 2.13 renamed them and warns of the old names, which are the only ones that torch 2.11 has.
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -27,6 +29,8 @@ _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_s
 
 # Away from the small tags that other point-to-point messages on the same group may carry.
 _TAG, _NOTE_TAG = 1009, 1010
+# For tensors that a program asks for as a whole, in its own thread, while lanes exchange parts.
+WHOLE_TENSOR_TAG = 1011
 NOTE_LENGTH = 16  # integers of 64 bits
 _PIECE_NUMEL = 1048576  # elements of a part exchanged at a time; a message costs about 0.1 ms whatever its length
 _SUM_NUMEL = 65536  # elements added up at a time, so that they stay in the cache: 256 KiB in fp32
@@ -58,7 +62,12 @@ class Reduction:
 
 
 def all_gather(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *, note: Sequence[int] | None = None
+    out: torch.Tensor,
+    own: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    note: Sequence[int] | None = None,
+    tag: int = _TAG,
 ) -> None:
     """Fills `out` with the equal parts of all ranks, in the order of their ranks in `group`.
 
@@ -66,6 +75,7 @@ def all_gather(
         out: flat, contiguous; as many elements as all parts together.
         own: this rank's part; may be the very place in `out` where it belongs, but no other.
         note: see [Note: notes].
+        tag: of the messages on the CPU. Two threads that gather over one group must not share it.
     """
     rank, parts = _parts(out, own, group)
     if out.device.type != "cpu":
@@ -74,11 +84,23 @@ def all_gather(
     others = _others(rank, len(parts))
     if note is not None:
         compare_notes(note, group)
-    works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=_TAG) for peer in others]
-    works += [dist.isend(own, group=group, group_dst=peer, tag=_TAG) for peer in others]
+    works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
+    works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
     _finish(works)
+
+
+@waits_for_ranks
+def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
+    """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each element."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
+
+
+@waits_for_ranks
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrites `tensor` with that of the group's first rank."""
+    dist.broadcast(tensor, group=group, group_src=0)
 
 
 def reduce_scatter(
@@ -238,6 +260,7 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
             result.copy_(total)
 
 
+@waits_for_ranks
 def _finish(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:

@@ -15,15 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.rank_waits import waits_for_ranks
 
 # Contexts are numbered, alike on all ranks, so that notes of two of them differ.
 _numbers = itertools.count()
 _MOST_GROUPS = 2**20  # of one context
+
+# Left on an optimizer that `fully_shard_optimizer` has prepared.
+CASTS_GRADIENTS = "_fsdp_casts_gradients"
 
 
 class ScheduledModule(Protocol):
@@ -97,20 +103,24 @@ class FsdpContext:
         device: of the compute weights.
         gather_lane, reduce_lane: where collectives run; one lane where two would mix up their messages.
         is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
+        is_open: whether modules may still join and the first forward ends that, since no `fully_shard_context`
+            says when the last one has been sharded.
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
+        next_number: of the next group: what ranks call it among themselves.
     """
 
-    def __init__(self, device: Device, unify_communication_stream: bool) -> None:
+    def __init__(self, device: Device, unify_communication_stream: bool, *, is_open: bool = False) -> None:
         self.device = device
+        self.is_open = is_open
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
         self.is_last_microbatch = True
         self.is_finalized = False
-        self._first_number = next(_numbers) * _MOST_GROUPS
+        self.next_number = next(_numbers) * _MOST_GROUPS
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
-        self._groups: list[weakref.ref[FsdpParameterGroup]] = []  # by number
+        self._groups: dict[int, weakref.ref[FsdpParameterGroup]] = {}  # by number
         self._forward_order: list[weakref.ref[Any]] = []
         self._backward_order: list[weakref.ref[Any]] = []
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
@@ -143,12 +153,18 @@ class FsdpContext:
 
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Takes a new group, whose number was `next_number`."""
-        self._groups.append(weakref.ref(group))
+        self._groups[group.number] = weakref.ref(group)
+        self.next_number = group.number + 1
 
-    @property
-    def next_number(self) -> int:
-        """Of the next group: what ranks call it among themselves."""
-        return self._first_number + len(self._groups)
+    def absorb(self, other: FsdpContext) -> None:
+        """Takes over the modules of another open context: what contains them all has been sharded too.
+
+        Groups keep their numbers, by which other ranks know them.
+        """
+        for module in _alive(other._modules):
+            module.context = self
+            self.add_module(module)
+        self._groups.update(other._groups)
 
     def finalize(self) -> None:
         """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them.
@@ -173,9 +189,12 @@ class FsdpContext:
                 if id(module) in managed:
                     for group in module.parameter_groups:
                         group.name = name
-        _check_replicas(_alive(self._groups))
-        handle = register_optimizer_step_post_hook(_mark_updated)
-        weakref.finalize(self, handle.remove).atexit = False
+        _check_replicas(_alive(self._groups.values()))
+        for handle in (
+            register_optimizer_step_pre_hook(_recut_states),
+            register_optimizer_step_post_hook(_mark_updated),
+        ):
+            weakref.finalize(self, handle.remove).atexit = False
         self.is_finalized = True
 
     def is_root(self, module: nn.Module) -> bool:
@@ -186,6 +205,8 @@ class FsdpContext:
 
     def enter_forward(self, module: Any) -> None:
         """A module is about to run, not as part of a backward. RuntimeError before the context is complete."""
+        if self.is_open and not self.is_finalized:
+            self.finalize()
         if not self.is_finalized:
             raise RuntimeError("Expected forward after the last fully_shard. Exit fully_shard_context first.")
         if self._backward is not None:
@@ -287,8 +308,8 @@ class FsdpContext:
 
     def describe(self, note: tuple[int, ...]) -> str:
         """What a rank with this note is about to do, in names."""
-        number = note[1] - self._first_number
-        group = self._groups[number]() if 0 <= number < len(self._groups) else None
+        reference = self._groups.get(note[1])
+        group = None if reference is None else reference()
         return f"do something unknown, {note}" if group is None else group.describe(note)
 
 
@@ -303,6 +324,7 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@waits_for_ranks
 def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
     """ValueError unless the ranks of every axis that does not cut main weights hold the same ones."""
     axes = {
@@ -333,6 +355,38 @@ def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
         yield root
     for child in reversed(list(root.children())):
         yield from _backward_order(child, managed)
+
+
+def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before any optimizer's step: states that PyTorch's helpers have loaded lie on the ranks as their parameters do.
+
+    `set_optimizer_state_dict(full_state_dict=True)` distributes states evenly. Steps would be right even so, but every
+    one of them would gather every state.
+    """
+    _check_gradient_dtypes(optimizer)
+
+    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such a one,
+    # and FusedAdam, do this when they load.
+    states = vars(optimizer).get("state", {})
+    for parameter, values in states.items():
+        if isinstance(parameter, UnevenRows) and isinstance(values, dict):
+            for name, value in values.items():
+                if isinstance(value, DTensor):
+                    values[name] = recut(value, parameter)
+
+
+def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError where torch's own optimizers would fail on gradients of another dtype, with a word of what to do."""
+    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(optimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype != parameter.dtype and group_of(parameter) is not None:
+                raise RuntimeError(
+                    f"Expected gradients in {parameter.dtype}, as the main weights, got {gradient.dtype}: call "
+                    "fully_shard_optimizer(optimizer), or choose MixedPrecisionPolicy's dtypes alike."
+                )
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:

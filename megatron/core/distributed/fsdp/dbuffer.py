@@ -14,6 +14,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import check_placements, sharded_axes
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.uneven_shard import uneven_placements
 
 P = TypeVar("P", bound=Placement)
 
@@ -137,18 +140,22 @@ class DBuffer:
         return self.local_buffer.narrow(0, chunk.offset, numel).view(chunk.num_rows, *shape[1:])
 
     def get_dtensor(self, index: int) -> DTensor:
-        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer.
+        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer; see `UnevenDTensor`.
 
-        Its shards are whole rows, but not DTensor's even ones, so DTensor must not redistribute it: what every rank
-        holds is in the layout. They show as plain `Shard(0)`: what DTensor caches of a placement, it gives to all that
-        are equal.
         The buffer may lie on another device than the mesh's (`DTensor.from_local` would copy it there).
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
-        placements = tuple(Shard(0) if isinstance(placement, Shard) else placement for placement in self.placements)
-        spec = DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, strides, self.dtype))
-        return dtensor_over(self.get_local_tensor(index), spec)
+        local = self.get_local_tensor(index)
+        if not any(sharded_axes(self.placements)):
+            meta = TensorMeta(shape, strides, self.dtype)
+            return dtensor_over(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
+
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None, "the buffer could not have been made outside the mesh"
+        placements = uneven_placements(self.layout, index, tuple(self.mesh.shape), coordinate, self.placements)
+
+        return UnevenDTensor.over(local, self.mesh, placements, shape, strides)
 
     def copy_from(self, index: int, tensor: torch.Tensor) -> None:
         """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
@@ -395,6 +402,21 @@ def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Place
     if coordinate is None:
         raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)
+
+
+def dtensor_like(other: DTensor, local: torch.Tensor, device: torch.device | None = None) -> DTensor:
+    """A DTensor that is distributed and shaped as another one, over other local rows; of any dtype.
+
+    Args:
+        local: shaped as the other one's local tensor.
+        device: where the DTensor says it is; default: where `local` is.
+    """
+    meta = other._spec.tensor_meta
+    assert meta is not None, "every DTensor that holds data has one"
+    if isinstance(other, UnevenDTensor):
+        return UnevenDTensor.over(local, other.device_mesh, other.placements, meta.shape, meta.stride, device)
+
+    return dtensor_over(local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)), device)
 
 
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None) -> DTensor:

@@ -13,7 +13,8 @@
     optimizer.step()
     optimizer.zero_grad()
 
-The names are those of Megatron-FSDP's experimental interface.
+The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, `fully_shard(layer, mesh)` for
+every layer and then for the model does without a context and placements; see `fully_shard`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.context import CASTS_GRADIENTS, FsdpContext
 from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.mesh import build_mesh
 from megatron.core.transformer.init import draw_parameters
 
 ResetParameters = Callable[[nn.Module], None]
@@ -91,8 +94,8 @@ def fully_shard_context(
 
 def fully_shard(
     module: nn.Module,
-    mesh: DeviceMesh,
-    placements: Placements,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
     *,
@@ -101,14 +104,18 @@ def fully_shard(
 ) -> FsdpModule:
     """Shards in place the parameters of `module` that no module in it has sharded already: inner modules come first.
 
-    The module's parameters become DTensors over this rank's main weights, `Shard(0)` where they are cut; shards are
-    whole rows, but not even ones. They are what optimizers and checkpoints see. Gradients are averaged over the ranks.
+    The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they are cut:
+    shards are whole rows, but not `torch.chunk`'s. They are what optimizers and checkpoints see, and what PyTorch's
+    own helpers (`get_state_dict`, `dcp.save`, `full_tensor`) work on. Gradients are averaged over the ranks.
+
+    Outside of a `fully_shard_context`, modules join what contains them, and the first forward ends their construction.
 
     Args:
         module: with floating-point parameters, on any device. Every rank must pass the same values; those on meta are
             drawn one submodule at a time in main_params_dtype, see `fully_shard_context`.
-        mesh: has the axes of `placements`, and no others.
-        placements: what is cut, on which axis.
+        mesh: has the axes of `placements`, and no others; default: one axis over all ranks.
+        placements: what is cut, on which axis; default: everything, on a mesh of one axis, and on the second of two
+            (ZeRO-3 and HSDP, as FSDP2 has them).
         mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
         grad_divisor: what averaged gradients are divided by besides.
         reshard_after_forward: free the full weights between forward and backward and gather them again.
@@ -118,14 +125,17 @@ def fully_shard(
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: outside of a `fully_shard_context`; meta parameters that nothing initialises.
+        RuntimeError: meta parameters that nothing initialises; a module in which another has run already.
         ValueError: a module that is sharded already, here or in another context; a parameter that two sharded modules
-            have; placements that do not fit the mesh; a divisor that is not positive.
+            have; placements that do not fit the mesh; a mesh of more than two axes without placements; a divisor that
+            is not positive.
         TypeError: a parameter that is not a float, or a DTensor of somebody else.
     """
     construction = _current.get()
+    mesh = _world_mesh(construction) if mesh is None else mesh
+    placements = _usual_placements(mesh) if placements is None else placements
     if construction is None:
-        raise RuntimeError("Expected fully_shard to be called inside fully_shard_context, got none.")
+        construction = _Construction(_open_context(module, mesh), _reset_parameters)
     context = construction.context
     mesh = _data_parallel_mesh(mesh, placements)
     if not grad_divisor > 0:
@@ -226,6 +236,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
             cast = uncast.pop()
             cast.parameter.grad = cast.original
 
+    vars(optimizer)[CASTS_GRADIENTS] = True
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
 
@@ -251,6 +262,51 @@ def _as_device(device: torch.device | str | None) -> Device:
     if index is None:
         index = 0 if device.type == "cpu" else torch.accelerator.current_device_index()
     return Device(device.type, index)
+
+
+def _world_mesh(construction: _Construction | None) -> DeviceMesh:
+    """One axis over all ranks."""
+    kind = DeviceConfig().kind if construction is None else construction.context.device.kind
+    return build_mesh(kind, dist.get_world_size())
+
+
+def _usual_placements(mesh: DeviceMesh) -> Placements:
+    """Those of FSDP2: ZeRO-3 on one axis; on two, replicas on the outer one."""
+    if mesh.ndim == 1:
+        return Placements.for_strategy("optim_grads_params")
+    if mesh.ndim != 2:
+        raise ValueError(f"Expected placements for a mesh of {mesh.ndim} axes, got none.")
+
+    return Placements(
+        dp_axes=(0, 1),
+        parameter=(Replicate(), Flat()),
+        gradient=(Partial("avg"), Flat()),
+        optimizer=(Replicate(), Flat()),
+    )
+
+
+def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
+    """The context of what is sharded in `module` already, or a new one; the first forward completes it.
+
+    RuntimeError if one of the inner modules has run: its context can take no more modules.
+    """
+    contexts: list[FsdpContext] = []
+    for name, child in module.named_modules():
+        if isinstance(child, FsdpModule) and child is not module and child.context.is_open:
+            if child.context.is_finalized:
+                raise RuntimeError(
+                    f"Expected every fully_shard before the first forward, got one of {type(module).__name__} after "
+                    f"{name} has run."
+                )
+            if all(child.context is not context for context in contexts):
+                contexts.append(child.context)
+
+    if not contexts:
+        return FsdpContext(_as_device(mesh.device_type), unify_communication_stream=False, is_open=True)
+    for other in contexts[1:]:
+        contexts[0].absorb(other)
+
+    return contexts[0]
 
 
 def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:

@@ -26,6 +26,7 @@ import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.uneven_rows import recut
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class GroupGradients:
         for index in indices:
             gradient = parameters[index].grad
             if gradient is not own[index]:
-                ours, theirs = local_tensor(own[index]), local_tensor(gradient)
+                ours, theirs = local_tensor(own[index]), local_tensor(_cut_as(gradient, own[index]))
                 if ours.shape != theirs.shape:
                     raise ValueError(
                         f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} here, got one of "
@@ -278,6 +279,11 @@ class GroupGradients:
                 note=note,
             )
             divisor = 1.0
+
+
+def _cut_as(gradient: torch.Tensor | None, own: DTensor) -> torch.Tensor | None:
+    """A whole gradient in the rows of ours; a partial sum as it is."""
+    return gradient if gradient is None or is_partial(gradient) else recut(gradient, own)
 
 
 def _add_locally(source: DBuffer, target: DBuffer, accumulates: bool, divisor: float) -> None:

@@ -30,11 +30,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device, Event, Lane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_over
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.host_memory import HostSlab
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
@@ -411,11 +412,14 @@ class FsdpParameterGroup:
 
     def _make_sharded(self, index: int) -> nn.Parameter:
         dtensor = self.main_weight.get_dtensor(index)
-        local, spec = dtensor._local_tensor, dtensor._spec
+        local = dtensor._local_tensor
+
         # It must say that it is where its gradient is, or could not be given one.
-        placeholder = torch.empty(0, dtype=local.dtype, device=self._device.torch_device)
-        sharded = nn.Parameter(dtensor_over(placeholder, spec), requires_grad=self.requires_grad)
+        placeholder = local.new_empty((0, *local.shape[1:]), device=self._device.torch_device)
+        sharded = nn.Parameter(dtensor_like(dtensor, placeholder), requires_grad=self.requires_grad)
         sharded._local_tensor = local  # type: ignore[attr-defined]
+        if isinstance(dtensor, UnevenDTensor):
+            sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
         return sharded
 
     def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
+from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from tests.ranks import run_ranks
 
 SHAPES = [(2, 6), (4, 4), (4, 4), (1, 2), (1, 6), (3,)]
@@ -176,7 +177,8 @@ def _views() -> None:
     for index in range(len(SHAPES)):
         local, dtensor = buffer.get_local_tensor(index), buffer.get_dtensor(index)
         assert isinstance(dtensor, DTensor)
-        assert (tuple(dtensor.shape), dtensor.placements) == (SHAPES[index], (Shard(0),))
+        assert tuple(dtensor.shape) == SHAPES[index]
+        assert [type(placement) for placement in dtensor.placements] == [UnevenShard]
         assert dtensor.stride() == torch.empty(SHAPES[index]).stride()
         local.fill_(index)
         assert torch.equal(dtensor.to_local(), local)

@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from tests.ranks import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -206,7 +207,8 @@ def _phases(strategy: str, dtype: torch.dtype) -> None:
     for _ in range(2):
         assert_resting(model)
         for parameter in model.parameters():
-            assert parameter.placements == (Replicate() if strategy == "no_shard" else Shard(0),)
+            (placement,) = parameter.placements
+            assert type(placement) is (Replicate if strategy == "no_shard" else UnevenShard)
             assert parameter.dtype == torch.float32
             storage = group_of(parameter).main_weight.local_buffer.untyped_storage()
             assert parameter.to_local().untyped_storage().data_ptr() == storage.data_ptr()
@@ -1068,10 +1070,13 @@ def linear(**options: Any) -> nn.Linear:
 
 def _mistakes_with_contexts() -> None:
     mesh, placements = line(), Placements.for_strategy(ZERO_3)
+    child = linear()
+    fully_shard(child, mesh, placements)
+    child(own_batch())
     _raises(
         RuntimeError,
-        r"Expected fully_shard to be called inside fully_shard_context, got none\.",
-        lambda: fully_shard(linear(), mesh, placements),
+        r"Expected every fully_shard before the first forward, got one of Sequential after 1 has run\.",
+        lambda: fully_shard(nn.Sequential(linear(), child), mesh, placements),
     )
     child = linear()
     with fully_shard_context("cpu"):

@@ -1,0 +1,75 @@
+"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for loops of one's own.
+
+    save_checkpoint(model, optimizer, "runs/mine/10")
+    load_checkpoint(model, optimizer, "runs/mine/10")  # on any number of ranks
+
+The names and arguments are those of Megatron-FSDP's experimental interface. A folder holds PyTorch DCP's own
+format, as `dcp.save({"model": ..., "optimizer": ...})` writes it, and `dcp.load` reads it. What is added: it is
+there whole or not at all, and loading one that somebody else has prepared runs nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing import torch_dcp
+from megatron.core.dist_checkpointing.agreement import on_all_ranks
+from megatron.core.dist_checkpointing.state import DCPState
+
+
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Saves a model and its optimizer. Called by all ranks together.
+
+    Args:
+        model: sharded by any engine, or plain.
+        optimizer: over its parameters. Without states yet, it is given some, as PyTorch's helpers do.
+        checkpoint_dir: the folder to make; there must be none of that name.
+
+    Raises:
+        ValueError: for a path without a name of its own, "." say.
+        CheckpointError: on every rank, if any rank could not write; then there is no such folder.
+    """
+    folder = Path(checkpoint_dir)
+    if folder.name in ("", ".."):
+        raise ValueError(f"Expected the name of a folder to make, got {os.fspath(checkpoint_dir)!r}.")
+
+    torch_dcp.save_checkpoint(folder.parent, 0, _state(DCPState(model, optimizer)), None, name=folder.name)
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
+
+    Weights, states and the optimizer's options become those of the checkpoint. Compute weights follow when
+    they are used next.
+
+    Args:
+        model, optimizer: like those that were saved; sharding and number of ranks may differ.
+        checkpoint_dir: the folder.
+
+    Raises:
+        CheckpointError: naming every key that is missing, unexpected or of another shape or dtype, before
+            anything is changed; CheckpointDamagedError for files that are not what was written.
+    """
+    folder = Path(checkpoint_dir)
+    app = DCPState(model, optimizer)
+    state = _state(app)
+
+    metadata = on_all_ranks(lambda: torch_dcp.read_metadata(folder))
+    # Ranks share the checking; each then reads what it needs.
+    is_shared = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
+    on_all_ranks(lambda: torch_dcp.check_files(folder, metadata, rank=rank, world_size=world_size))
+    on_all_ranks(lambda: torch_dcp.check_steps(folder, metadata))
+    torch_dcp.load_tensors(folder, metadata, state, ())
+    app.load_state_dict({"model": state["model"], "optim": state["optimizer"]})
+
+
+def _state(app: DCPState) -> dict[str, Any]:
+    own = app.state_dict()
+    return {"model": own["model"], "optimizer": own["optim"]}

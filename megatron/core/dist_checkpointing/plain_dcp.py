@@ -1,0 +1,139 @@
+"""What a run takes from a folder that PyTorch DCP wrote: weights, and an optimizer's options.
+
+Programs name what they save as they like. So weights are found by the names of the model's
+parameters, whatever prefix they have in the folder:
+
+    dcp.save({"model": model.state_dict()})          model.layers.0.weight
+    dcp.save(model.state_dict())                     layers.0.weight
+    dcp.save({"app": AppState(model, optimizer)})    app.model.layers.0.weight, app.optim.state....
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.collect import check_param_groups
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
+from megatron.core.dist_checkpointing.state import DCPState
+from megatron.core.dist_checkpointing.torch_dcp import load_tensors
+
+MODEL_PREFIX = "model."  # ours, and the usual one
+
+# Keys that are left unread beside weights without a prefix. With a prefix, all other keys are.
+_OTHERS = ("optim.", "optimizer.", "rng.")
+_OPTION_KEY = re.compile(r"optim\.param_groups\.(\d{1,9})\.(.+)")
+
+
+def load_model_weights(folder: Path, metadata: Metadata, model: nn.Module, *, verify: bool = True) -> None:
+    """Loads a model's weights and buffers in place from a folder that DCP wrote.
+
+    Args:
+        folder: the checkpoint.
+        metadata: what `read_metadata(folder)` gave.
+        model: sharded or plain; every rank of its process group calls this.
+        verify: whether checksums are compared.
+
+    Raises:
+        CheckpointError: before anything is touched, if weights are missing, if the model does not
+            have all that stand under the prefix, or if shapes or dtypes differ.
+    """
+    app = DCPState(model)
+    own = app.state_dict()["model"]
+    saved = list(metadata.state_dict_metadata)
+    prefix = weights_prefix(list(own), saved, str(folder))
+    others = tuple(key for key in saved if not key.startswith(prefix)) if prefix else _OTHERS
+
+    # The tensors are the model's own memory; what is no tensor comes back in the dict.
+    wanted = {f"{prefix}{name}": value for name, value in own.items()}
+    load_tensors(folder, metadata, wanted, others, verify=verify)
+    app.load_state_dict({"model": {name: wanted[f"{prefix}{name}"] for name in own}})
+
+
+def weight_keys(folder: Path, metadata: Metadata, model: nn.Module) -> set[str]:
+    """The keys that `load_model_weights` would read, and raises what it does where they cannot be told."""
+    own = DCPState(model).state_dict()["model"]
+    prefix = weights_prefix(list(own), list(metadata.state_dict_metadata), str(folder))
+
+    return {f"{prefix}{name}" for name in own}
+
+
+def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> str:
+    """What precedes the names of a model's weights in the keys: "model.", "app.model.", "".
+
+    If no prefix has all names, it is the one that has most, so that the missing ones can be named.
+    If several have equally many, it is `model.`.
+
+    Args:
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: if no name is there under any prefix, or if several prefixes have equally
+            many and none of them is `model.`.
+    """
+    known = set(names)
+    most_dots = max((name.count(".") for name in known), default=0)
+    found: Counter[str] = Counter()
+    for key in keys:
+        found.update(prefix for prefix, name in _divided(key, most_dots) if name in known)
+    if not found:
+        raise CheckpointError(
+            f"Expected the weights of this model in {path}, as {MODEL_PREFIX}<name> or under any "
+            f"other prefix, got {few(list(keys)) or 'nothing'}, where the model has "
+            f"{few(list(names))}."
+        )
+    most = max(found.values())
+    best = [prefix for prefix, number in found.items() if number == most]
+    if MODEL_PREFIX in best:
+        return MODEL_PREFIX
+    if len(best) > 1:
+        raise CheckpointError(
+            f"Expected the weights of this model under one prefix in {path}, got {most} of its "
+            f"{len(known)} names under each of {few([repr(prefix) for prefix in sorted(best)])}."
+        )
+    return best[0]
+
+
+def _divided(key: str, most_dots: int) -> Iterator[tuple[str, str]]:
+    """("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c"): the second part has at most so many dots.
+
+    A key may be prepared with a million dots, and be cut in two at each of them.
+    """
+    end = len(key)
+    for _ in range(most_dots + 1):
+        dot = key.rfind(".", 0, end)
+        yield key[: dot + 1], key[dot + 1 :]
+        if dot < 0:
+            return
+        end = dot
+
+
+def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
+    """The parameter groups in a `torch_dcp` checkpoint: `optim.param_groups.<number>.<option>`.
+
+    Raises:
+        CheckpointError: if there are none, or they are no such.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for key, entry in checkpoint.metadata.state_dict_metadata.items():
+        match = _OPTION_KEY.fullmatch(key)
+        if match is None:
+            continue
+        group = groups.setdefault(int(match[1]), {})
+        if not isinstance(entry, TensorStorageMetadata):
+            group[match[2]] = checkpoint.read_plain(key)
+        elif entry.size.numel() == 1:
+            # A rate of an optimizer that keeps it on the device, say.
+            whole = Box((0,) * len(entry.size), tuple(entry.size))
+            group[match[2]] = read_piece(checkpoint, key, whole).item()
+    if not groups:
+        raise CheckpointError(f"Expected parameter groups in {checkpoint.path}, got none.")
+    return check_param_groups([groups[number] for number in sorted(groups)], checkpoint.path)

@@ -1,0 +1,240 @@
+"""`UnevenDTensor`: a DTensor whose shards are whole rows, but not as many on every rank as DTensor thinks.
+
+The tensors of a flat buffer are cut where the buffer is. A plain DTensor over such a shard would claim
+`torch.chunk`'s rows: `full_tensor` would mix rows up or hang, and a checkpoint would put them in the wrong
+place without a word. This class knows its rows, and PyTorch's code moves them only through it:
+
+- operators run on local rows, or on all of them; see uneven_operators.py,
+- `full_tensor`, `redistribute` and `to_local`, with their gradients, send the rows that there are,
+- DCP asks it for its chunks, as does any copy that PyTorch makes of it,
+- `placements` shows `UnevenShard`s, from which `compute_local_shape_and_global_offset` takes its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._library.simple_registry import singleton as operator_registry
+from torch.autograd.function import once_differentiable
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+import megatron.core.distributed.fsdp.uneven_operators as operators
+from megatron.core.distributed.fsdp.uneven_rows import CopyOfView, UnevenRows, gathered, replicated, whole_tensor
+from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
+
+
+class UnevenDTensor(UnevenRows):
+    """See the module's docstring. Made by `over`, or from another one by operations."""
+
+    # What a DTensor does without an operator
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As DTensor's: the local rows, not a copy. Gradients come back cut as this tensor is."""
+        self.wait_until_usable()
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+
+        local: torch.Tensor = _ToLocal.apply(self, grad_placements)  # type: ignore[no-untyped-call]
+        return local
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """As DTensor's. Communicates, unless these are the placements that the tensor has.
+
+        Raises:
+            RuntimeError: without placements.
+            NotImplementedError: for another mesh, as DTensor.
+        """
+        if placements is None:
+            raise RuntimeError("Expected placements to redistribute to, got None.")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError(f"Expected the mesh {self.device_mesh}, got {device_mesh}.")
+
+        wanted = tuple(placements)
+        if wanted == self._placements and not options:
+            return torch.ops.aten.alias.default(self)  # type: ignore[no-any-return]
+
+        whole: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
+        if any(isinstance(placement, UnevenShard) for placement in wanted):
+            return _TakeRows.apply(whole, wanted)  # type: ignore[no-untyped-call, no-any-return]
+
+        return whole.redistribute(placements=wanted, **options)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As torch's. RuntimeError for a parameter of `fully_shard`: the hook would never run."""
+        if self._before_use is not None:
+            raise RuntimeError(
+                "Expected hooks on modules or on the optimizer, got one on a parameter of fully_shard, whose reduced "
+                "gradient autograd does not accumulate: it would never be called."
+            )
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        # The default would copy this object's attributes too: a copy belongs to no parameter group.
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("Expected a leaf to deep-copy, got a tensor with a graph. Detach it first.")
+
+        copied: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+        elif self.requires_grad:
+            copied.requires_grad_()
+        memo[id(self)] = copied
+
+        return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A clone: pickling a view would save the whole flat buffer with every tensor in it.
+        self.wait_until_usable()
+        local = self._local_tensor.detach().clone()
+        parts = (local, self.device_mesh, self._placements, self.shape, self.stride())
+
+        return _rebuild, (*parts, self.requires_grad, isinstance(self, nn.Parameter))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # as DTensor
+        return (
+            f"UnevenDTensor(local_tensor={self._local_tensor}, device_mesh={self.device_mesh}, "
+            f"placements={self._placements})"
+        )
+
+    # What PyTorch's distributed checkpoints ask
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The chunk of the whole tensor that this rank holds; none if it holds no rows."""
+        self.check_whole("a checkpoint")
+        self.wait_until_usable()
+        local = self._local_tensor
+        if not local.numel():
+            return []
+
+        offsets = torch.Size((self.rows.start, *[0] * (self.dim() - 1)))
+        return [ChunkStorageMetadata(offsets, local.shape)]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """What this rank would write of the tensor."""
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
+        """The local rows, into which a load writes and from which a save reads."""
+        self.wait_until_usable()
+        return self._local_tensor
+
+    # Operators
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return operators.run(func, args, kwargs or {})
+
+
+class _Gather(torch.autograd.Function):
+    """From uneven rows to a replicated DTensor, and back with the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor) -> DTensor:
+        ctx.like = tensor.detach()
+        return replicated(gathered(tensor), tensor.device_mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> UnevenDTensor:
+        return ctx.like.with_local(ctx.like.own_rows(whole_tensor(gradient)).clone())  # type: ignore[no-any-return]
+
+
+class _TakeRows(torch.autograd.Function):
+    """From a replicated DTensor to uneven rows, and back with the gradient."""
+
+    @staticmethod
+    def forward(_: Any, whole: DTensor, placements: tuple[Placement, ...]) -> UnevenDTensor:
+        local, mesh = whole._local_tensor, whole.device_mesh
+        shell = UnevenDTensor.over(local[:0], mesh, placements, local.shape, local.stride())
+        return shell.with_local(shell.own_rows(local).clone())
+
+    @staticmethod
+    @once_differentiable
+    def backward(_: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return replicated(whole_tensor(gradient), gradient.device_mesh), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """The local rows as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: UnevenDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+        ctx.like, ctx.grad_placements = tensor.detach(), grad_placements
+        ctx.set_materialize_grads(False)
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        if ctx.grad_placements is None or tuple(ctx.grad_placements) == ctx.like.placements:
+            return ctx.like.with_local(gradient), None
+
+        return DTensor.from_local(gradient, ctx.like.device_mesh, ctx.grad_placements), None
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool = False,
+) -> UnevenDTensor:
+    tensor: Any = UnevenDTensor.over(local, mesh, placements, shape, strides)
+    if is_parameter:
+        return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
+
+    return tensor.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+
+def _rule_of_copies(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    return CopyOfView.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _rule(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    return UnevenDTensor.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dispatches_subclasses() -> bool:
+    """Whether torch calls the `__torch_dispatch__` of a DTensor's subclass: since 2.13."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= (2, 13)
+
+
+if not _dispatches_subclasses():
+    # Before, every subclass goes to DTensor's own dispatcher in C++. Rules for single operators, as
+    # torch.library.register_torch_dispatch makes them, come first.
+    for _name in torch._C._dispatch_get_all_op_names():
+        if _name.startswith("aten::"):
+            _rules = operator_registry.find(_name).torch_dispatch_rules
+            _rules.register(UnevenDTensor, _rule)
+            _rules.register(CopyOfView, _rule_of_copies)
+
+torch.serialization.add_safe_globals([RowCut, UnevenShard, _rebuild])

@@ -1,0 +1,74 @@
+"""Norms and sums of uneven DTensors: every rank reduces its own rows, and the results are combined.
+
+DTensor would answer with partial results, whose `item()` is another number on every rank; optimizers that take
+the norm of a parameter so (Adafactor, LAMB) would step every rank's rows by another factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import megatron.core.distributed.fsdp.collectives as collectives
+from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, replicated, tensors_among, uneven_among
+
+aten = torch.ops.aten
+
+_NORMS = {aten.linalg_vector_norm.default, aten._foreach_norm.Scalar}
+REDUCTIONS = {*_NORMS, aten.sum.default}
+
+
+def can_reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `reduction` computes this: one of REDUCTIONS, over all elements."""
+    if func not in _NORMS:
+        return True
+    dims = kwargs.get("dim", args[2] if len(args) > 2 and func is aten.linalg_vector_norm.default else None)
+    tensors: list[Any] = list(tensors_among(args, {}))
+    meshes = [tensor.device_mesh if isinstance(tensor, UnevenRows) else None for tensor in tensors]
+    is_of_one_mesh = None not in meshes and all(mesh == meshes[0] for mesh in meshes)
+
+    # Of a norm of another order, the rows that a rank lacks are no zeros.
+    return is_of_one_mesh and dims is None and _order(args, kwargs) > 0
+
+
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    return float(kwargs.get("ord", args[1] if len(args) > 1 else 2))
+
+
+def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The norm or sum of each tensor, the same on all ranks; one small message for a whole list."""
+    tensors = list(uneven_among(args, {}))
+    for tensor in tensors:
+        tensor.check_whole(str(func))
+
+    own = func(*[_own_rows(value, func) for value in args], **kwargs)
+    found = torch.stack([own] if isinstance(own, torch.Tensor) else list(own))
+    wide = found.double() if found.is_floating_point() else found
+
+    order = _order(args, kwargs) if func in _NORMS else 1.0
+    is_maximum = math.isinf(order)
+    powers = wide if is_maximum or order == 1 else wide.pow(order)
+    for axis in _cut_axes(tensors[0]):
+        collectives.combine(powers, tensors[0].device_mesh.get_group(axis), by_maximum=is_maximum)
+    whole = powers if is_maximum or order == 1 else powers.pow(1 / order)
+
+    results = [replicated(each, tensors[0].device_mesh) for each in whole.to(found.dtype).unbind()]
+    return results[0] if isinstance(own, torch.Tensor) else results
+
+
+def _own_rows(value: Any, func: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_own_rows(item, func) for item in value]
+    if not isinstance(value, UnevenRows):
+        return value
+    local = value._local_tensor
+
+    # The maximum of nothing is an error; a row of zeros adds nothing to any norm.
+    return local if func not in _NORMS or local.numel() else local.new_zeros((1, *local.shape[1:]))
+
+
+def _cut_axes(tensor: UnevenRows) -> list[int]:
+    return [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]

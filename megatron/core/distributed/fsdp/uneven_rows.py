@@ -1,0 +1,312 @@
+"""`UnevenRows`: a DTensor that knows which rows of its tensor each rank holds, and how to bring them together.
+
+DTensor's own collectives pad every shard to `torch.chunk`'s size, which ours do not have. Here the ranks of
+an axis send what they hold, padded to the most that any of them holds; see also `UnevenDTensor`, which
+is this with operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+import megatron.core.distributed.fsdp.collectives as collectives
+from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+
+T = TypeVar("T", bound="UnevenRows")
+
+
+class _Wait:
+    """A method to be called before each use of some rows, of an object that is known weakly."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is not None:
+            method()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> None:
+        # PyTorch's asynchronous checkpoints copy a tensor's attributes. A copy has rows of its own, which
+        # nothing updates.
+        return None
+
+
+class UnevenRows(DTensor):
+    """See the module's docstring. Made by `over`, or from another one by `with_local`."""
+
+    _placements: tuple[Placement, ...]
+    _before_use: _Wait | None = None
+
+    @classmethod
+    def over(
+        cls: type[T],
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        strides: Sequence[int],
+        device: torch.device | None = None,
+    ) -> T:
+        """A DTensor over local rows, without communication.
+
+        Args:
+            local: the rows that this rank holds: [rows here, *shape[1:]]; may begin anywhere in its storage.
+            mesh: where the rows are.
+            placements: one for each axis, at least one of them an `UnevenShard`.
+            shape, strides: of the whole tensor.
+            device: where the tensor says it is; default: where `local` is.
+        """
+        rows = {placement.whole.num_rows for placement in placements if isinstance(placement, UnevenShard)}
+        if rows != {shape[0]}:
+            raise ValueError(f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}.")
+
+        # DTensor's own code reads the spec, and caches by specs: what it caches for one tensor must be true
+        # for every tensor with an equal spec. So the spec says Shard(0), and `placements` says which rows.
+        plain = [Shard(0) if isinstance(placement, UnevenShard) else placement for placement in placements]
+        meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
+        spec = DTensorSpec(mesh, tuple(plain), tensor_meta=meta)
+
+        return cls._over(local, spec, tuple(placements), device)
+
+    @classmethod
+    def _over(
+        cls: type[T],
+        local: torch.Tensor,
+        spec: DTensorSpec,
+        placements: tuple[Placement, ...],
+        device: torch.device | None = None,
+    ) -> T:
+        # Made over `local` itself, it would take on its place in the storage, and be taken for a tensor
+        # with a storage of its own by what copies tensors.
+        placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
+        tensor = cls(placeholder, spec, requires_grad=False)
+        tensor._local_tensor = local
+        tensor._placements = placements
+
+        return tensor
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each mesh axis; `UnevenShard` where rows are cut."""
+        return self._placements
+
+    @property
+    def rows(self) -> range:
+        """The rows of the whole tensor that this rank holds; empty if there are none."""
+        axis, shard = next(
+            (axis, placement)
+            for axis, placement in enumerate(self._placements)
+            if isinstance(placement, UnevenShard) and placement.is_leftmost
+        )
+        own = shard.cut.rows(self.device_mesh.get_local_rank(axis))
+
+        return range(shard.first_row + own.start, shard.first_row + own.stop)
+
+    def with_local(self: T, local: torch.Tensor) -> T:
+        """A tensor cut as this one is, over other local rows: [rows here, ...], of any dtype."""
+        own = self._local_tensor
+        if (local.dtype, local.shape, local.stride()) == (own.dtype, own.shape, own.stride()):
+            found = self._over(local, self._spec, self._placements)
+        else:
+            shape = (self.shape[0], *local.shape[1:])
+            found = self.over(local, self.device_mesh, self._placements, shape, _strides(local, shape))
+
+        # Whatever updates these rows in the background updates them for a view as well.
+        if self._before_use is not None and _is_same_storage(local, own):
+            found._before_use = self._before_use
+        return found
+
+    def flattened(self: T, local: torch.Tensor) -> T:
+        """A view of this tensor with several rows in the place of each, over the local ones: [rows here, ...]."""
+        factor = math.prod(self.shape[1:]) // math.prod(local.shape[1:])
+        placements = [
+            placement.flattened(factor) if isinstance(placement, UnevenShard) else placement
+            for placement in self._placements
+        ]
+        return self.recut_view(local, placements, (self.shape[0] * factor, *local.shape[1:]))
+
+    def recut_view(self: T, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> T:
+        """A view of this tensor whose rows are others, over the local ones."""
+        found = self.over(local, self.device_mesh, placements, shape, _strides(local, shape))
+        found._before_use = self._before_use
+
+        return found
+
+    def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor that it has whole, a view."""
+        rows = self.rows
+        return whole.narrow(0, rows.start, len(rows))
+
+    def is_cut_as(self, other: UnevenRows) -> bool:
+        """Whether rank by rank the rows are the same, of as many dims."""
+        if self is other:
+            return True
+        if self.dim() != other.dim() or self._spec.mesh != other._spec.mesh:
+            return False
+        return self._placements is other._placements or self._placements == other._placements
+
+    def is_partial(self) -> bool:
+        """Whether the rows are sums that have still to be reduced over an axis."""
+        return len(self._placements) > 1 and any(placement.is_partial() for placement in self._placements)
+
+    def wait_until_usable(self) -> None:
+        """Waits for the updates of these rows that are under way on other threads, where there are any."""
+        if self._before_use is not None:
+            self._before_use()
+
+    def precede_uses_by(self, wait: Callable[[], None]) -> None:
+        """Has `wait`, a method of an object that is known weakly, called before each use of these rows."""
+        self._before_use = _Wait(wait)
+
+    def check_whole(self, purpose: str) -> None:
+        """RuntimeError if the rows are partial sums."""
+        if self.is_partial():
+            raise RuntimeError(
+                f"Expected a tensor that is reduced for {purpose}, got the partial sums of {self._placements}. "
+                "The last microbatch has to run in microbatch(context, is_last=True)."
+            )
+
+
+def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the whole tensor; an empty shard has none that say anything."""
+    return local.stride() if local.numel() else torch.empty(tuple(shape), device="meta").stride()
+
+
+def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+
+
+def gathered(tensor: UnevenRows) -> torch.Tensor:
+    """All rows of a tensor, in memory of their own, where its own rows are. Called by all ranks of the mesh."""
+    tensor.check_whole("an operation on all rows")
+    tensor.wait_until_usable()
+    mesh, rows = tensor.device_mesh, tensor._local_tensor.detach()
+    device = rows.device
+
+    # What lies in host memory travels by way of the device that the ranks communicate on.
+    if device.type != mesh.device_type:
+        rows = rows.to(mesh.device_type)
+
+    # The leftmost axis has cut last; see [Note: order of cuts] in uneven_shard.py.
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, UnevenShard):
+            rows = _gather_axis(rows, placement, mesh, axis)
+
+    return rows.to(device)
+
+
+def _gather_axis(rows: torch.Tensor, shard: UnevenShard, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """The rows of all ranks of one axis."""
+    counts = [len(shard.cut.rows(place)) for place in range(shard.cut.num_pieces)]
+    most, tail = max(counts), rows.shape[1:]
+    own = rows.new_zeros((most, *tail))
+    own[: len(rows)] = rows
+    parts = rows.new_empty((len(counts), most, *tail))
+
+    # As bytes: backends do not know all dtypes. The lanes may be exchanging parts meanwhile.
+    if parts.numel():
+        sent, received = own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
+        collectives.all_gather(received, sent, mesh.get_group(axis), tag=collectives.WHOLE_TENSOR_TAG)
+
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+class CopyOfView(DTensor):
+    """What would be a view on one process, but had to be gathered: the same on all ranks, and read-only.
+
+    Writing to it would be lost. In-place operators are refused by name; all others are DTensor's.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in itertools.chain(
+            zip(func._schema.arguments, args, strict=False),
+            ((each, kwargs.get(each.name)) for each in func._schema.arguments),
+        ):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and any(isinstance(leaf, CopyOfView) for leaf in tree_leaves(value)):
+                raise RuntimeError(
+                    f"Expected memory of the parameter's own to write to in {func}, got a gathered copy, since the "
+                    "view would move rows between ranks. Write to the parameter, or to its to_local()."
+                )
+
+        result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
+        is_view = any(each.alias_info is not None for each in func._schema.returns)
+        return tree_map(_as_copy, result) if is_view else result
+
+
+def _as_dtensor(value: Any) -> Any:
+    if not isinstance(value, CopyOfView):
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=False)
+
+
+def _as_copy(value: Any) -> Any:
+    if type(value) is not DTensor:
+        return value
+    return CopyOfView(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTensor) -> DTensor:
+    """A DTensor over a tensor that every rank has whole."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+
+    return kind(whole, spec, requires_grad=False)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """The whole of any DTensor, as a plain tensor without a graph. Called by all ranks of the mesh."""
+    if isinstance(tensor, UnevenRows):
+        return gathered(tensor)
+    if all(placement.is_replicate() for placement in tensor._spec.placements):
+        return tensor._local_tensor.detach()
+
+    detached: Any = tensor.detach()
+    whole: torch.Tensor = detached.full_tensor()
+
+    return whole
+
+
+def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A state as it is, unless it is a DTensor with other rows on each rank than its parameter `like`.
+
+    PyTorch's helpers distribute what they are given whole as `torch.chunk` would. Then all ranks of the mesh bring the
+    rows where they belong, together.
+    """
+    if not isinstance(like, UnevenRows) or not isinstance(tensor, DTensor) or tensor.shape != like.shape:
+        return tensor
+    if isinstance(tensor, UnevenRows) and tensor.is_cut_as(like):
+        return tensor
+
+    return like.with_local(like.own_rows(whole_tensor(tensor)).clone())
+
+
+def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, also in lists; faster than a walk through any nesting, of which there is none."""
+    for value in itertools.chain(args, kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+def uneven_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[UnevenRows]:
+    return (tensor for tensor in tensors_among(args, kwargs) if isinstance(tensor, UnevenRows))

@@ -1,0 +1,220 @@
+"""`UnevenShard`: a dim-0 shard that knows which rows each rank holds.
+
+DTensor's `Shard(0)` means `torch.chunk`: nine rows on two ranks are five and four. A tensor in a flat
+buffer is cut where the buffer is, so the same nine rows may be six and three, or nine and none. Nine
+rows of 4 elements that begin at offset 8 of a buffer of 64, on two ranks:
+
+    offset   0     8    12    16    20    24    28    32    36    40    44        64
+             |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
+             |------------------ rank 0 --------------|---------- rank 1 ---------|
+
+`RowCut` holds the five integers from which any rank's rows follow. PyTorch asks a placement for them by
+`_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` answers correctly too, and with
+it DCP's planner and `set_model_state_dict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout
+
+
+class RowCut(NamedTuple):
+    """How equal pieces of a flat range cut the rows of one tensor that lie in it.
+
+    Attributes:
+        num_rows: of the tensor in the range.
+        row_numel: elements of one row.
+        offset: where the first of these rows begins in the range, in elements.
+        piece_numel: elements of each piece.
+        num_pieces: pieces in the range.
+    """
+
+    num_rows: int
+    row_numel: int
+    offset: int
+    piece_numel: int
+    num_pieces: int
+
+    @classmethod
+    def of(cls, layout: GlobalLayout, tensor: int, flat_range: FlatRange, num_pieces: int) -> RowCut:
+        """The cut of a layout's tensor where `flat_range` is divided into `num_pieces`."""
+        chunk = layout.chunk(tensor, flat_range)
+        shape = layout.tensor_shapes[tensor]
+        row = layout.numel(tensor) // shape[0]
+
+        return cls(chunk.num_rows, row, chunk.offset, flat_range.numel // num_pieces, num_pieces)
+
+    def bound(self, piece: int) -> int:
+        """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
+        rows = -(-(piece * self.piece_numel - self.offset) // self.row_numel)
+        return min(max(rows, 0), self.num_rows)
+
+    def rows(self, piece: int) -> range:
+        """The rows in a piece."""
+        return range(self.bound(piece), self.bound(piece + 1))
+
+    def flattened(self, factor: int) -> RowCut:
+        """The same cut, with `factor` rows in the place of each row."""
+        return self._replace(num_rows=self.num_rows * factor, row_numel=self.row_numel // factor)
+
+    def grouped(self, factor: int) -> RowCut:
+        """The same cut, with one row in the place of every `factor` rows, none of which may be cut apart."""
+        return self._replace(num_rows=self.num_rows // factor, row_numel=self.row_numel * factor)
+
+    def window(self, first_row: int, num_rows: int) -> RowCut:
+        """The same cut of some of these rows alone, as rows of a tensor of their own."""
+        return self._replace(num_rows=num_rows, offset=self.offset + first_row * self.row_numel)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """All bounds: [num_pieces + 1]."""
+        return tuple(self.bound(piece) for piece in range(self.num_pieces + 1))
+
+
+class UnevenShard(Shard):
+    """A shard of dim 0 whose rows on each rank are those of a `RowCut`.
+
+    It is a `Shard` to code that asks `isinstance` or `is_shard`, but never equal to `Shard(0)`, which
+    puts rows elsewhere. DTensor's own specs accept nothing that differs from a plain `Shard`, so
+    `UnevenDTensor.placements` shows uneven shards while its `_spec` does not.
+
+    [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes before
+    it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements from the left
+    and would cut in the other order. So the leftmost uneven shard, which cuts last, tells PyTorch where
+    this rank's rows lie in the whole tensor, and those to its right leave them as they are.
+
+    [Note: equal on all ranks] What an axis cuts depends on where the axes to its right have put this rank.
+    Shards are equal if the axes cut alike *together*, on every rank: ranks that compare two tensors must
+    come to the same answer, or one would gather while another does not.
+
+    Attributes:
+        cut: how this axis cuts the rows that the axes to its right leave.
+        first_row: the first of those rows in the tensor.
+        is_leftmost: whether no axis to the left shards.
+        whole: how all axes together cut the tensor; the same on every rank.
+    """
+
+    cut: RowCut
+    first_row: int
+    is_leftmost: bool
+    whole: RowCut
+
+    def __new__(
+        cls,
+        cut: RowCut,
+        first_row: int = 0,
+        is_leftmost: bool = True,
+        whole: RowCut | None = None,
+    ) -> UnevenShard:
+        self = super().__new__(cls, 0)  # type: ignore[call-arg]  # of a class in C++
+        self.cut, self.first_row, self.is_leftmost = cut, first_row, is_leftmost
+        self.whole = cut if whole is None else whole
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(0)
+
+    def window(self, first_row: int, num_rows: int) -> UnevenShard:
+        """The placement of `num_rows` consecutive rows of the tensor, as a tensor of their own."""
+        start = max(self.first_row, first_row)
+        stop = min(self.first_row + self.cut.num_rows, first_row + num_rows)
+        cut = self.cut.window(start - self.first_row, max(0, stop - start))
+        whole = self.whole.window(first_row, num_rows)
+
+        return UnevenShard(cut, max(0, start - first_row), self.is_leftmost, whole)
+
+    def flattened(self, factor: int) -> UnevenShard:
+        """The placement of the tensor with `factor` rows in the place of each row."""
+        cut, whole = self.cut.flattened(factor), self.whole.flattened(factor)
+        return UnevenShard(cut, self.first_row * factor, self.is_leftmost, whole)
+
+    def grouped(self, factor: int) -> UnevenShard | None:
+        """The placement with one row in the place of every `factor` rows; None if a rank holds only some of them."""
+        # By all bounds: ranks must come to the same answer.
+        if any(bound % factor for bound in self._bounds):
+            return None
+        cut, whole = self.cut.grouped(factor), self.whole.grouped(factor)
+        return UnevenShard(cut, self.first_row // factor, self.is_leftmost, whole)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cut, self.first_row, self.is_leftmost, self.whole)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return self.whole.bounds
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnevenShard):
+            return False
+        axis, other_axis = (self.cut.num_pieces, self.is_leftmost), (other.cut.num_pieces, other.is_leftmost)
+        if axis != other_axis:
+            return False
+
+        # Tensors with rows of different sizes may be cut alike without the same five integers.
+        return self.whole == other.whole or self._bounds == other._bounds
+
+    def __hash__(self) -> int:
+        return hash((UnevenShard, self.cut.num_pieces, self.whole.num_rows, self.whole.num_pieces))
+
+    def __repr__(self) -> str:
+        return f"UnevenShard(bounds={self._bounds})"
+
+    __str__ = __repr__
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
+        """The number of rows at place `rank` of the axis, and the first of them; for PyTorch.
+
+        Raises:
+            ValueError: for a tensor of another size, or another number of ranks, than was cut.
+        """
+        if num_chunks != self.cut.num_pieces:
+            raise ValueError(f"Expected {self.cut.num_pieces} ranks, as {self} has, got {num_chunks}.")
+        if not self.is_leftmost:
+            return curr_local_size, 0
+
+        rows = self.cut.rows(int(rank))
+        if self.first_row + self.cut.num_rows > curr_local_size:
+            raise ValueError(f"Expected the rows of {self}, got a tensor of {curr_local_size}.")
+
+        return len(rows), self.first_row + rows.start
+
+
+def uneven_placements(
+    layout: GlobalLayout,
+    tensor: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[Placement, ...]:
+    """The placements of one tensor of a flat buffer: those of the buffer, with uneven shards for its shards.
+
+    Args:
+        layout: of the buffer.
+        tensor: its index there.
+        mesh_shape: ranks along each axis.
+        coordinate: this rank's place on each axis.
+        placements: of the buffer, one for each axis; the shards are the last ones.
+    """
+    found = list(placements)
+    piece, first_row = FlatRange(0, layout.size), 0
+    sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    num_pieces = math.prod(mesh_shape[axis] for axis in sharded)
+    whole = RowCut.of(layout, tensor, piece, num_pieces)
+
+    for axis in reversed(sharded):
+        cut = RowCut.of(layout, tensor, piece, mesh_shape[axis])
+        found[axis] = UnevenShard(cut, first_row, axis == sharded[0], whole)
+
+        place = coordinate[axis]
+        piece = FlatRange(piece.start + place * cut.piece_numel, cut.piece_numel)
+        first_row += cut.rows(place).start
+
+    return tuple(found)

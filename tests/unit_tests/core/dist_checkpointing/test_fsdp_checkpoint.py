@@ -1,0 +1,134 @@
+"""`save_checkpoint` and `load_checkpoint` of a program's own loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.dist_checkpointing import torch_dcp
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp import fully_shard
+from tests.ranks import run_ranks
+
+
+def build(seed: int, rows: int = 17) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 5))
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + seed))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    torch.manual_seed(seed)
+    loss = model(torch.randn(6, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = [tensor for p in model.parameters() for tensor in (p.detach(), *optimizer.state[p].values())]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for tensor in tensors]
+
+
+def _save(folder: str) -> tuple[list[torch.Tensor], float]:
+    model, optimizer = build(0)
+    train(model, optimizer, 0)
+    save_checkpoint(model, optimizer, folder)
+    return whole(model, optimizer), train(model, optimizer, 1)
+
+
+def _load(folder: str) -> tuple[list[torch.Tensor], float, float]:
+    model, optimizer = build(1)
+    load_checkpoint(model, optimizer, folder)
+    return whole(model, optimizer), train(model, optimizer, 1), optimizer.param_groups[0]["lr"]
+
+
+def test_a_folder_saved_on_two_ranks_loads_on_three_and_vanilla_dcp_reads_it(tmp_path):
+    folder = str(tmp_path / "mine")
+    saved, loss = run_ranks(2, _save, folder)[0]
+    loaded, other_loss, rate = run_ranks(3, _load, folder)[0]
+    assert all(torch.equal(got, expected) for got, expected in zip(loaded, saved, strict=True))
+    assert abs(loss - other_loss) < 1e-6
+    assert rate == 0.01
+    weight = {"model": {"0.weight": torch.zeros(17, 8)}}
+    dcp.load(weight, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(weight["model"]["0.weight"], saved[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+def _refused(folder: str) -> list[str]:
+    messages = []
+    model, optimizer = build(0)
+    save_checkpoint(model, optimizer, folder)
+    others, other_optimizer = build(0, rows=16)
+    train(others, other_optimizer, 0)  # has states, so that nothing but a load could change any
+    before = whole(others, other_optimizer)
+    for call in (
+        lambda: save_checkpoint(model, optimizer, folder),
+        lambda: load_checkpoint(others, other_optimizer, folder),
+        lambda: load_checkpoint(model, optimizer, folder + "/none"),
+    ):
+        try:
+            call()
+        except CheckpointError as error:
+            messages.append(str(error))
+        dist.barrier()
+    after = whole(others, other_optimizer)
+    assert all(torch.equal(got, expected) for got, expected in zip(after, before, strict=True))
+    return messages
+
+
+def test_a_folder_that_exists_another_model_and_no_folder_are_one_error_each_on_all_ranks(tmp_path):
+    for messages in run_ranks(2, _refused, str(tmp_path / "mine")):
+        there, other, none = messages
+        assert "Expected no checkpoint yet" in there
+        assert "model.0.weight has shape (17, 8) where the model has (16, 8)" in other
+        assert "none" in none
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/..", ""])
+def test_a_path_without_a_name_of_its_own_is_refused(name):
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Expected the name of a folder to make, got"):
+        save_checkpoint(layer, torch.optim.AdamW(layer.parameters()), name)
+
+
+def test_metadata_that_no_load_would_read_are_not_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_dcp, "MAX_METADATA_BYTES", 100)
+    layer = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="Expected metadata of at most 100 bytes, got"):
+        save_checkpoint(layer, torch.optim.AdamW(layer.parameters()), tmp_path / "mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _load_other_steps(folder: str, step: float) -> str:
+    model, optimizer = build(0)
+    train(model, optimizer, 0)
+    for state in optimizer.state.values():
+        state["step"].fill_(step)
+    save_checkpoint(model, optimizer, folder)
+
+    others, other_optimizer = build(1)
+    train(others, other_optimizer, 0)
+    before = whole(others, other_optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(others, other_optimizer, folder)
+    after = whole(others, other_optimizer)
+    assert all(torch.equal(got, expected) for got, expected in zip(after, before, strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("step", [0.5, -1.0, float("nan"), float("inf")])
+def test_a_step_that_is_no_count_is_refused_before_anything_is_changed(tmp_path, step):
+    """Or the optimizer would find out, with the weights in place already."""
+    for message in run_ranks(2, _load_other_steps, str(tmp_path / "mine"), step):
+        assert "Expected a number of steps of optimizer.state." in message
+        assert str(tmp_path) in message

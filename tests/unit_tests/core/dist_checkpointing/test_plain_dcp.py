@@ -1,0 +1,183 @@
+"""Weights in folders that torch.distributed.checkpoint wrote, under whichever prefix."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.plain_dcp import _divided, load_model_weights, weights_prefix
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.torch_dcp import read_metadata
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.engine import SaveLoadMeta, StepInfo
+from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.loading import load_weights
+from tests.ranks import run_ranks
+
+NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.weight"]
+
+
+def under(*prefixes: str) -> list[str]:
+    return [f"{prefix}{name}" for prefix in prefixes for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("keys", "prefix"),
+    [
+        (under("model."), "model."),
+        (under(""), ""),
+        (under("app.model."), "app.model."),
+        (under("ema.", "model."), "model."),
+        ([*under("module."), *(f"optim.state.{name}.exp_avg" for name in NAMES), "step"], "module."),
+        (under("model.")[:2], "model."),
+        ([*under("state.")[:2], *under("old.")[:1]], "state."),
+    ],
+    ids=str,
+)
+def test_the_weights_are_found_under_the_one_prefix_that_has_them(keys, prefix):
+    assert weights_prefix(NAMES, keys, "there") == prefix
+
+
+@given(prefix=st.lists(st.sampled_from(["a", "model", "layers", "0", "head"]), max_size=3), seed=st.randoms())
+def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
+    text = "".join(f"{part}." for part in prefix)
+    keys = [*under(text), "optim.lr", "step"]
+    seed.shuffle(keys)
+    assert weights_prefix(NAMES, keys, "there") == text
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([], "as model.<name> or under any other prefix, got nothing, where the model has layers.0.weight"),
+        (["other.weight", "step"], "got other.weight, step, where the model has layers.0.weight"),
+        (under("a.", "b."), "under one prefix in there, got 4 of its 4 names under each of 'a.', 'b.'"),
+        ([*under("a.")[:1], *under("b.")[1:2]], "got 1 of its 4 names under each of 'a.', 'b.'"),
+    ],
+    ids=str,
+)
+def test_where_there_is_not_one_prefix_the_error_says_what_is_there(keys, message):
+    with pytest.raises(CheckpointError) as caught:
+        weights_prefix(NAMES, keys, "there")
+    assert message in str(caught.value)
+
+
+def test_a_key_of_a_million_dots_is_one_key_more():
+    """By the number of slices: each of them could be as long as the key."""
+    assert weights_prefix(NAMES, [*under("app."), "a." * 1_000_000], "there") == "app."
+    assert len(list(_divided("a." * 1_000_000, 3))) == 4
+    assert list(_divided("a.b.c", 3)) == [("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c")]
+    assert list(_divided("", 3)) == [("", "")]
+
+
+class Net(nn.Module):
+    """With a buffer, and shapes that two ranks do not divide."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Linear(5, 7)
+        self.head = nn.Linear(7, 3)
+        self.register_buffer("seen", torch.full((3,), float(seed)))
+
+
+def _save_as_any_user_does(folder: str) -> None:
+    model = Net(seed=1)
+    fully_shard(model.body)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.body(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"app": {"model": weights, "optim": states}, "step": 3}, checkpoint_id=folder)
+    dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}_bare")
+
+
+def _load_in_an_engine(folder: str, parallel: DataParallelConfig) -> tuple[list[bool], StepInfo, str]:
+    config = EngineConfig(OptimizerConfig(), LRScheduleConfig(lr=1.0), parallel, train_iters=8)
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+    engine.initialize(Net(seed=2))
+    engine.load(SaveLoadMeta(folder))
+    plain = Net(seed=3)
+    load_weights(open_store(Path(folder).parent), Path(folder).name, plain)
+    expected = dict(plain.state_dict())
+    same = []
+    for name, parameter in engine.model.named_parameters():
+        rows = local_tensor(parameter)
+        first = [n for n in range(len(expected[name])) if torch.equal(expected[name][n : n + len(rows)], rows)]
+        same.append(bool(first) or not rows.numel())
+    same.append(torch.equal(engine.model.seen, expected["seen"]))
+    with pytest.raises(CheckpointError) as caught:
+        engine.load(SaveLoadMeta(folder, with_optim=True))
+    assert caught.type is CheckpointError, "not damaged"
+    return same, engine.step_info(), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parallel", [DataParallelConfig(), DataParallelConfig(use_torch_fsdp2=True)], ids=["ours", "fsdp2"]
+)
+@pytest.mark.parametrize("name", ["saved", "saved_bare"])
+def test_what_fsdp2_has_saved_is_loaded_by_either_engine_as_weights_and_as_nothing_else(tmp_path, name, parallel):
+    run_ranks(2, _save_as_any_user_does, str(tmp_path / "saved"))
+    for world_size in (1, 2):
+        for same, step_info, message in run_ranks(world_size, _load_in_an_engine, str(tmp_path / name), parallel):
+            assert same == [True] * 5
+            assert step_info == StepInfo()
+            assert "it has no train_state.json" in message
+            assert "with_optim=False" in message
+
+
+def _plain(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("head.weight"), "it lacks model.head.weight"),
+        (lambda state: state.update({"tail.weight": torch.ones(2)}), "the model has no model.tail.weight"),
+        (
+            lambda state: state.update({"head.bias": torch.ones(4)}),
+            "model.head.bias has shape (4,) where the model has (3,)",
+        ),
+        (lambda state: state.update({"seen": torch.ones(3).half()}), "model.seen is torch.float16 where the model has"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(tmp_path, change: Callable, message):
+    state, model = dict(Net(seed=1).state_dict()), Net(seed=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change(state)
+    folder = _plain(tmp_path / "there", {"model": state, "optim": {"tail.weight": torch.ones(2)}})
+    with pytest.raises(CheckpointError) as caught:
+        load_model_weights(folder, read_metadata(folder), model)
+    assert message in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_element_that_no_chunk_has_is_damage_and_does_not_stay_what_it_was(tmp_path):
+    folder = _plain(tmp_path / "there", {"model": dict(Net(seed=1).state_dict())})
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    chunk = metadata.state_dict_metadata["model.body.weight"].chunks[0]
+    chunk.sizes = torch.Size((chunk.sizes[0] - 1, chunk.sizes[1]))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointDamagedError, match=r"Expected each element of model\.body\.weight in one chunk"):
+        load_weights(open_store(tmp_path), "there", Net(seed=2))

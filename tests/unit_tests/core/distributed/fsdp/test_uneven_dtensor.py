@@ -1,0 +1,492 @@
+"""DTensors with uneven rows against the same operations on plain tensors, on several meshes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+import megatron.core.distributed.fsdp.collectives as collectives
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.placement import Flat
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from tests.ranks import run_ranks
+
+# Weight and bias of a layer: the bias ends up on one rank, the weight is cut in the middle.
+SHAPES = [(17, 8), (17,), (5, 2, 3)]
+LINE, HYBRID, FULLY = [Flat()], [Replicate(), Flat()], [Flat(), Flat()]
+MESHES = [
+    pytest.param(2, (2,), LINE, id="line of 2"),
+    pytest.param(3, (3,), LINE, id="line of 3", marks=pytest.mark.wide),
+    pytest.param(4, (2, 2), HYBRID, id="hybrid", marks=pytest.mark.wide),
+    pytest.param(4, (2, 2), FULLY, id="fully"),
+]
+
+
+def on_meshes(function: Callable[..., None]) -> Callable[..., None]:
+    """A test that calls the function with whole tensors and distributed ones, on the ranks of each mesh."""
+
+    def on_ranks(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
+        function(*distributed(mesh_shape, placements))
+
+    def test(world_size, mesh_shape, placements):
+        run_ranks(world_size, on_ranks, mesh_shape, placements)
+
+    return pytest.mark.parametrize(("world_size", "mesh_shape", "placements"), MESHES)(test)
+
+
+def distributed(
+    mesh_shape: tuple[int, ...], placements: list[Any], dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], list[DTensor]]:
+    """Tensors that all ranks have whole, and the same as uneven DTensors."""
+    torch.manual_seed(7)
+    wholes = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    buffer = DBuffer.distribute_tensors(wholes, mesh_of(mesh_shape), placements)
+    tensors = [buffer.get_dtensor(index) for index in range(len(SHAPES))]
+    assert all(type(tensor) is UnevenDTensor for tensor in tensors)
+    return wholes, tensors
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+@contextlib.contextmanager
+def gathers() -> Iterator[list[int]]:
+    """Counts what is sent while it is open: [number of messages]."""
+    counted, original = [0], collectives.all_gather
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        counted[0] += 1
+        original(*args, **kwargs)
+
+    collectives.all_gather = count
+    try:
+        yield counted
+    finally:
+        collectives.all_gather = original
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(whole(got), expected, rtol=1e-6, atol=1e-6)
+
+
+@on_meshes
+def test_these_tensors_are_cut_otherwise_than_torch_would(wholes, tensors) -> None:  # noqa: ARG001
+    even = [compute_local_shape_and_global_offset(t.shape, t.device_mesh, t._spec.placements)[0] for t in tensors]
+    differs = torch.tensor(
+        [float(list(shape) != list(t._local_tensor.shape)) for shape, t in zip(even, tensors, strict=True)]
+    )
+    dist.all_reduce(differs)
+    assert all(differs), "a tensor that is cut evenly shows nothing here"
+
+
+@on_meshes
+def test_full_tensor_and_redistribute_give_all_rows_in_order(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        assert torch.equal(tensor.full_tensor(), expected)
+        mesh = tensor.device_mesh
+        replicated = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+        assert torch.equal(replicated.to_local(), expected)
+        even = tensor.redistribute(placements=[Shard(0)] * mesh.ndim)
+        assert type(even) is DTensor
+        assert torch.equal(even.full_tensor(), expected)
+        same = tensor.redistribute(placements=tensor.placements)
+        assert same.to_local().data_ptr() == tensor.to_local().data_ptr()
+
+        rows = tensor.rows
+        assert torch.equal(tensor.to_local(), expected[rows.start : rows.stop])
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        assert shape == tuple(tensor.to_local().shape)
+        assert not len(rows) or offset[0] == rows.start
+
+
+ELEMENTWISE: list[Callable[[Any], Any]] = [
+    lambda t: t + t,
+    lambda t: t * 2 - 1,
+    lambda t: t.abs().sqrt(),
+    lambda t: torch.where(t > 0, t, torch.zeros_like(t)),
+    lambda t: torch.lerp(t, t * 3, 0.25),
+    lambda t: torch.addcdiv(t, t, t.square() + 1),
+    lambda t: t.double(),
+    lambda t: t.to(torch.bfloat16).float(),
+    lambda t: t.clone().mul_(3).add_(t),
+    lambda t: t.clone().zero_(),
+    lambda t: t.clone().copy_(t * 2),
+    lambda t: t.detach() / t.new_ones(t.shape),
+    lambda t: torch.full_like(t, 7.0),
+    lambda t: torch._foreach_add([t, t], [t, t * 2], alpha=2)[1],
+    lambda t: t.unsqueeze(-1).transpose(-1, 1) if t.dim() > 1 else t.unsqueeze(-1),
+    lambda t: t.view(t.shape[0], -1),
+    lambda t: t[:, 1:2] if t.dim() > 1 else t[:],
+    lambda t: t.select(1, 0) if t.dim() > 1 else t,
+    lambda t: t.view(-1),
+    lambda t: t.flatten(0, -1),
+    lambda t: t.view(-1).view(t.shape),
+    lambda t: t.squeeze(),
+    lambda t: t.permute(0, *range(t.dim() - 1, 0, -1)),
+    lambda t: t.expand(t.shape),
+    lambda t: t.chunk(2, dim=-1)[0] if t.dim() > 1 else t,
+    lambda t: t.unbind(-1)[1] if t.dim() > 1 else t,
+    lambda t: t.split([1, t.shape[-1] - 1], dim=-1)[1] if t.dim() > 1 else t,
+    lambda t: t.view(torch.int32).bitwise_and(7).view(torch.float32),
+    lambda t: torch._foreach_addcdiv([t, t], [t, t], [t * t + 1, t * t + 1], torch.tensor([0.5, 2.0]))[1],
+]
+
+ON_ALL_ROWS: list[Callable[[Any], Any]] = [
+    lambda t: t[1],
+    lambda t: t[2:4],
+    lambda t: t.unsqueeze(0),
+    lambda t: t.t() if t.dim() < 3 else t.transpose(0, 2),
+    lambda t: t.mean(),
+    lambda t: t.std(),
+    lambda t: t.max(),
+    lambda t: t.argmax(),
+    lambda t: t.sum(dim=0),
+    lambda t: t.cumsum(0),
+    lambda t: t.sort(dim=0).values,
+    lambda t: t.flip(0),
+    lambda t: t.norm(p=-1),
+    lambda t: torch.cat([t, t]),
+    lambda t: torch.stack([t, t]),
+    lambda t: t.reshape(t.shape[0], -1) @ t.reshape(t.shape[0], -1).t(),
+    lambda t: t.isfinite().all(),
+    lambda t: torch.equal(t, t * 1),
+    lambda t: t.clone().cumsum_(0),
+]
+
+REDUCTIONS: list[Callable[[Any], Any]] = [
+    lambda t: t.norm(),
+    lambda t: torch.linalg.vector_norm(t, 1),
+    lambda t: torch.linalg.vector_norm(t, float("inf")),
+    lambda t: t.sum(),
+    lambda t: torch._foreach_norm([t])[0],
+    lambda t: torch._foreach_norm([t], float("inf"))[0],
+]
+
+
+@on_meshes
+def test_elementwise_operations_send_nothing_and_keep_the_rows(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        for number, operation in enumerate(ELEMENTWISE):
+            with gathers() as sent:
+                got = operation(tensor)
+            assert sent == [0], f"operation {number} has sent something"
+            assert isinstance(got, UnevenDTensor), number
+            assert_same(got, operation(expected))
+        assert torch.equal(tensor.full_tensor(), expected)
+
+
+@on_meshes
+def test_other_operations_give_what_they_give_on_one_process(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        for number, operation in enumerate(ON_ALL_ROWS):
+            with gathers() as sent:
+                got = operation(tensor)
+            # In a tensor of one dim, some of these keep dim 0.
+            assert sent[0] or tensor.dim() == 1, f"operation {number} should have gathered"
+            assert_same(got, operation(expected))
+        assert torch.equal(tensor.full_tensor(), expected)
+
+
+@on_meshes
+def test_norms_and_sums_are_reduced_without_gathering(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        for number, operation in enumerate(REDUCTIONS):
+            with gathers() as sent:
+                got = operation(tensor)
+            assert sent == [0], f"operation {number} has gathered"
+            assert_same(got, operation(expected))
+            # A number is the same on every rank, too.
+            assert got.item() == pytest.approx(operation(expected).item(), rel=1e-6)
+
+
+@on_meshes
+def test_in_place_operations_on_all_rows_write_the_own_ones(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        own, plain = tensor.clone(), expected.clone()
+        assert own.cumsum_(0) is own
+        assert_same(own, plain.cumsum_(0))
+        own.index_fill_(0, _replicated(torch.tensor([2]), own), 5.0)
+        assert_same(own, plain.index_fill_(0, torch.tensor([2]), 5.0))
+
+
+def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:
+    return distribute_tensor(tensor, beside.device_mesh, [Replicate()] * beside.device_mesh.ndim)
+
+
+@on_meshes
+def test_random_values_are_the_same_on_all_replicas(wholes, tensors) -> None:  # noqa: ARG001
+    torch.manual_seed(dist.get_rank())  # not alike, as ranks of a careless program
+    for tensor in tensors:
+        own = nn.init.normal_(tensor.clone())
+        drawn = own.full_tensor()
+        others = [torch.empty_like(drawn) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, drawn)
+        assert all(torch.equal(other, drawn) for other in others), "replicas differ"
+        assert drawn.std() > 0.1
+
+
+@on_meshes
+def test_tensors_that_are_cut_otherwise_are_brought_to_the_same_rows(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        even = distribute_tensor(expected, tensor.device_mesh, tensor.placements)
+        assert type(even) is DTensor
+        replicated = _replicated(expected, tensor)
+        for other in (even, replicated):
+            for got in (tensor + other, other + tensor):
+                assert isinstance(got, UnevenDTensor)
+                assert_same(got, 2 * expected)
+            assert_same(tensor.clone().mul_(other), expected * expected)
+            # Into one that is not ours, all rows go.
+            assert_same(other.clone().copy_(tensor * 3), expected * 3)
+        assert_same(tensor.clone().zero_().copy_(expected), expected)  # a plain, whole tensor
+        scalar = _replicated(torch.tensor(2.0), tensor)
+        assert_same(tensor * scalar, expected * 2)
+        assert_same(tensor * torch.tensor(2.0), expected * 2)
+
+    weight, bias, _ = tensors
+    assert not weight.is_cut_as(bias)
+    assert_same(weight * bias.view(17, 1), wholes[0] * wholes[1].view(17, 1))
+    assert_same(bias + weight[:, 0], wholes[1] + wholes[0][:, 0])
+    row = weight.sum(dim=0, keepdim=True)
+    assert_same(weight - row, wholes[0] - wholes[0].sum(dim=0, keepdim=True))
+
+
+VIEWS: list[Callable[[Any], Any]] = [
+    lambda t: t.view(-1),
+    lambda t: t.flatten(),
+    lambda t: t.view(t.shape[0], -1),
+    lambda t: t[:, 1:2] if t.dim() > 1 else t[:],
+    lambda t: t.squeeze(),
+    lambda t: t.permute(0, *range(t.dim() - 1, 0, -1)),
+    lambda t: t.unbind(-1)[1] if t.dim() > 1 else t.detach(),
+    lambda t: t.data,
+]
+
+
+@on_meshes
+def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        for view in VIEWS:
+            own, plain = tensor.clone(), expected.clone()
+            view(own).mul_(2)
+            view(plain).mul_(2)
+            assert_same(own, plain)
+        for view in (lambda t: t[0], lambda t: t[2:4], lambda t: t.unsqueeze(0), lambda t: t[1:].view(-1)):
+            own = tensor.clone()
+            with pytest.raises(RuntimeError, match=r"Expected memory of the parameter's own to write to in aten\.mul_"):
+                view(own).mul_(2)
+            assert_same(view(own) * 2, view(expected) * 2)
+            assert_same(own, expected)
+        own = tensor.clone()
+        with pytest.raises(NotImplementedError, match="Expected the shape of an uneven DTensor to stay"):
+            own.unsqueeze_(0)
+
+
+@on_meshes
+def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
+    weight = tensors[0]
+    with pytest.raises(ValueError, match=r"Expected placements of a tensor of 17 rows, got"):
+        weight.redistribute(placements=tensors[2].placements)
+    assert weight.is_pinned() is False
+    parameter = nn.Parameter(weight.clone())
+    (gradient,) = torch.autograd.grad(parameter.full_tensor().pow(3).sum(), parameter, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match=r"got a plain tensor of shape \(17, 8\)\. Distribute it"):
+        weight + wholes[0]
+    with pytest.raises(RuntimeError, match=r"got a plain tensor of shape"):
+        wholes[0].clone().copy_(weight)
+    with pytest.raises(RuntimeError, match="Expected placements to redistribute to, got None"):
+        weight.redistribute()
+    with pytest.raises(RuntimeError, match="Expected a leaf to deep-copy"):
+        copy.deepcopy(weight.clone().requires_grad_() * 2)
+
+
+@on_meshes
+def test_gradients_come_back_to_the_rows_they_belong_to(wholes, tensors) -> None:
+    losses: list[Callable[[Any], Any]] = [
+        lambda t: whole(t).square().sum(),
+        lambda t: whole((t * t).sum()),
+        lambda t: whole((t.view(-1) * 3).square().sum()),
+        lambda t: whole(t.mean().square()),
+        lambda t: whole((t * t.norm()).sum()),
+    ]
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        for loss in losses:
+            parameter = nn.Parameter(tensor.clone())
+            plain = nn.Parameter(expected.clone())
+            for _ in range(2):  # the second is accumulated
+                loss(parameter).backward()
+                loss(plain).backward()
+            assert isinstance(parameter.grad, DTensor)
+            assert_same(parameter.grad, plain.grad)
+            # Also where all rows were needed, and the gradient came back whole.
+            with torch.no_grad():
+                assert_same(parameter.detach() - parameter.grad, expected - plain.grad)
+
+        parameter = nn.Parameter(tensor.clone())
+        parameter.to_local().square().sum().backward()
+        assert isinstance(parameter.grad, UnevenDTensor)
+        assert_same(parameter.grad, 2 * expected)
+
+        # From even shards to ours and back.
+        even = distribute_tensor(expected, tensor.device_mesh, [Shard(0)] * tensor.device_mesh.ndim)
+        even.requires_grad_()
+        ours = nn.Parameter(tensor.detach().clone()).redistribute(placements=tensor.placements)
+        assert isinstance(ours, UnevenDTensor)
+
+
+@on_meshes
+def test_the_optimizers_of_pytorch_step_without_sending_anything(wholes, tensors) -> None:
+    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ]
+    for kind in kinds:
+        ours = [nn.Parameter(tensor.clone()) for tensor in tensors]
+        plain = [nn.Parameter(expected.clone()) for expected in wholes]
+        optimizers = kind(ours), kind(plain)
+        for step in range(3):
+            for parameter, other in zip(ours, plain, strict=True):
+                other.grad = torch.sin(other.detach() + step)
+                parameter.grad = torch.sin(parameter.detach() + step)
+            norms = [nn.utils.clip_grad_norm_(each, 0.5) for each in (ours, plain)]
+            assert_same(norms[0], norms[1])
+            with gathers() as sent:
+                optimizers[0].step()
+            # Adafactor takes means over rows and columns.
+            assert sent == [0] or isinstance(optimizers[0], torch.optim.Adafactor)
+            optimizers[1].step()
+        for parameter, other in zip(ours, plain, strict=True):
+            torch.testing.assert_close(parameter.full_tensor(), other.detach(), rtol=1e-5, atol=1e-5)
+
+
+@on_meshes
+def test_a_gradient_scaler_sees_what_any_rank_has_found(wholes, tensors) -> None:  # noqa: ARG001
+    parameter = nn.Parameter(tensors[0].clone())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for is_bad in (True, False):
+        parameter.grad = torch.ones_like(parameter) * 4
+        if is_bad and 3 in parameter.rows:
+            parameter.grad._local_tensor[3 - parameter.rows.start, 0] = float("inf")
+        before = parameter.full_tensor().detach()
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        expected = before if is_bad else before - 2  # the scale has been halved: 4 / 2
+        assert_same(parameter.detach(), expected)
+
+
+@on_meshes
+def test_copies_keep_their_rows(wholes, tensors) -> None:
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        parameter = nn.Parameter(tensor.clone())
+        again = copy.deepcopy({"a": parameter, "b": parameter})
+        assert again["a"] is again["b"]
+        assert isinstance(again["a"], nn.Parameter)
+        assert again["a"]._local_tensor.data_ptr() != parameter._local_tensor.data_ptr() or not len(tensor.rows)
+
+        stream = io.BytesIO()
+        torch.save({"tensor": tensor}, stream)
+        assert stream.tell() < 4000, "the whole buffer has been saved"
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=True)["tensor"]
+        for copied in (again["a"], loaded, tensor.cpu(), tensor.clone()):
+            assert isinstance(copied, UnevenDTensor)
+            assert copied.placements == tensor.placements
+            assert torch.equal(copied.detach().full_tensor(), expected)
+
+
+@on_meshes
+def test_writes_move_the_version_also_in_lists(wholes, tensors) -> None:  # noqa: ARG001
+    tensor = tensors[0].clone()
+    before = tensor._version
+    torch._foreach_add_([tensor], 1.0)
+    after_list = tensor._version
+    tensor.add_(1.0)
+    assert before < after_list < tensor._version
+
+
+def _cut_alike() -> None:
+    """Layouts in which ranks see other cuts of the inner axis, and must agree all the same."""
+    mesh = mesh_of((2, 2))
+    shapes = [(8,), (8,), (8, 8), (8, 8), (8, 8), (8, 8), (16, 8), (8, 16)]
+    buffer = DBuffer.distribute_tensors([torch.randn(shape) for shape in shapes], mesh, FULLY)
+    tensors = [buffer.get_dtensor(index) for index in range(len(shapes))]
+    answers = [one.is_cut_as(other) for one in tensors for other in tensors]
+    everybodys = torch.zeros(len(answers))
+    everybodys += torch.tensor(answers)
+    dist.all_reduce(everybodys)
+    assert set(everybodys.tolist()) == {0.0, 4.0}, "ranks disagree, or nothing is told apart"
+    for one in tensors:
+        for other in tensors:
+            if one.shape == other.shape:
+                assert_same(one - other, one.full_tensor() - other.full_tensor())
+
+
+def test_ranks_agree_on_what_is_cut_alike():
+    run_ranks(4, _cut_alike)
+
+
+def _dtypes(dtype: torch.dtype) -> None:
+    wholes, tensors = distributed((2,), LINE, dtype)
+    for expected, tensor in zip(wholes, tensors, strict=True):
+        assert torch.equal(tensor.full_tensor().float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int16])
+def test_any_dtype_is_gathered_as_it_is(dtype):
+    run_ranks(2, _dtypes, dtype)
+
+
+def _partial_sums() -> None:
+    mesh = mesh_of((2, 2))
+    buffer = DBuffer(mesh, [Partial("avg"), Flat()], SHAPES, torch.float32, "cpu")
+    buffer.local_buffer.fill_(1.0)
+    tensor = buffer.get_dtensor(0)
+    assert isinstance(tensor, UnevenDTensor)
+    assert isinstance(tensor.placements[1], UnevenShard)
+    tensor.mul_(2).add_(tensor)
+    assert tensor._local_tensor.eq(4).all()
+    tensor.zero_()
+    for operation in (
+        lambda: tensor.full_tensor(),
+        lambda: tensor.norm(),
+        lambda: tensor * tensor,
+        lambda: 1 / tensor,
+        lambda: tensor + 1,
+        lambda: tensor + torch.ones(()),
+        lambda: torch.ones_like(tensor),
+        lambda: tensor.sqrt(),
+        lambda: tensor.__create_chunk_list__(),
+    ):
+        with pytest.raises(RuntimeError, match=r"Expected a tensor that is reduced for .*, got the partial sums"):
+            operation()
+
+
+def test_partial_sums_can_be_scaled_and_added_but_not_taken_for_results():
+    run_ranks(4, _partial_sums)

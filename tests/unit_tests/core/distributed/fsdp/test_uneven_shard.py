@@ -1,0 +1,175 @@
+"""Which rows each rank holds, as integers: the cut of a layout against the layout itself."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout
+from megatron.core.distributed.fsdp.placement import Flat
+from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard, uneven_placements
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 6)) | st.tuples(st.integers(1, 40)),
+    min_size=1,
+    max_size=5,
+)
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+def chunks(shard: UnevenShard) -> list[range]:
+    return [shard.cut.rows(place) for place in range(shard.cut.num_pieces)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SHAPES, MESHES, st.data())
+def test_what_pytorch_is_told_of_a_rank_is_the_chunk_that_the_layout_gives_it(shapes, mesh, data):
+    sharded = data.draw(st.integers(1, len(mesh)))
+    placements = [Replicate()] * (len(mesh) - sharded) + [Flat()] * sharded
+    layout = GlobalLayout.build(shapes, _product(mesh))
+    is_sharded = [isinstance(placement, Shard) for placement in placements]
+
+    for coordinate in itertools.product(*map(range, mesh)):
+        piece = layout.local_range(mesh, is_sharded, coordinate)
+        for tensor, shape in enumerate(layout.tensor_shapes):
+            found = uneven_placements(layout, tensor, mesh, coordinate, placements)
+
+            # As compute_local_shape_and_global_offset does: from the left, each in what is left.
+            size, offset = shape[0], 0
+            for placement, num_ranks, place in zip(found, mesh, coordinate, strict=True):
+                if isinstance(placement, Shard):
+                    size, more = placement._local_shard_size_and_offset(size, num_ranks, place)
+                    offset += more
+
+            chunk = layout.chunk(tensor, piece)
+            assert size == chunk.num_rows
+            assert offset == chunk.first_row or not size
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SHAPES, st.integers(1, 7))
+def test_the_pieces_of_an_axis_are_all_rows_once_and_in_order(shapes, num_ranks):
+    layout = GlobalLayout.build(shapes, num_ranks)
+    for tensor, shape in enumerate(layout.tensor_shapes):
+        (shard,) = uneven_placements(layout, tensor, [num_ranks], [0], [Flat()])
+        rows = [row for piece in chunks(shard) for row in piece]
+        assert rows == list(range(shape[0]))
+        assert shard.cut.bounds == (0, *itertools.accumulate(map(len, chunks(shard))))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SHAPES, MESHES, st.data())
+def test_a_window_is_cut_where_the_whole_tensor_is(shapes, mesh, data):
+    layout = GlobalLayout.build(shapes, _product(mesh))
+    tensor = data.draw(st.integers(0, len(shapes) - 1))
+    num_rows = layout.tensor_shapes[tensor][0]
+    first = data.draw(st.integers(0, num_rows - 1))
+    last = data.draw(st.integers(first + 1, num_rows))
+
+    for coordinate in itertools.product(*map(range, mesh)):
+        whole = uneven_placements(layout, tensor, mesh, coordinate, [Flat()] * len(mesh))
+        own = _own_rows(whole, coordinate)
+        windows = [placement.window(first, last - first) for placement in whole]
+        in_window = _own_rows(windows, coordinate)
+        assert [row + first for row in in_window] == [row for row in own if first <= row < last]
+
+
+def _own_rows(placements, coordinate) -> range:
+    leftmost = placements[0]
+    rows = leftmost.cut.rows(coordinate[0])
+    return range(leftmost.first_row + rows.start, leftmost.first_row + rows.stop)
+
+
+def _product(numbers) -> int:
+    total = 1
+    for number in numbers:
+        total *= number
+    return total
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SHAPES, MESHES)
+def test_all_ranks_agree_which_tensors_are_cut_alike(shapes, mesh):
+    layout = GlobalLayout.build(shapes, _product(mesh))
+    placements = [Flat()] * len(mesh)
+    answers = set()
+    for coordinate in itertools.product(*map(range, mesh)):
+        found = [uneven_placements(layout, tensor, mesh, coordinate, placements) for tensor in range(len(shapes))]
+        answers.add(tuple(one == other for one in found for other in found))
+        own = [_own_rows(each, coordinate) for each in found]
+        for (one, rows), (other, other_rows) in itertools.product(zip(found, own, strict=True), repeat=2):
+            assert one != other or rows == other_rows or not (rows or other_rows)
+    assert len(answers) == 1
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SHAPES, MESHES)
+def test_a_flattened_tensor_is_cut_where_the_rows_are_and_back(shapes, mesh):
+    layout = GlobalLayout.build(shapes, _product(mesh))
+    for coordinate in itertools.product(*map(range, mesh)):
+        for tensor, shape in enumerate(layout.tensor_shapes):
+            rows = uneven_placements(layout, tensor, mesh, coordinate, [Flat()] * len(mesh))
+            factor = _product(shape[1:])
+            flat = [placement.flattened(factor) for placement in rows]
+            elements, own = _own_rows(flat, coordinate), _own_rows(rows, coordinate)
+            assert elements == range(own.start * factor, own.stop * factor)
+            assert [placement.grouped(factor) for placement in flat] == list(rows)
+
+
+def test_the_drawing_in_the_docstring():
+    # Nine rows of 4 elements from offset 8 of a buffer of 64, on two ranks.
+    cut = RowCut(num_rows=9, row_numel=4, offset=8, piece_numel=32, num_pieces=2)
+    assert cut.bounds == (0, 6, 9)
+
+
+def test_an_uneven_shard_is_a_shard_but_never_equal_to_an_even_one():
+    layout = GlobalLayout.build([(8, 2)], 2)
+    (shard,) = uneven_placements(layout, 0, [2], [0], [Flat()])
+    assert shard.cut.bounds == (0, 4, 8)  # as torch.chunk would cut it
+    assert isinstance(shard, Shard)
+    assert shard.is_shard(0)
+    assert not shard.is_replicate()
+    assert shard.dim == 0
+    assert shard != Shard(0)
+    assert Shard(0) != shard
+    assert (shard,) != (Shard(0),)
+    assert shard != Replicate()
+
+
+def test_shards_that_are_cut_alike_are_equal_whatever_their_rows_are_made_of():
+    narrow = UnevenShard(RowCut(9, 4, 8, 32, 2))
+    wide = UnevenShard(RowCut(9, 8, 16, 64, 2))
+    other = UnevenShard(RowCut(9, 4, 0, 32, 2))
+    assert narrow == wide
+    assert hash(narrow) == hash(wide)
+    assert narrow != other
+    assert len({narrow, wide, other}) == 2
+
+
+def test_it_can_be_copied_and_pickled():
+    shard = UnevenShard(RowCut(9, 4, 8, 32, 2), first_row=3, is_leftmost=False, whole=RowCut(12, 4, 8, 16, 4))
+    for again in (copy.deepcopy(shard), pickle.loads(pickle.dumps(shard))):
+        assert again == shard
+        assert (again.first_row, again.is_leftmost) == (3, False)
+
+
+def test_a_tensor_of_another_size_or_mesh_is_refused():
+    shard = UnevenShard(RowCut(9, 4, 8, 32, 2))
+    with pytest.raises(ValueError, match=r"Expected 2 ranks, as UnevenShard\(bounds=\(0, 6, 9\)\) has, got 3"):
+        shard._local_shard_size_and_offset(9, 3, 0)
+    with pytest.raises(ValueError, match=r"Expected the rows of UnevenShard.*, got a tensor of 8"):
+        shard._local_shard_size_and_offset(8, 2, 0)
+
+
+def test_axes_that_do_not_shard_keep_their_placement():
+    layout = GlobalLayout.build([(9, 4)], 4)
+    outer, inner = uneven_placements(layout, 0, [2, 2], [1, 0], [Partial("avg"), Flat()])
+    assert outer == Partial("avg")
+    assert isinstance(inner, UnevenShard)
+    assert layout.local_range([2, 2], [False, True], [1, 0]) == FlatRange(0, layout.size // 2)
