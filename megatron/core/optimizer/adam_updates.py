@@ -53,7 +53,7 @@ def carry_out(updates: Sequence[Update], run: Run) -> None:
             run([AdamPiece(update.step, **copies)])
             for name, array in update.arrays.items():
                 if copies[name] is not array.tensor and name != "grad":
-                    _write_back(array, copies[name])
+                    _write_back(name, array, copies[name])
 
 
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
@@ -66,8 +66,8 @@ def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _write_back(array: LocalArray, values: torch.Tensor) -> None:
+def _write_back(name: str, array: LocalArray, values: torch.Tensor) -> None:
     if array.scale is None:
         array.tensor.copy_(values)
     else:
-        scaled_states.write(array.tensor, array.scale, values)
+        scaled_states.write(array.tensor, array.scale, values, is_weight=name == "weight")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.state_tensors import difference
 
@@ -17,7 +18,7 @@ STEP = "step"
 def states_by_parameter(
     own_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The loaded states of the parameters that have any.
+    """The loaded states of the parameters that have any, on each rank the rows that it has of the parameter.
 
     Args:
         own_groups: the optimizer's.
@@ -40,7 +41,7 @@ def states_by_parameter(
     found = {}
     for parameter, number, step in zip(parameters, numbers, steps, strict=True):
         if number in states:
-            found[parameter] = dict(states[number])
+            found[parameter] = {name: recut(value, parameter) for name, value in states[number].items()}
             if step is not None:
                 found[parameter].setdefault(STEP, step)
     return found

@@ -7,14 +7,13 @@ description; their local shards may be uneven, or empty. No operation of DTensor
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, dtensor_over
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, dtensor_like
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 
@@ -42,11 +41,7 @@ class StateMemory:
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` itself, or, if the parameter is a DTensor, one over `local` with the parameter's mesh and so on."""
-    if not isinstance(parameter, DTensor):
-        return local
-    meta = parameter._spec.tensor_meta
-    assert meta is not None, "every DTensor that holds data has one"
-    return dtensor_over(local, replace(parameter._spec, tensor_meta=meta._replace(dtype=local.dtype)))
+    return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
 class Difference(NamedTuple):
