@@ -9,7 +9,7 @@ others, as `OptimizerConfig` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_a
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
+from megatron.core.optimizer.cpu_offloading.units import Owner, Unit, place, sharded_owner
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
@@ -65,7 +66,13 @@ class DistributedOptimizer:
             clip_grad: the norm to which gradients are clipped; 0 clips nothing.
             loss_scaler: for gradients in fp16.
             counts_zeros: whether `num_zeros` is asked for.
+
+        Raises:
+            NotImplementedError: for an optimizer that reads decoupled gradients, whose norm nothing
+                here would take.
         """
+        if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) and optimizer.use_decoupled_grad:
+            raise NotImplementedError("Expected an optimizer of .grad, got use_decoupled_grad=True.")
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
         self._clip_grad = clip_grad
@@ -219,16 +226,29 @@ def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module
     Returns:
         Some of `sharding_units(model)`, and `model` for what they leave, with their global element counts.
     """
-    if not config.optimizer_cpu_offload:
-        return {}
     owners = {id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()}
-    numels: dict[nn.Module, int] = {}
-    for group in parameter_groups(model.named_parameters(), config.weight_decay):
-        for parameter in group["params"]:
-            unit = owners.get(id(parameter), model)
-            numels[unit] = numels.get(unit, 0) + parameter.numel()
-    plan = OffloadPlan.build([("", numel) for numel in numels.values()], config.optimizer_offload_fraction)
-    return {unit: numel for index, (unit, numel) in enumerate(numels.items()) if plan.is_on_host(index)}
+
+    def owner_of(parameter: nn.Parameter, _: str) -> Owner:
+        return Owner(owners.get(id(parameter), model), "")
+
+    offloaded = _offloaded(model, config, owner_of)
+    return {owners.get(id(unit.parameters[0]), model): unit.global_numel for unit in offloaded}
+
+
+def offloaded_numel(model: nn.Module, config: OptimizerConfig) -> int:
+    """The elements that `build_optimizer` will offload, of a model without FSDP groups."""
+    return sum(unit.global_numel for unit in _offloaded(model, config, sharded_owner))
+
+
+def _offloaded(
+    model: nn.Module,
+    config: OptimizerConfig,
+    owner_of: Callable[[nn.Parameter, str], Owner],
+) -> list[Unit]:
+    if not config.optimizer_cpu_offload:
+        return []
+    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    return place(groups, config.optimizer_offload_fraction, owner_of).on_host
 
 
 def check_host_memory_for(

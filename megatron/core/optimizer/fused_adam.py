@@ -32,6 +32,11 @@ from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray, Update, carry_out
+from megatron.core.optimizer.gradient_source import (
+    check_not_elsewhere,
+    clear_gradients,
+    gradient_of,
+)
 from megatron.core.optimizer.kernels import device_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep, merged
 from megatron.core.optimizer.kernels.host_adam import HostAdam
@@ -40,6 +45,20 @@ from megatron.core.optimizer.state_tensors import StateMemory, difference, like
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MASTER_DTYPES = (torch.float32, torch.float16)
+
+# What a copy has besides what every torch optimizer's has.
+_COPIED = (
+    "adam_w_mode",
+    "master_weights",
+    "use_decoupled_grad",
+    "store_param_remainders",
+    "set_grad_none",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "master_weight_dtype",
+    "_scales",
+    "_num_host_threads",
+)
 
 
 class _Planned(NamedTuple):
@@ -65,7 +84,8 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another than p's.
         store_param_remainders: keep of the fp32 value of a bf16 parameter only what the parameter lacks.
-        set_grad_none: what `zero_grad` does if it is not told.
+        set_grad_none: what `zero_grad` does if it is not told; None means True, as in
+            TransformerEngine.
         num_host_threads: of the pass over CPU tensors; default: the cores that this rank may use.
 
     Raises:
@@ -91,7 +111,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
-        set_grad_none: bool = True,
+        set_grad_none: bool | None = None,
         num_host_threads: int | None = None,
     ) -> None:
         for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
@@ -106,13 +126,11 @@ class FusedAdam(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders
-        self.set_grad_none = set_grad_none
+        self.set_grad_none = True if set_grad_none is None else bool(set_grad_none)
         self.exp_avg_dtype = _checked_dtype("exp_avg_dtype", exp_avg_dtype, _STATE_DTYPES)
         self.exp_avg_sq_dtype = _checked_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, _STATE_DTYPES)
         self.master_weight_dtype = _checked_dtype("master_weight_dtype", master_weight_dtype, _MASTER_DTYPES)
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._memory = StateMemory()
-        self._host: HostAdam | None = None
         self._num_host_threads = num_host_threads
         defaults = {
             "lr": lr,
@@ -122,8 +140,7 @@ class FusedAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-        # First among the hooks, so that those of users see values.
-        self.register_state_dict_post_hook(_unscale)
+        self._make_parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim. ValueError for parameters or constants that are not as the constructor wants them."""
@@ -135,13 +152,36 @@ class FusedAdam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Their module refuses to be copied too. A copy of a parameter has no group, so nothing
+        # would hand its weights on to the module.
+        if any(group_of(parameter) is not None for parameter in self._parameters()):
+            raise TypeError(
+                "Expected state_dict() to be used, got an attempt to copy or pickle an optimizer "
+                "over parameters that fully_shard has made."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state | {name: getattr(self, name) for name in _COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """What belongs to this object alone, and no copy takes over."""
+        self._memory = StateMemory()
+        self._host: HostAdam | None = None
+        # First among the hooks, so that those of users see values.
+        self.register_state_dict_post_hook(_unscale)
+
     # Stepping
 
     @torch.no_grad()
     def init_state(self) -> None:
         """Allocates the states that there are not yet, without stepping: moments of zero, masters as the parameters."""
         for parameter in self._parameters():
-            if not self.state.get(parameter) and (parameter.requires_grad or self._gradient(parameter) is not None):
+            has_gradient = gradient_of(parameter, self.use_decoupled_grad) is not None
+            if not self.state.get(parameter) and (parameter.requires_grad or has_gradient):
                 self._allocate(parameter)
 
     @torch.no_grad()
@@ -159,7 +199,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: for gradients that are partial sums, and for GPU tensors without Triton.
-            ValueError: for a gradient or state that is not distributed, shaped and placed as its parameter.
+            ValueError: for a gradient or state that is not distributed, shaped and placed as its
+                parameter, and for a gradient in an attribute that is not read.
             In either case, no parameter has been stepped.
         """
         loss = None
@@ -177,15 +218,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients that `step` reads: to None, or in place to zero. Default: as `set_grad_none` says."""
-        name = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        for parameter in self._parameters():
-            gradient = self._gradient(parameter)
-            if gradient is None:
-                continue
-            if self.set_grad_none if set_to_none is None else set_to_none:
-                setattr(parameter, name, None)
-            else:
-                local_tensor(gradient).detach().zero_()
+        is_none = self.set_grad_none if set_to_none is None else set_to_none
+        clear_gradients(self._parameters(), self.use_decoupled_grad, is_none)
 
     # States
 
@@ -275,7 +309,8 @@ class FusedAdam(torch.optim.Optimizer):
         own, values = local_tensor(self.state[parameter][name]), local_tensor(values)
         scale = self._scales[parameter].get(name)
         if scale is not None:
-            scaled_states.write(own, scale, values.to(own.device))
+            is_weight = name == "master_param"
+            scaled_states.restore(own, scale, values.to(own.device), is_weight=is_weight)
         elif own.data_ptr() != values.data_ptr():
             own.copy_(values)
 
@@ -293,21 +328,17 @@ class FusedAdam(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self.use_decoupled_grad:
-            return getattr(parameter, "decoupled_grad", None)
-        return parameter.grad
-
     def _plan(self, grad_scale: float) -> list[_Planned]:
         """What there is to do, once it is known to be possible."""
         planned = []
         for group_number, group in enumerate(self.param_groups):
             steps: dict[int, AdamStep] = {}
             for index, parameter in enumerate(group["params"]):
-                gradient = self._gradient(parameter)
-                if gradient is None:
-                    continue
                 place = f"parameter {index} of group {group_number}"
+                gradient = gradient_of(parameter, self.use_decoupled_grad)
+                if gradient is None:
+                    check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+                    continue
                 self._check(parameter, gradient, place)
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in steps:

@@ -14,7 +14,8 @@ A scaler is a value: `after` gives the scaler of the next step.
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
+import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 
 GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
+_MAX_STEPS = 2**63  # that a tracker can have counted
 
 
 class LossScaler(Protocol):
@@ -114,17 +116,30 @@ class DynamicLossScaler:
 
     def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
         """See `LossScaler`. From a constant scaler's state it begins anew."""
-        if not state:
+        if state == {}:
             return self
-        numbers = {name: value for name, value in state.items() if type(value) in (int, float)}
-        if numbers.keys() != self.state().keys() or not (math.isfinite(state["scale"]) and state["scale"] > 0):
-            raise ValueError(f"Expected a positive scale and two trackers, got {state}.")
+        if not isinstance(state, dict) or state.keys() != self.state().keys():
+            raise ValueError(f"Expected a scale and two trackers, got {reprlib.repr(state)}.")
+        scale, growth = state["scale"], state["growth_tracker"]
+        hysteresis = state["hysteresis_tracker"]
+
+        # Exact types: a bool is an int, too, and int() would make 2 of 2.7.
+        if type(scale) not in (int, float) or not 0 < scale <= sys.float_info.max:
+            raise _error("scale", "a finite number > 0", scale)
+        if type(growth) is not int or not 0 <= growth < _MAX_STEPS:
+            raise _error("growth_tracker", "an integer >= 0", growth)
+        if type(hysteresis) is not int or abs(hysteresis) >= _MAX_STEPS:
+            raise _error("hysteresis_tracker", "an integer", hysteresis)
         return dataclasses.replace(
             self,
-            scale=float(state["scale"]),
-            growth_tracker=int(state["growth_tracker"]),
-            hysteresis_tracker=int(state["hysteresis_tracker"]),
+            scale=float(scale),
+            growth_tracker=growth,
+            hysteresis_tracker=hysteresis,
         )
+
+
+def _error(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"Expected {name} to be {expected}, got {reprlib.repr(got)}.")
 
 
 def build_loss_scaler(config: OptimizerConfig) -> LossScaler:

@@ -7,11 +7,17 @@ with a checkpoint is the schedule's settings, so that a run resumed with others 
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron.core.options import ConfigError, check_options, expect, option
+
+_STYLES = ("constant", "linear", "cosine", "WSD")
+_WSD_STYLES = ("exponential", "linear", "cosine")
+_MAX_ITERS = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,14 @@ class LRScheduleConfig:
 
     lr: float = option(help="peak learning rate", at_least=0)
     min_lr: float = option(0.0, "learning rate at the end of the decay and from there on", at_least=0)
-    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine", "WSD"))
+    lr_decay_style: str = option("linear", "shape of the decay", choices=_STYLES)
     lr_decay_iters: int | None = option(None, "iterations until min-lr is reached; default: train-iters", more_than=0)
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = option(
         None, "warm-up as a fraction of lr-decay-iters, instead of lr-warmup-iters", at_least=0, at_most=1
     )
     lr_warmup_init: float = option(0.0, "learning rate at which the warm-up begins", at_least=0)
-    lr_wsd_decay_style: str = option(
-        "exponential", "shape of the last phase of WSD", choices=("exponential", "linear", "cosine")
-    )
+    lr_wsd_decay_style: str = option("exponential", "shape of the last phase of WSD", choices=_WSD_STYLES)
     lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD", more_than=0)
     override_opt_param_scheduler: bool = option(
         False, "on load, take this run's schedule where it differs from the checkpoint's"
@@ -104,7 +108,38 @@ class LRSchedule:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LRSchedule:
-        """Takes back what `state()` gave."""
+        """Takes back what `state()` gave.
+
+        Raises:
+            ValueError: for anything that `state()` does not give; it names the field.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(state, dict) or state.keys() != set(names):
+            raise ValueError(f"Expected the fields {', '.join(names)}, got {reprlib.repr(state)}.")
+
+        for name in ("peak", "least", "warmup_init"):
+            _check(_is_rate(state[name]), name, "a finite number >= 0", state[name])
+        for name in ("decay_iters", "warmup_iters"):
+            _check(_is_count(state[name]), name, "an integer >= 0", state[name])
+        _check(state["style"] in _STYLES, "style", f"one of {', '.join(_STYLES)}", state["style"])
+
+        style, wsd_style = state["style"], state["wsd_style"]
+        if style == "WSD":
+            styles = ", ".join(_WSD_STYLES)
+            _check(wsd_style in _WSD_STYLES, "wsd_style", f"one of {styles}", wsd_style)
+            _check(_is_count(state["wsd_iters"]), "wsd_iters", "an integer >= 0", state["wsd_iters"])
+        else:
+            for name in ("wsd_style", "wsd_iters"):
+                _check(state[name] is None, name, f"null for the style {style}", state[name])
+
+        # What `build` has made sure of, and `__call__` relies on.
+        peak = state["peak"]
+        for name in ("least", "warmup_init"):
+            _check(state[name] <= peak, name, f"at most peak, {peak}", state[name])
+        if state["style"] != "constant":
+            phases = state["warmup_iters"] + (state["wsd_iters"] or 0)
+            most = f"at least {phases}, as its phases take"
+            _check(state["decay_iters"] >= phases, "decay_iters", most, state["decay_iters"])
         return cls(**state)
 
     def state(self) -> dict[str, Any]:
@@ -149,3 +184,19 @@ class LRSchedule:
         else:
             weight = 1.0 - done
         return self.least + (self.peak - self.least) * weight
+
+
+def _check(is_met: bool, name: str, expected: str, got: object) -> None:
+    if not is_met:
+        raise ValueError(f"Expected {name} to be {expected}, got {reprlib.repr(got)}.")
+
+
+def _is_rate(value: object) -> bool:
+    # An int of a thousand digits is less than infinity, and no float.
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value <= sys.float_info.max
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_ITERS

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.state_tensors import like
 
 _SLOT_ALIGNMENT = 64  # elements
@@ -44,6 +45,7 @@ class DeviceLink(Protocol):
         global_numel: elements of the parameters, over all ranks.
         main_dtype, grad_dtype, weight_dtype: of the main weights in the bucket, and of gradients and compute weights
             as they travel.
+        accepted_grad_dtypes: of gradients that lose nothing on their way.
         delivers: whether the device itself waits for weights that have been sent; else whoever sends has to.
     """
 
@@ -53,6 +55,7 @@ class DeviceLink(Protocol):
     main_dtype: torch.dtype
     grad_dtype: torch.dtype
     weight_dtype: torch.dtype
+    accepted_grad_dtypes: Sequence[torch.dtype]
 
     @property
     def slots(self) -> Sequence[Slot]: ...
@@ -101,6 +104,7 @@ class GroupLink:
         self.global_numel = sum(slot.parameter.numel() for slot in self.slots)
         self.main_dtype = group.main_weight.dtype
         self.grad_dtype = main_grad.dtype
+        self.accepted_grad_dtypes: Sequence[torch.dtype] = (self.grad_dtype,)
         self.weight_dtype = group.dtype
         self._main_grad = main_grad
         self._fetched: int | None = None  # main_versions of the gradients in the bucket
@@ -164,7 +168,14 @@ class TensorLink:
 
     delivers = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], main_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        main_dtype: torch.dtype,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        """`use_decoupled_grad`: gradients may have other dtypes than parameters; they go in fp32."""
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.slots = []
         self.numel = 0
@@ -175,7 +186,10 @@ class TensorLink:
             self.numel += math.ceil(numel / _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         self.global_numel = sum(parameter.numel() for parameter in parameters)
         self.main_dtype = main_dtype
-        self.grad_dtype = self.weight_dtype = parameters[0].dtype
+        self.weight_dtype = parameters[0].dtype
+        self.grad_dtype = torch.float32 if use_decoupled_grad else self.weight_dtype
+        accepted = FLOAT_DTYPES if use_decoupled_grad else (self.grad_dtype,)
+        self.accepted_grad_dtypes: Sequence[torch.dtype] = accepted
         self._versions: dict[int, int] = {}  # by the parameter's id
 
     def own_main_weight(self) -> torch.Tensor | None:

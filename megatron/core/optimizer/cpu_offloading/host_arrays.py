@@ -19,6 +19,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
+from megatron.core.rank_waits import waits_for_ranks
 
 MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
 
@@ -154,6 +155,7 @@ def shares_memory(grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads
     return grad_dtype == weight_dtype and pins_grads == pins_params
 
 
+@waits_for_ranks
 def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
     """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look.
 

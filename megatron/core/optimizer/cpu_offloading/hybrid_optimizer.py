@@ -54,9 +54,15 @@ from megatron.core.optimizer.cpu_offloading.units import (
     device_of,
     links_of,
     mesh_of,
-    units_of,
+    place,
+    sharded_owner,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.gradient_source import (
+    check_not_elsewhere,
+    clear_gradients,
+    gradient_of,
+)
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
@@ -70,7 +76,14 @@ _IDENTITIES = ("params", "param_names")  # what a parameter group has besides op
 class _Bucket:
     """What moves together, with the events of its lanes."""
 
-    def __init__(self, arrays: BucketArrays, update: HostUpdate, timings: TimingRecorder | None) -> None:
+    def __init__(
+        self,
+        arrays: BucketArrays,
+        update: HostUpdate,
+        timings: TimingRecorder | None,
+        use_decoupled_grad: bool,
+    ) -> None:
+        self._use_decoupled_grad = use_decoupled_grad
         self.arrays = arrays
         self.link = arrays.link
         self.update = update
@@ -82,7 +95,11 @@ class _Bucket:
 
     def stepped(self) -> list[tuple[int, Slot]]:
         """The slots whose parameters have a gradient, with their numbers."""
-        return [(index, slot) for index, slot in enumerate(self.link.slots) if slot.parameter.grad is not None]
+        return [
+            (index, slot)
+            for index, slot in enumerate(self.link.slots)
+            if gradient_of(slot.parameter, self._use_decoupled_grad) is not None
+        ]
 
     def fetch(self, lane: Lane, work: Callable[[], object], after: Sequence[Event]) -> Event:
         """Queues work that writes gradients into the bucket."""
@@ -153,6 +170,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         *,
         fetch_during_backward: bool = False,
         overlap_step_with_forward: bool = False,
+        use_decoupled_grad: bool = False,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         num_host_threads: int | None = None,
@@ -164,7 +182,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Args:
             params: as for any optimizer, in the order of forward. Parameters on one device, sharded already.
-            offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole groups.
+            offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole
+                FSDP modules.
             cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default: `FusedAdam`, for
                 which `torch.optim.AdamW` also stands, with its own defaults. On the host it is one flat pass.
             param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have theirs anyway.
@@ -172,9 +191,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             pin_cpu_params: the same for the states, main weights included, and for weights on their way up.
             overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
             fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs overlapping lanes.
-                Nothing may write to them between backward and `step`: clip by `grad_scale`. (Single operations are
-                noticed and mended; foreach operations on DTensors, `clip_grad_norm_`'s say, move no version counter.)
+                Best clip by `grad_scale`: gradients that are written to between backward and `step` go down again.
+                (Foreach operations on plain DTensors, those of `no_shard`, move no version counter and are missed.)
             overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs overlapping lanes.
+            use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups
+                its dtype may be another than p's, and it travels in fp32.
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
             num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
@@ -184,6 +205,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that AdamW does not take.
+            NotImplementedError: for decoupled gradients with other classes than AdamW.
             HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does not suffice.
             PinError: if memory cannot be pinned.
         """
@@ -196,6 +218,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params, common_defaults(host_cls, device_cls, kwargs))
         if (overlap_step_with_forward or fetch_during_backward) and not overlap_cpu_optimizer_d2h_h2d:
             raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off.")
+        if use_decoupled_grad and not (self._is_flat and is_flat_adam(device_cls, kwargs)):
+            classes = f"{host_cls.__name__} and {device_cls.__name__}"
+            raise NotImplementedError(f"Expected FusedAdam on both sides with use_decoupled_grad, got {classes}.")
+        self.use_decoupled_grad = use_decoupled_grad
         self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
@@ -203,21 +229,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._timings: TimingRecorder | None = None
         if records_timings:
             self._timings = TimingRecorder(self._device, has_lanes=overlap_cpu_optimizer_d2h_h2d)
-        units = units_of(self.param_groups)
-        self.plan = OffloadPlan.build([(unit.name, unit.global_numel) for unit in units], offload_fraction)
-        on_host = [unit for index, unit in enumerate(units) if self.plan.is_on_host(index)]
-        on_device = [unit for index, unit in enumerate(units) if not self.plan.is_on_host(index)]
+        self.plan, on_device, on_host = place(self.param_groups, offload_fraction, sharded_owner)
         check_sides(on_device)
-        links = links_of(on_host, param_update_in_fp32)
+        links = links_of(on_host, param_update_in_fp32, use_decoupled_grad)
         if self._is_flat:
             check_dtypes(links)
         allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
         allocator.plan(links, moment_dtypes)
-        check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of(units))
+        check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of([*on_device, *on_host]))
         adam = HostAdam(num_host_threads) if self._is_flat and links else None
         # The device's first: what it refuses must leave the host's groups where they are.
         fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
         fused |= {"master_weights": param_update_in_fp32, "num_host_threads": num_host_threads}
+        fused |= {"use_decoupled_grad": use_decoupled_grad}
         self._make_device_side(on_device, device_cls, known_to(device_cls, kwargs), fused)
         self._make_host_side(links, allocator, host_cls, adam, known_to(host_cls, kwargs))
 
@@ -246,7 +270,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
 
         Raises:
-            ValueError: for a gradient of another shape, dtype or device than expected; nothing is stepped.
+            ValueError: for a gradient of another shape, dtype or device than expected, or in an
+                attribute that is not read (see `use_decoupled_grad`); nothing is stepped.
             RuntimeError: for partial sums of gradients; nothing is stepped.
         """
         loss = None
@@ -254,10 +279,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        check_whole(parameter.grad for parameter in parameters)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._check_gradient(parameter)
+        gradients = [gradient_of(parameter, self.use_decoupled_grad) for parameter in parameters]
+        check_whole(gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._check_gradient(parameter, gradient)
+            else:
+                place = f"a parameter of shape {tuple(parameter.shape)}"
+                check_not_elsewhere(parameter, self.use_decoupled_grad, place)
         now = self._device.event()
         options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
         for bucket in self._buckets:
@@ -277,6 +306,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._timings is not None and not self._overlaps_forward:
             self._timings.end()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients that `step` reads: to None, or in place to zero."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        clear_gradients(parameters, self.use_decoupled_grad, set_to_none)
 
     def synchronize(self) -> None:
         """Waits until all updates have ended and their weights are on the device. Raises what failed there."""
@@ -301,8 +335,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def reload_parameters(self) -> None:
         """Takes over the values that parameters have, after something wrote to them that no version counter shows.
 
-        Writes by single operations and by `load_state_dict` are noticed; those through `.data` and those by foreach
-        operations on DTensors are not.
+        Other writes are noticed, those by `load_state_dict` too; but not those through `.data`, nor those by
+        foreach operations on plain DTensors (FSDP2's, and those of `no_shard`).
         """
         self._wait_until_free()
         for bucket in self._buckets:
@@ -428,7 +462,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 update = TorchUpdate(arrays, cls, options, allocator.widened())
             else:
                 update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
-            buckets.append(_Bucket(arrays, update, self._timings))
+            buckets.append(_Bucket(arrays, update, self._timings, self.use_decoupled_grad))
             if self._fetches_early:
                 buckets[-1].fetch_early(self._d2h)
         # What `adopt` has begun to copy.
@@ -461,7 +495,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._device_optimizer = cls(groups, **options)
         if isinstance(self._device_optimizer, FusedAdam):
             self._device_optimizer.init_state()
-        elif any(unit.group is not None for unit in units):
+        elif any(unit.groups for unit in units):
             fully_shard_optimizer(self._device_optimizer)
 
     # A step
@@ -473,18 +507,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             for read in bucket.take_reads():
                 read.synchronize()
 
-    def _check_gradient(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        assert gradient is not None, "asked of what has one"
+    def _check_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         found = difference(gradient, parameter)
         if found is None and (gradient.layout is not torch.strided or not gradient.is_floating_point()):
             found = Difference("a dense, floating-point tensor", f"{gradient.layout}, {gradient.dtype}")
         if found is None and gradient.device != parameter.device:
             found = Difference(str(parameter.device), str(gradient.device))
         if found is None and id(parameter) in self._slots:
-            # A gradient that travelled in another dtype than it has would be another one.
-            dtype = self._slots[id(parameter)][0].link.grad_dtype
-            found = None if gradient.dtype == dtype else Difference(str(dtype), str(gradient.dtype))
+            # A gradient that travelled in a narrower dtype than it has would be another one.
+            accepted = self._slots[id(parameter)][0].link.accepted_grad_dtypes
+            if gradient.dtype not in accepted:
+                found = Difference(" or ".join(map(str, accepted)), str(gradient.dtype))
         if found is not None:
             raise ValueError(
                 f"Expected a gradient of {found.expected} for a parameter of shape {tuple(parameter.shape)}, got "
@@ -495,7 +528,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
         link, arrays = bucket.link, bucket.arrays
         slots = [slot for _, slot in bucket.stepped()]
-        gradients = [(slot, slot.parameter.grad) for slot in slots]
+        gradients = [(slot, gradient_of(slot.parameter, self.use_decoupled_grad)) for slot in slots]
 
         def fetch() -> None:
             link.keep_main_weight(arrays.main_weight, slots)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,7 +226,7 @@ def test_frozen_parameters_have_no_states_until_they_are_thawed():
 def test_zero_grad_clears_what_step_reads(decoupled):
     name = "decoupled_grad" if decoupled else "grad"
     (own,) = parameters((4,))
-    for set_grad_none, argument in ((True, None), (False, True)):
+    for set_grad_none, argument in ((True, None), (None, None), (False, True)):
         optimizer = FusedAdam([own], use_decoupled_grad=decoupled, set_grad_none=set_grad_none)
         setattr(own, name, torch.ones_like(own))
         optimizer.zero_grad() if argument is None else optimizer.zero_grad(argument)
@@ -234,6 +236,25 @@ def test_zero_grad_clears_what_step_reads(decoupled):
     optimizer.zero_grad()
     assert getattr(own, name) is kept
     assert (kept == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("use_decoupled_grad", "attribute"),
+    [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad"), (True, "main_grad")],
+)
+def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(use_decoupled_grad, attribute):
+    owned = parameters((4,), (5,))
+    optimizer = FusedAdam(owned, use_decoupled_grad=use_decoupled_grad)
+    read = "decoupled_grad" if use_decoupled_grad else "grad"
+    setattr(owned[0], read, torch.ones_like(owned[0]))
+    setattr(owned[1], attribute, torch.ones_like(owned[1]))
+    before = snapshot(optimizer)[0][0][0]
+    with pytest.raises(ValueError, match=rf"parameter 1 of group 0 in \.{read}, .* got one in \.{attribute} alone"):
+        optimizer.step()
+    assert snapshot(optimizer)[0][0][0] == before
+    setattr(owned[1], attribute, None)
+    optimizer.step()
+    assert snapshot(optimizer)[0][0][0] != before
 
 
 def test_a_decoupled_gradient_is_read_and_the_usual_one_is_not():
@@ -554,6 +575,65 @@ def test_a_state_dict_from_before_the_first_step_begins_anew():
     assert state["step"] == 0
     assert (state["exp_avg"].float() == 0).all()
     assert torch.equal(state["master_param"], owned[0].detach().float())
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": lambda pair: _saved_and_loaded(pair),
+}
+
+
+def _saved_and_loaded(pair: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(pair, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(how, options):
+    if how == "pickle" and F8 in options.values():
+        options = options | {"exp_avg_dtype": F16}  # torch cannot unpickle fp8 tensors; torch.save can
+    owned = parameters((5, 7), (9,), dtype=BF16)
+    optimizer = FusedAdam([{"params": owned[:1], "lr": 0.1}, {"params": owned[1:]}], **options)
+    train(optimizer, owned, 0, 2)
+    before = snapshot(optimizer)
+    copied_owned, copied = COPIES[how]((owned, optimizer))
+    assert copied.param_groups[0]["params"][0] is copied_owned[0], "they stay a pair"
+    assert snapshot(copied) == before
+
+    train(copied, list(copied_owned), 2, 4)
+    assert snapshot(optimizer) == before
+    train(optimizer, owned, 2, 4)
+    assert snapshot(copied)[0] == snapshot(optimizer)[0]
+    assert plain(copied.state_dict()["state"]) == plain(optimizer.state_dict()["state"])
+    assert snapshot(optimizer) != before
+
+
+def test_a_copy_from_before_the_first_step_has_all_settings_of_its_own():
+    (own,) = parameters((4,))
+    optimizer = copy.deepcopy(FusedAdam([own], adam_w_mode=False, set_grad_none=False, use_decoupled_grad=True))
+    (copied,) = optimizer.param_groups[0]["params"]
+    copied.decoupled_grad = torch.ones(4)
+    optimizer.step()
+    assert not torch.equal(copied, own)
+    optimizer.zero_grad()
+    assert torch.equal(copied.decoupled_grad, torch.zeros(4))
+    assert not optimizer.adam_w_mode
+
+
+def _copy_of_sharded() -> None:
+    model, _ = sharded()
+    optimizer = FusedAdam(model.parameters())
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"Expected state_dict\(\) to be used, got an attempt to copy or pickle"):
+            copying(optimizer)
+
+
+def test_an_optimizer_over_fully_sharded_parameters_refuses_to_be_copied():
+    run_ranks(1, _copy_of_sharded)
 
 
 def test_hooks_of_state_dicts_see_values_and_may_change_them():

@@ -120,19 +120,26 @@ GOOD = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 2}
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"scale": scale} for scale in (0.0, -1.0, math.inf, math.nan, None, True)),
-        {"growth_tracker": "1"},
-        {"other": 1},
+        *({"scale": scale} for scale in (0.0, -1.0, math.inf, math.nan, None, True, "8", [8.0], 10**4000)),
+        *({"growth_tracker": steps} for steps in ("1", 1.0, 2.7, -1, True, None, 2**63)),
+        *({"hysteresis_tracker": steps} for steps in ("1", 1.5, False, 2**63, -(2**63))),
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:40],
 )
-def test_a_state_that_is_none_is_refused(changes):
+def test_a_state_that_is_none_is_refused_and_names_the_field(changes):
     scaler = build_loss_scaler(OptimizerConfig())
     assert scaler.from_state(GOOD).scale == 8.0
-    with pytest.raises(ValueError, match="Expected a positive scale and two trackers, got"):
+    assert scaler.from_state({**GOOD, "hysteresis_tracker": -3}).hysteresis_tracker == -3
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"Expected {name} to be .*, got .{{1,60}}") as caught:
         scaler.from_state({**GOOD, **changes})
-    with pytest.raises(ValueError, match="Expected a positive scale and two trackers, got"):
-        scaler.from_state({"scale": 8.0})
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize("state", [{"scale": 8.0}, {**GOOD, "other": 1}, [], None, "state", 8.0], ids=str)
+def test_a_state_of_other_fields_is_refused(state):
+    with pytest.raises(ValueError, match="Expected a scale and two trackers, got"):
+        build_loss_scaler(OptimizerConfig()).from_state(state)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -80,6 +81,52 @@ def test_the_rate_is_set_on_every_group():
 def test_the_state_is_plain_data_and_gives_the_same_schedule_back():
     schedule = build(lr_decay_style="WSD", lr_wsd_decay_iters=5)
     assert LRSchedule.from_state(schedule.state()) == schedule
+
+
+WSD = build(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "value"),
+    [
+        *((WSD, "peak", value) for value in ("1", None, True, -1.0, math.nan, math.inf, 10**4000, [1.0])),
+        *((WSD, "least", value) for value in ("0", -0.5, 2.0)),
+        *((WSD, "warmup_init", value) for value in (math.nan, 2.0)),
+        *((WSD, "decay_iters", value) for value in (100.0, "100", -1, 7, True, 2**63)),
+        *((WSD, "warmup_iters", value) for value in (3.0, -3, None)),
+        *((WSD, "wsd_iters", value) for value in (5.0, None, -5)),
+        *((WSD, "wsd_style", value) for value in (None, "WSD", ["linear"])),
+        *((WSD, "style", value) for value in ("linear", "WSDX", None, {})),
+        (build(lr_decay_style="cosine"), "wsd_iters", 5),
+        (build(lr_decay_style="cosine"), "wsd_style", "linear"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_state_that_is_no_schedules_is_refused_and_names_the_field(schedule, name, value):
+    state = {**schedule.state(), name: value}
+    # Another style makes other fields wrong.
+    named = "wsd_style" if value == "linear" and name == "style" else name
+    with pytest.raises(ValueError, match=f"Expected {named} to be .*, got .") as caught:
+        LRSchedule.from_state(state)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("state", [{}, {"peak": 1.0}, {**WSD.state(), "other": 1}, [], None, "linear"], ids=str)
+def test_a_state_of_other_fields_is_refused(state):
+    with pytest.raises(ValueError, match=r"Expected the fields peak, least, style, .*, got "):
+        LRSchedule.from_state(state)
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine", "WSD"]),
+    warmup=st.integers(0, 30),
+    wsd=st.integers(1, 50),
+    least=st.floats(0, 1),
+)
+def test_every_schedule_that_can_be_built_comes_back(style, warmup, wsd, least):
+    settings = {"lr_decay_style": style, "lr_warmup_iters": warmup, "min_lr": least}
+    schedule = build(**settings, lr_wsd_decay_iters=wsd if style == "WSD" else None)
+    assert LRSchedule.from_state(json.loads(json.dumps(schedule.state()))) == schedule
 
 
 @pytest.mark.parametrize(

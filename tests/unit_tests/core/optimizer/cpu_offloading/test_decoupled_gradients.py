@@ -1,0 +1,158 @@
+"""`HybridDeviceOptimizer` over gradients that are not in `.grad`: read where it is told to, and never passed over."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.state_tensors import like
+from tests.ranks import run_ranks
+
+BF16 = torch.bfloat16
+FRACTIONS = (0.0, 0.5, 1.0)
+OVERLAPS = {"fetch_during_backward": True, "overlap_step_with_forward": True}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in (30, 40, 50)]
+
+
+def train(
+    optimizer: torch.optim.Optimizer,
+    owned: list[nn.Parameter],
+    dtype: torch.dtype,
+    attribute: str,
+) -> list[torch.Tensor]:
+    """The weights after three steps with the same gradients, whoever takes them."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for parameter in owned:
+            values = torch.randn(local_tensor(parameter).shape, generator=generator).to(dtype)
+            setattr(parameter, attribute, like(parameter, values))
+        optimizer.step()
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer.synchronize()
+    return [local_tensor(parameter).detach().clone() for parameter in owned]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, BF16])
+def test_decoupled_gradients_of_any_dtype_give_the_bits_of_fused_adam(weight_dtype, grad_dtype, in_fp32):
+    options = {"lr": 0.01, "use_decoupled_grad": True}
+    owned = parameters(weight_dtype)
+    expected = train(FusedAdam(owned, master_weights=in_fp32, **options), owned, grad_dtype, "decoupled_grad")
+    assert not same(expected, [p.detach() for p in parameters(weight_dtype)])
+
+    for fraction in FRACTIONS:
+        owned = parameters(weight_dtype)
+        hybrid = HybridDeviceOptimizer(owned, fraction, param_update_in_fp32=in_fp32, **options)
+        for parameter in owned:
+            parameter.grad = torch.full_like(parameter, 1e3)  # is not read
+        assert same(train(hybrid, owned, grad_dtype, "decoupled_grad"), expected), fraction
+
+
+def _in_groups() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(7, 3))
+        with fully_shard_context("cpu"):
+            for module in (*model, model):
+                if any(True for _ in module.parameters(recurse=module is not model)):
+                    fully_shard(module, mesh, Placements.for_strategy("optim_grads_params"))
+        return model
+
+    mesh = init_device_mesh("cpu", (2,))
+    owned = list(build().parameters())
+    expected = train(FusedAdam(owned, lr=0.01), owned, torch.float32, "grad")
+    for fraction in FRACTIONS:
+        model = build()
+        owned = list(model.parameters())
+        hybrid = HybridDeviceOptimizer(owned, fraction, lr=0.01, use_decoupled_grad=True, **OVERLAPS)
+        # Gradients of the engine's own are on their way down as well.
+        model(torch.ones(2, 6)).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in owned)
+        assert same(train(hybrid, owned, torch.float32, "decoupled_grad"), expected), fraction
+
+        owned[-1].decoupled_grad = like(owned[-1], local_tensor(owned[-1]).detach().to(BF16))
+        if fraction:
+            with pytest.raises(ValueError, match=r"Expected a gradient of torch\.float32 .* got torch\.bfloat16"):
+                hybrid.step()
+
+
+def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not():
+    run_ranks(2, _in_groups)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize(
+    ("use_decoupled_grad", "attribute"),
+    [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad")],
+)
+def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(fraction, use_decoupled_grad, attribute):
+    read = "decoupled_grad" if use_decoupled_grad else "grad"
+    for other in range(3):
+        owned = parameters()
+        before = copy.deepcopy(owned)
+        hybrid = HybridDeviceOptimizer(owned, fraction, use_decoupled_grad=use_decoupled_grad)
+        for index, parameter in enumerate(owned):
+            name = attribute if index == other else read
+            setattr(parameter, name, torch.ones_like(parameter))
+        with pytest.raises(ValueError, match=rf"in \.{read}, .* got one in \.{attribute} alone"):
+            hybrid.step()
+        assert same([p.detach() for p in owned], [p.detach() for p in before])
+        assert {float(state["step"]) for state in hybrid.state.values()} == {0.0}
+
+        # Without any gradient, it is left alone as ever.
+        setattr(owned[other], attribute, None)
+        hybrid.step()
+        moved = [not torch.equal(*pair) for pair in zip(owned, before, strict=True)]
+        assert moved == [index != other for index in range(3)]
+
+
+@pytest.mark.parametrize("use_decoupled_grad", [False, True])
+def test_zero_grad_clears_what_step_reads(use_decoupled_grad):
+    owned = parameters()
+    hybrid = HybridDeviceOptimizer(owned, 0.5, use_decoupled_grad=use_decoupled_grad)
+    names = ("grad", "decoupled_grad")
+    for parameter in owned:
+        for name in names:
+            setattr(parameter, name, torch.ones_like(parameter))
+    read, other = reversed(names) if use_decoupled_grad else names
+    kept = [getattr(parameter, read) for parameter in owned]
+
+    hybrid.zero_grad(set_to_none=False)
+    assert all(getattr(p, read) is tensor for p, tensor in zip(owned, kept, strict=True))
+    assert not any(tensor.any() for tensor in kept)
+    hybrid.zero_grad()
+    assert all(getattr(parameter, read) is None for parameter in owned)
+    assert all(getattr(parameter, other).all() for parameter in owned)
+
+
+def test_what_cannot_read_decoupled_gradients_refuses_them():
+    classes: list[tuple[Any, Any]] = [(torch.optim.SGD, None), (None, torch.optim.SGD)]
+    for host, device in classes:
+        with pytest.raises(NotImplementedError, match=r"Expected FusedAdam on both sides .* SGD"):
+            HybridDeviceOptimizer(parameters(), 0.5, host, device, lr=0.1, weight_decay=0.0, use_decoupled_grad=True)
+    for optimizer in (
+        FusedAdam(parameters(), use_decoupled_grad=True),
+        HybridDeviceOptimizer(parameters(), 1.0, use_decoupled_grad=True),
+    ):
+        # Its norm would be that of no gradient, and nothing would be clipped.
+        with pytest.raises(NotImplementedError, match=r"Expected an optimizer of \.grad, got use_decoupled_grad"):
+            DistributedOptimizer(optimizer, clip_grad=1.0)
