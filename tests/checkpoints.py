@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.folders import iteration_of
 from megatron.core.dist_checkpointing.manifest import (
     DATA_ALIGNMENT,
     MARKER_FILE,
@@ -97,7 +98,9 @@ def write_checkpoint(
         marked[data_file(rank)] = FileRecord(len(content), None)
     for name, content in small.items():
         (folder / name).write_bytes(content)
-    (folder / MARKER_FILE).write_bytes(Marker(save_id, 10, world_size, marked).to_bytes())
+    iteration = iteration_of(folder.name)
+    marker = Marker(save_id, 10 if iteration is None else iteration, world_size, marked)
+    (folder / MARKER_FILE).write_bytes(marker.to_bytes())
     return folder
 
 

@@ -8,9 +8,11 @@
     python tools/checkpoint.py convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python tools/checkpoint.py convert gpt.safetensors runs/imported/iter_0000300
 
-One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that fsspec knows; `list`,
-`show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too. Exit code: 0, 1 if `verify` finds something
-wrong or `diff` a difference, 2 for errors.
+One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that fsspec
+knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and whatever
+torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can resume from:
+`--finetune` loads their weights. Exit code: 0, 1 if `verify` finds something wrong or `diff` a
+difference, 2 for errors.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from megatron.core.dist_checkpointing.audit import Audit
 from megatron.core.dist_checkpointing.comparison import KeyComparison, compare
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER_FILE,
+    checkpoint_name,
+    iteration_of,
+    parse_folder,
+)
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     format_of,
@@ -46,13 +53,23 @@ from megatron.core.dist_checkpointing.formats import (
 from megatron.core.dist_checkpointing.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE, dtype_name
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.small_files import check_size, path_of, read_marker
+from megatron.core.dist_checkpointing.small_files import (
+    check_size,
+    path_of,
+    read_marker,
+    read_train_state,
+)
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
 from megatron.core.dist_checkpointing.to_file import export_safetensors, export_torch_save
 from megatron.core.host_memory import format_bytes
+from megatron.core.log import printable
+from megatron.training.recover_info import RecoverInfo, is_of_a_run
 
-_FOLDER = re.compile(r"iter_(\d{7,})")
+_MAX_WIDTH = 200
+_MAX_LINE = 4000  # characters, of what a checkpoint says of itself
+
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # with the rank that wrote it
+_NO_RUN = "no run's state: --finetune loads its weights"
 _DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted", ".damaged": "damaged"}
 
 
@@ -74,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except (CheckpointError, OSError, ValueError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
+        print(f"checkpoint.py: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
         return 2
 
 
@@ -84,7 +101,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
     if store.is_rename_atomic and not Path(store.root).is_dir():
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got none.")
     tracked = store.read(TRACKER_FILE).decode(errors="replace").strip() if store.exists(TRACKER_FILE) else ""
-    rows = [_summary(store, name, tracked) for name in store.folders() if _FOLDER.match(name)]
+    rows = [_summary(store, name, tracked) for name in store.folders() if parse_folder(name)]
     if arguments.json:
         _print_json(rows)
         return 0
@@ -92,18 +109,21 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
         size = "" if row["num_bytes"] is None else format_bytes(row["num_bytes"])
         ranks = "" if row["world_size"] is None else f"{row['world_size']} ranks"
         note = f"  {row['problem']}" if row["problem"] else ""
+        if row["is_run"] is False:
+            note = f"  {_NO_RUN}"
         latest = "  <- latest" if row["is_latest"] else ""
-        print(f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}")
+        _print(f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}")
     return 0
 
 
 def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
     """One line of `list`. Data is not read: sizes are what is compared."""
-    match = _FOLDER.match(name)
-    assert match is not None, "a name that has been chosen so"
-    row: dict[str, Any] = {"name": name, "iteration": int(match.group(1)), "format": None, "state": "draft"}
+    found = parse_folder(name)
+    assert found is not None, "a name that has been chosen so"
+    row: dict[str, Any] = {"name": name, "iteration": found.iteration, "format": None, "state": "draft"}
     row |= {"world_size": None, "num_bytes": None, "problem": None, "is_latest": False}
-    if name != match.group():
+    row["is_run"] = None
+    if found.suffix:
         row["state"] = _DRAFT_SUFFIXES.get(Path(name).suffix, "unknown")
         return row
     if store.exists(f"{name}/{SIGN_FILE}") and not store.exists(f"{name}/{MARKER_FILE}"):
@@ -116,10 +136,15 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
             row |= {"world_size": marker.world_size, "num_bytes": sum(file.nbytes for file in marker.files.values())}
             for file in marker.files:
                 check_size(store, name, file, marker)
+            row["is_run"] = is_of_a_run(read_train_state(store, name))
+            if marker.iteration != found.iteration:
+                row["problem"] = f"saved as iteration {marker.iteration}: no run is resumed from it under this name"
         elif row["format"] == TORCH_DCP:
-            places = open_checkpoint(store, name).metadata.storage_data.values()
+            checkpoint = open_checkpoint(store, name)
+            places = checkpoint.metadata.storage_data.values()
             row |= {"world_size": len({place.relative_path for place in places})}
             row |= {"num_bytes": sum(place.length for place in places)}
+            row["is_run"] = is_of_a_run(checkpoint.train_state)
         if row["format"] is not None:
             row["state"] = "published"
     except CheckpointError as error:
@@ -138,15 +163,18 @@ def show(arguments: argparse.Namespace) -> int:
         marker = checkpoint.marker
         head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration, "world_size": marker.world_size}
         head |= {"save_id": marker.save_id}
+    is_run = is_of_a_run(checkpoint.train_state)
     if arguments.json:
-        _print_json({**head, "train_state": checkpoint.train_state, "tensors": tensors, "plain": plain})
+        state = {"is_run": is_run, "train_state": checkpoint.train_state}
+        _print_json({**head, **state, "tensors": tensors, "plain": plain})
         return 0
-    print(", ".join(f"{name} {value}" for name, value in head.items()))
-    width = max((len(row["key"]) for row in (*tensors, *plain)), default=0)
+    words = [f"{name} {value}" for name, value in head.items()]
+    _print(", ".join(words if is_run else [*words, _NO_RUN]))
+    width = _width(row["key"] for row in (*tensors, *plain))
     for row in tensors:
         _print_tensor(row, width, arguments.chunks)
     for row in plain:
-        print(f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}")
+        _print(f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}")
     total = sum(row["nbytes"] for row in tensors)
     print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
     return 0
@@ -173,10 +201,10 @@ def _place(checkpoint: ReadableCheckpoint, index: MetadataIndex) -> dict[str, An
 def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
     chunks = row["chunks"]
     what = f"{row['dtype']:<9} {row['shape']!s:<16} {format_bytes(row['nbytes']):>11}"
-    print(f"{row['key']:<{width}}  {what}  {len(chunks)} chunks, {_writers(chunks)}")
+    _print(f"{row['key']:<{width}}  {what}  {len(chunks)} chunks, {_writers(chunks)}")
     for chunk in chunks if with_chunks else ():
         box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-        print(f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}")
+        _print(f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}")
 
 
 def _writers(places: Iterable[dict[str, Any]]) -> str:
@@ -213,7 +241,7 @@ def verify(arguments: argparse.Namespace) -> int:
         _print_json({**report, "num_bytes": audit.num_bytes, "problems": audit.problems})
     else:
         for problem in audit.problems:
-            print(problem)
+            _print(problem)
         outcome = f"{len(audit.problems)} problems" if audit.problems else "intact"
         print(f"{location.path}: {outcome}, {format_bytes(audit.num_bytes)} of data files read")
     return 1 if audit.problems else 0
@@ -237,9 +265,9 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"a": a.path, "b": b.path, "keys": [_as_json(each) for each in found]})
     else:
-        width = max((len(each.key) for each in found), default=0)
+        width = _width(each.key for each in found)
         for each in found:
-            print(f"{each.key:<{width}}  {_sentence(each)}")
+            _print(f"{each.key:<{width}}  {_sentence(each)}")
         num_equal = sum(each.outcome == "equal" for each in found)
         print(f"{num_equal} of {len(found)} keys are equal")
     return int(any(each.outcome != "equal" for each in found))
@@ -264,8 +292,8 @@ def _as_json(each: KeyComparison) -> dict[str, Any]:
 
 def convert(arguments: argparse.Namespace) -> int:
     """From a checkpoint to a file, or back, by what the target is called."""
-    target = _FOLDER.fullmatch(arguments.target.rstrip("/").rpartition("/")[2])
-    summary = _from_file(arguments, int(target.group(1))) if target else _to_file(arguments)
+    target = iteration_of(arguments.target.rstrip("/").rpartition("/")[2])
+    summary = _to_file(arguments) if target is None else _from_file(arguments, target)
     if arguments.json:
         _print_json(summary)
     else:
@@ -289,12 +317,19 @@ def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     source, location = Path(arguments.source), _locate(arguments.target)
-    if location.name != checkpoint_name(iteration) or not source.is_file():
+    if location.name != checkpoint_name(iteration) or source.is_dir() or not source.exists():
         raise CheckpointError(
             f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} and {location.name}."
         )
     content = read_file(source, arguments.prefix)
-    # What --finetune asks for; a file that a checkpoint was converted to has all of it.
+    if content.train_state is not None and is_of_a_run(content.train_state):
+        info = RecoverInfo.from_plain(content.train_state, f"the train_state of {source}")
+        own_name = checkpoint_name(info.step_info.iteration)
+        if own_name != location.name:
+            raise CheckpointError(
+                f"Expected {own_name} for {source}, whose train_state is of that iteration, got {location.name}."
+            )
+    # Enough for --finetune; a file that a checkpoint was converted to has all of it.
     train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
     num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
     with _bar("convert", num_bytes) as progress:
@@ -323,6 +358,16 @@ def _bar(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
     """A bar on stderr, if that is a terminal."""
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
         yield bar.update
+
+
+def _width(keys: Iterable[str]) -> int:
+    """Of a column of keys; a long one has its line to itself."""
+    return max((len(key) for key in keys if len(key) <= _MAX_WIDTH), default=0)
+
+
+def _print(line: str) -> None:
+    """Prints what a checkpoint says of itself: names may hold what a terminal would obey."""
+    print(printable(line, _MAX_LINE))
 
 
 def _print_json(value: object) -> None:

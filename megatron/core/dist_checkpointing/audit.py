@@ -47,6 +47,7 @@ from megatron.core.dist_checkpointing.store import Store
 T = TypeVar("T")
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
+_MAX_FRAME_BYTES = 1 << 20  # what stands around the data of one tensor is read whole
 
 
 class Audit:
@@ -153,6 +154,13 @@ class Audit:
 
     def _check_chunk(self, file: str, chunk: ChunkRecord) -> None:
         data_end = chunk.data_offset + chunk.data_nbytes
+        frame_nbytes = chunk.blob_nbytes - chunk.data_nbytes
+        if frame_nbytes > _MAX_FRAME_BYTES:
+            self.problems.append(
+                f"Expected at most {_MAX_FRAME_BYTES} bytes around the data of {chunk.key!r} at {chunk.offsets} in "
+                f"{self._path(file)}, got {frame_nbytes}."
+            )
+            return
         header = self._read_all(file, chunk.blob_offset, chunk.data_offset - chunk.blob_offset)
         wrong = []
         for first in range(0, len(chunk.digests), _READ_BYTES // BLOCK_BYTES):
@@ -167,7 +175,11 @@ class Audit:
         footer = self._read_all(file, data_end, chunk.blob_offset + chunk.blob_nbytes - data_end)
         # Another version of torch may write another frame, which cannot be known here.
         if chunk.dtype and self._writer_torch == torch.__version__:
-            wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
+            try:
+                wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
+            except RuntimeError as error:  # of sizes of an empty tensor that torch cannot count
+                self.problems.append(f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}.")
+                return
             for name, part, written in zip(("before", "behind"), (header, footer), wanted, strict=True):
                 if part != written:
                     self.problems.append(
@@ -182,7 +194,7 @@ class Audit:
                 return
 
     def _read_all(self, file: str, begin: int, nbytes: int) -> bytes:
-        """A header or a footer, whose length the manifest bounds by that of the file alone."""
+        """A header or a footer."""
         pieces = range(begin, begin + nbytes, _READ_BYTES)
         return b"".join(bytes(self._read(file, place, min(_READ_BYTES, begin + nbytes - place))) for place in pieces)
 

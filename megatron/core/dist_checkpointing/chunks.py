@@ -158,7 +158,10 @@ class Section:
 
 
 class EvenShards:
-    """A tensor as PyTorch's DTensor shards it: evenly, the first ranks one more where that does not work out."""
+    """A tensor as PyTorch's DTensor shards it, and `torch.chunk` cuts: ceil(size / ranks) to each rank.
+
+    The last ranks have less, or nothing, where that does not divide: 9 rows on 4 ranks are 3, 3, 3, 0.
+    """
 
     def __init__(self, shape: Sequence[int], mesh: RankMesh, sharded_dims: Sequence[int | None]) -> None:
         """

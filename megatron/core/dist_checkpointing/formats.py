@@ -6,8 +6,6 @@ PyTorch itself wrote, without digests.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -22,12 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.coverage import check_coverage
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.dcp_files import DcpFiles
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.small_files import path_of, read_train_state, system_errors
-from megatron.core.dist_checkpointing.store import SIGN_FILE, Store
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store
 
 _PIECE_BYTES = 16 << 20
 
@@ -61,10 +60,14 @@ def format_of(store: Store, name: str) -> str | None:
     if store.exists(f"{name}/{SIGN_FILE}"):
         return None
     try:
-        train_state = json.loads(store.read(f"{name}/{TRAIN_STATE_FILE}"))
-        return str(train_state["config"]["ckpt_format"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return TORCH_DCP if store.exists(f"{name}/{METADATA_FILE}") else None
+        config = read_train_state(store, name).get("config")
+    except CheckpointError:
+        config = None
+    named = config.get("ckpt_format") if isinstance(config, dict) else None
+    for known in (FSDP_DTENSOR, TORCH_DCP):
+        if named == known:
+            return known
+    return TORCH_DCP if store.exists(f"{name}/{METADATA_FILE}") else None
 
 
 def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
@@ -127,8 +130,7 @@ class TorchDcpCheckpoint:
         self.path = path_of(store, name)
         self.metadata = metadata
         self.train_state = train_state
-        self._store = store
-        self._name = name
+        self._files = DcpFiles(store, name, metadata)
         self._index: tuple[str, BoxIndex] = ("", BoxIndex([]))  # of the tensor that was read from last
         self._loaded: tuple[MetadataIndex, torch.Tensor] | None = None  # the chunk that was read last
 
@@ -141,8 +143,9 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            metadata = parse_metadata(store.read(f"{name}/{METADATA_FILE}"), source)
+            metadata = parse_metadata(store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES), source)
         check_coverage(metadata, source)
+        DcpFiles(store, name, metadata).check_sizes()
         train_state = read_train_state(store, name) if store.exists(f"{name}/{TRAIN_STATE_FILE}") else {}
         return cls(store, name, metadata, train_state)
 
@@ -158,7 +161,7 @@ class TorchDcpCheckpoint:
             chunk = index.boxes[place]
             where = MetadataIndex(key, chunk.offsets)
             if self._loaded is None or self._loaded[0] != where:
-                self._loaded = (where, self._load_tensor(where, chunk, out.dtype))
+                self._loaded = (where, self._files.tensor(where))
                 num_read += self._loaded[1].nbytes
             part = self._loaded[1][overlap.within(chunk.offsets).slices()]
             out[overlap.within(box.offsets).slices()].copy_(part)
@@ -166,36 +169,4 @@ class TorchDcpCheckpoint:
 
     def read_plain(self, key: str) -> object:
         """As `PublishedCheckpoint.read_plain`."""
-        return self._load(MetadataIndex(key))
-
-    def _load_tensor(self, where: MetadataIndex, chunk: Box, dtype: torch.dtype) -> torch.Tensor:
-        found = self._load(where)
-        if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (chunk.sizes, dtype):
-            got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise CheckpointDamagedError(
-                f"Expected {dtype} {chunk.sizes} for {where.fqn!r} at {chunk.offsets} in {self.path}, got {got}."
-            )
-        return found
-
-    def _load(self, where: MetadataIndex) -> object:
-        info = self.metadata.storage_data[where]
-        source = f"{self.path}/{info.relative_path}"
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"Expected {where.fqn!r} in {source} as torch.save writes it, got it transformed by "
-                f"{', '.join(info.transform_descriptors)}."
-            )
-        with system_errors(source):
-            size = self._store.size(f"{self._name}/{info.relative_path}")
-            if info.offset + info.length > size:
-                raise CheckpointDamagedError(
-                    f"Expected {info.offset + info.length} bytes or more in {source}, got {size}."
-                )
-            content = bytearray(info.length)
-            self._store.read_into(f"{self._name}/{info.relative_path}", info.offset, memoryview(content))
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:  # unpickling raises almost anything
-            raise CheckpointDamagedError(
-                f"Expected {where.fqn!r} in {source}, got {type(error).__name__}: {error}."
-            ) from error
+        return self._files.plain(key)

@@ -7,7 +7,8 @@ opened as long as there are tensors in them, and what has none is plain data.
 from __future__ import annotations
 
 import contextlib
-import json
+import mmap
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,22 +16,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.archive_directory import Window
 from megatron.core.dist_checkpointing.blob import plain_blob
+from megatron.core.dist_checkpointing.blob_reading import Archive, with_tensors
 from megatron.core.dist_checkpointing.chunks import Replicated
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, Values
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.file_plan import SavedAs
 from megatron.core.dist_checkpointing.folders import checkpoint_name
 from megatron.core.dist_checkpointing.publisher import publish
-from megatron.core.dist_checkpointing.small_files import path_of
+from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
+from megatron.core.dist_checkpointing.small_files import path_of, train_state_bytes
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
 from megatron.core.dist_checkpointing.writer import Draft, RankWriter
+from megatron.core.files import open_regular
+from megatron.core.json_reading import parse_json
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
@@ -50,7 +56,7 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
         prefix: of the keys, to be put before those in the file: "model.", for a model's state dict.
 
     Raises:
-        CheckpointError: for a file that cannot be read without running code, and for what no checkpoint holds.
+        CheckpointError: for a file that holds more than tensors and plain data, and for what no checkpoint holds.
         OSError: if it cannot be read.
     """
     state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
@@ -63,9 +69,7 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
         if key in tensors or key in plain:
             raise CheckpointError(f"Expected each key once in {path}, got several of {key!r}.")
         if isinstance(value, torch.Tensor):
-            if value.layout != torch.strided or value.is_quantized:
-                raise CheckpointError(f"Expected a dense tensor {key!r} in {path}, got {value.layout}, {value.dtype}.")
-            tensors[key] = value.detach()
+            tensors[key] = value
         else:
             plain[key] = _checked(path, key, value)
     return FileContent(tensors, plain, train_state)
@@ -111,8 +115,7 @@ def _write(draft: Draft, content: FileContent, train_state: Mapping[str, Any], p
     if writer.failure is not None:
         raise writer.failure
     assert writer.manifest is not None, "there is one if nothing has failed"
-    text = json.dumps(train_state, indent=1) + "\n"
-    publish(draft, contents, text.encode(), writer.manifest, timeout_seconds=0.0)
+    publish(draft, contents, train_state_bytes(train_state), writer.manifest, timeout_seconds=0.0)
 
 
 def _entry(key: str, tensor: torch.Tensor) -> Entry:
@@ -122,38 +125,41 @@ def _entry(key: str, tensor: torch.Tensor) -> Entry:
 
 
 def _read_torch_save(path: Path) -> dict[str, object]:
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # unpickling raises almost anything
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(
-            f"Expected what torch.save writes in {path}, got {type(error).__name__}: {reason}"
-        ) from error
+    """Maps the file: what is used of its tensors is read when it is used."""
+    source = str(path)
+    with open_regular(path, "what torch.save writes") as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        # Programs may leave the checksums out; what is known of ours is in a checkpoint's digests.
+        archive = Archive(Window(stream, 0, nbytes), nbytes, source, checks_crc=False)
+        # Private and writable, as torch wants memory to be; nobody writes to it.
+        mapped = mmap.mmap(stream.fileno(), nbytes, access=mmap.ACCESS_COPY)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    state = with_tensors(archive.value, lambda place: place.tensor(memory))
     if not isinstance(state, dict):
         raise CheckpointError(f"Expected a dict in {path}, got {type(state).__name__}.")
-    return dict(state)
+    return state
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
     """Plain data stands in the metadata as JSON."""
-    path.stat()  # whose errors say more
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            state: dict[str, object] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
+        with open_safetensors(path) as file:
+            metadata = file.reader.metadata() or {}
+            keys = file.reader.keys()
+            state: dict[str, object] = {key: file.reader.get_tensor(key) for key in keys}
     except SafetensorError as error:
-        raise CheckpointError(f"Expected a safetensors file at {path}, got {error}.") from error
+        raise CheckpointError(f"Expected to read the tensors of {path}, got {error}.") from error
     for key, text in metadata.items():
         if key == "format":
             continue
         if key in state:
             raise CheckpointError(f"Expected each key once in {path}, got several of {key!r}.")
         try:
-            state[key] = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"Expected JSON in the metadata {key!r} of {path}, got {text[:60]!r}.") from error
+            state[key] = parse_json(text, max_depth=100, allow_nan=True)
+        except ValueError as error:
+            raise CheckpointError(
+                f"Expected JSON in the metadata {shown(key)} of {path}, got {shown(text, 60)}: {error}."
+            ) from error
     return state
 
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import xxhash
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, shown
+from megatron.core.json_reading import parse_json
 
 METADATA_FILE = ".metadata"
 TRAIN_STATE_FILE = "train_state.json"
@@ -31,6 +32,7 @@ BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be sh
 DATA_ALIGNMENT = 4096  # bytes: where a tensor's data may begin in a data file, as direct I/O wants it
 
 FORMAT_VERSION = 1
+_MAX_COUNT = (1 << 63) - 1  # what a size or a place in a file can be
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -225,9 +227,9 @@ def _to_json(value: object, *, sort_keys: bool = False) -> str:
 
 def _parse(content: bytes, source: str) -> dict[str, Any]:
     try:
-        members = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamagedError(f"Expected JSON in {source}, got {type(error).__name__}: {error}.") from error
+        members = parse_json(content)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"Expected JSON in {source}, got {error}.") from error
     _expect(isinstance(members, dict), "a JSON object", members, source)
     return dict(members)
 
@@ -245,17 +247,11 @@ def _check_members(members: dict[str, Any], names: Sequence[str], source: str) -
 
 def _expect(is_met: bool, what: str, got: object, source: str) -> None:
     if not is_met:
-        raise CheckpointDamagedError(f"Expected {what} in {source}, got {_shown(got)}.")
-
-
-def _shown(value: object) -> str:
-    """A value in a message: its beginning, however long it is."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+        raise CheckpointDamagedError(f"Expected {what} in {source}, got {got if isinstance(got, str) else shown(got)}.")
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _is_counts(value: object) -> bool:

@@ -19,6 +19,9 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
+# Readers put a key into messages, and hold it against others, for every chunk of its tensor.
+MAX_KEY_CHARS = 4096
+
 
 class SavedChunk(NamedTuple):
     """A box of a tensor, and where its blob lies."""
@@ -52,13 +55,16 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]
     """The `.metadata` that DCP would write for these, in their order. See [Note: composing].
 
     Raises:
-        ValueError: if two have the same key.
+        ValueError: if two have the same key, or a key is longer than `MAX_KEY_CHARS`.
     """
     saved_tensors, saved_plain = list(tensors), list(plain)
     counts = Counter([tensor.key for tensor in saved_tensors] + [item.key for item in saved_plain])
     repeated = [key for key, count in counts.items() if count > 1]
     if repeated:
         raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
+    longest = max(counts, key=len, default="")
+    if len(longest) > MAX_KEY_CHARS:
+        raise ValueError(f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}.")
     return _Composer().compose(saved_tensors, saved_plain)
 
 

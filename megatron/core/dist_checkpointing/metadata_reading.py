@@ -1,16 +1,16 @@
 """The `.metadata` of a DCP checkpoint, ours or one that DCP wrote, read without running anything.
 
-[Note: reading] A pickle is a program. It may name any function of any module and call it, and set attributes of
-what it has named. So names are looked up in a list, and what is found there is not the classes of DCP, whose attributes
-could be set for the whole process, but blank records that hold what they are given. Only once every field of a record
-has been found to be of the right type does it become the object that it stands for.
+[Note: reading] `safe_pickle` reads the pickle, into records in the place of DCP's objects. Only once
+every field of a record has been found to be of the right type is the object made that it stands for.
+
+A small pickle can refer to one long list from a hundred thousand records. So lists and tuples are
+checked once, however many records share them; keys, sizes and paths, which the readers of a
+checkpoint walk for every chunk, have a bounded length.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn, cast
 
@@ -19,7 +19,16 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    shown,
+)
+from megatron.core.dist_checkpointing.metadata import MAX_KEY_CHARS
+from megatron.core.dist_checkpointing.safe_pickle import DTYPES, Call, Record, RecordClass, read_pickle, size_of
+
+_MAX_PATH_PARTS = 256  # of the place of a value in the nested dict that was saved
+_MAX_FOLDER_CHARS = 4096
 
 
 def parse_metadata(content: bytes, source: str) -> Metadata:
@@ -32,31 +41,8 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
         CheckpointDamagedError: if it is not a whole `Metadata` whose fields have the types they should have.
         CheckpointError: if it names anything but DCP's own classes, or files outside of its folder.
     """
-    stream = io.BytesIO(content)
-    try:
-        found = _SafeUnpickler(stream, source).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # unpickling raises anything: IndexError, UnicodeDecodeError, MemoryError ...
-        raise CheckpointDamagedError(
-            f"Expected a pickle of checkpoint metadata in {source}, got {type(error).__name__}: {error}."
-        ) from error
-    if stream.tell() != len(content):
-        raise CheckpointDamagedError(
-            f"Expected {source} to end with its pickle at byte {stream.tell()}, got {len(content)} bytes."
-        )
+    found = read_pickle(content, source, _ADMITTED, "the classes of DCP's metadata")
     return _RecordReader(source).metadata(found)
-
-
-class _Sealed(type):
-    """The type of classes whose attributes cannot be set."""
-
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise TypeError(f"Expected {cls.__name__} to be left as it is, got a value for {name}.")
-
-
-def _keep_state(record: Any, state: object) -> None:
-    record.state = state
 
 
 # The fields that stand in a pickle of each class, and those that may.
@@ -73,26 +59,25 @@ _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
         (dcp.StorageMeta, "", "checkpoint_id save_id load_id modules"),
     ]
 }
-# What stands for each class until its fields have been found right: an object that holds anything.
-_RECORDS = {kind: _Sealed(f"Blank{kind.__name__}", (), {}) for kind in _FIELDS}
-# DCP pickles these as a tuple.
-_RECORDS[dcp.TensorProperties] = _Sealed("BlankTensorProperties", (), {"__setstate__": _keep_state})
 
 
-class _Call(metaclass=_Sealed):
-    """A function that pickles of metadata name; without attributes that could be set."""
+def _looked_up(table: Mapping[Any, object], kind: type) -> Call:
+    """A function that looks something up. The type comes first: hashing anything could take for ever."""
 
-    __slots__ = ("_function",)
-    _function: Callable[..., object]
+    def look_up(name: object) -> object:
+        if type(name) is not kind:
+            raise ValueError(f"Expected a {kind.__name__}, got a {type(name).__name__}.")
+        return table[name]
 
-    def __init__(self, function: Callable[..., object]) -> None:
-        object.__setattr__(self, "_function", function)
+    return Call(look_up)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise TypeError(f"Expected a function to be left as it is, got a value for {name}.")
 
-    def __call__(self, *args: object) -> object:
-        return self._function(*args)
+def _path_of(*parts: object) -> PurePosixPath:
+    if not all(type(part) is str for part in parts):
+        raise ValueError("Expected a path of strings.")
+    if sum(map(len, cast("tuple[str, ...]", parts))) > _MAX_FOLDER_CHARS:
+        raise ValueError(f"Expected a path of at most {_MAX_FOLDER_CHARS} characters.")
+    return PurePosixPath(*parts)  # type: ignore[arg-type]  # as just checked
 
 
 _MEMORY_FORMATS = {
@@ -100,51 +85,40 @@ _MEMORY_FORMATS = {
     dcp._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value: torch.channels_last,
     dcp._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value: torch.preserve_format,
 }
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # All that a pickle of metadata may name.
 _ADMITTED: dict[tuple[str, str], object] = {
-    **{(kind.__module__, kind.__qualname__): record for kind, record in _RECORDS.items()},
-    (dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__): _Call(_MEMORY_FORMATS.__getitem__),
-    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _Call({"torch.strided": torch.strided}.__getitem__),
+    **{(kind.__module__, kind.__qualname__): RecordClass(kind) for kind in _FIELDS},
+    (dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__): _looked_up(_MEMORY_FORMATS, int),
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Size"): Call(size_of),
+    ("torch.serialization", "_get_layout"): _looked_up({"torch.strided": torch.strided}, str),
     # The folder that DCP was told to save in: the class's home depends on the version of Python.
-    ("pathlib", "PosixPath"): _Call(PurePosixPath),
-    ("pathlib._local", "PosixPath"): _Call(PurePosixPath),
+    ("pathlib", "PosixPath"): Call(_path_of),
+    ("pathlib._local", "PosixPath"): Call(_path_of),
 }
 
 
-class _SafeUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, source: str) -> None:
-        super().__init__(stream)
-        self._source = source
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ADMITTED[module, name]
-        except KeyError:
-            raise CheckpointError(
-                f"Expected nothing but the classes of DCP's metadata in {self._source}, got {module}.{name}."
-            ) from None
-
-
 class _RecordReader:
-    """Turns records into the objects that they stand for, if all of their fields are of the right type.
-
-    A record that is referred to from several places has become its object when it is met again, and an object is never
-    anything but a record that has been found right.
-    """
+    """Makes of records the objects that they stand for, if all of their fields are of the right type."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._files: set[str] = set()  # whose names have been found right
+        # What has been found right. The pickle's value keeps all of it alive: no id is used again.
+        self._files: set[str] = set()
+        self._size_ids: set[int] = set()
+        self._path_ids: set[int] = set()
+        self._descriptor_ids: set[int] = set()
+        self._num_chunks = 0  # so far, of all tensors
+        self._max_chunks = 0
 
     def metadata(self, record: Any) -> Metadata:
         fields = self._fields(record, dcp.Metadata)
         entries = self._expect(fields["state_dict_metadata"], dict, "state_dict_metadata")
         places = self._expect(fields["storage_data"], dict, "storage_data")
+        # A list of chunks could be referred to from a million tensors; but each chunk has a place.
+        self._max_chunks = len(places)
         return Metadata(
-            state_dict_metadata={self._expect(key, str, "a key"): self._entry(entries[key], key) for key in entries},
+            state_dict_metadata={self._key(key): self._entry(entries[key], key) for key in entries},
             planner_data=self._planner_data(fields.get("planner_data")),
             storage_data=self._storage_data(places),
             storage_meta=self._storage_meta(fields.get("storage_meta")),
@@ -152,11 +126,16 @@ class _RecordReader:
         )
 
     def _entry(self, record: Any, key: str) -> dcp.STORAGE_TYPES:
-        if type(record) is _RECORDS[dcp.BytesStorageMetadata]:
+        if type(record) is Record and record.kind is dcp.BytesStorageMetadata:
             self._fields(record, dcp.BytesStorageMetadata)
             return dcp.BytesStorageMetadata()
         fields = self._fields(record, dcp.TensorStorageMetadata)
-        chunks = self._expect(fields["chunks"], list, f"the chunks of {key}")
+        chunks = fields["chunks"]
+        if type(chunks) is not list:
+            self._fail(f"the chunks of {key} as list", f"a {_kind_name(chunks)}")
+        self._num_chunks += len(chunks)
+        if self._num_chunks > self._max_chunks:
+            self._fail(f"no more chunks than the {self._max_chunks} places", "more")
         return dcp.TensorStorageMetadata(
             properties=self._properties(fields["properties"], key),
             size=self._size(fields["size"], key),
@@ -164,22 +143,24 @@ class _RecordReader:
         )
 
     def _chunk(self, record: Any, key: str) -> dcp.ChunkStorageMetadata:
-        if type(record) is not dcp.ChunkStorageMetadata:
-            fields = self._fields(record, dcp.ChunkStorageMetadata)
-            self._size(fields["offsets"], key)
-            self._size(fields["sizes"], key)
-            record.__class__ = dcp.ChunkStorageMetadata
-        return cast(dcp.ChunkStorageMetadata, record)
+        fields = self._fields(record, dcp.ChunkStorageMetadata)
+        for size in (fields["offsets"], fields["sizes"]):
+            if id(size) not in self._size_ids:
+                self._size(size, key)
+        return cast(dcp.ChunkStorageMetadata, _object_of(dcp.ChunkStorageMetadata, fields))
 
     def _properties(self, record: Any, key: str) -> dcp.TensorProperties:
         fields = self._fields(record, dcp.TensorProperties)
-        state = self._expect(fields["state"], tuple, f"the properties of {key}")
+        state = fields["state"]
+        if type(state) is not tuple:
+            self._fail(f"the properties of {key} as tuple", f"a {_kind_name(state)}")
         names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
         kinds = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
         if len(state) != len(kinds):
             self._fail(f"{len(kinds)} properties of {key}", f"{len(state)}")
         for value, kind, name in zip(state, kinds, names, strict=True):
-            self._expect(value, kind, f"{name} of {key}")
+            if type(value) is not kind:
+                self._fail(f"{name} of {key} as {kind.__name__}", f"a {_kind_name(value)}")
         return dcp.TensorProperties(*state)
 
     def _storage_data(self, places: dict[Any, Any]) -> dict[dcp.MetadataIndex, _StorageInfo]:
@@ -189,42 +170,51 @@ class _RecordReader:
         return found
 
     def _index(self, record: Any) -> dcp.MetadataIndex:
-        if type(record) is not dcp.MetadataIndex:
-            fields = self._fields(record, dcp.MetadataIndex)
-            key = self._expect(fields["fqn"], str, "fqn")
-            self._expect_or_none(fields["index"], int, f"the index of a chunk of {key}")
-            if fields.get("offset") is not None:
-                self._size(fields["offset"], key)
-            record.__class__ = dcp.MetadataIndex
-        return cast(dcp.MetadataIndex, record)
+        fields = self._fields(record, dcp.MetadataIndex)
+        key, number, offset = fields["fqn"], fields["index"], fields.get("offset")
+        if type(key) is not str or len(key) > MAX_KEY_CHARS:
+            self._key(key)
+        if number is not None and type(number) is not int:
+            self._fail(f"the index of a chunk of {key} as int", f"a {_kind_name(number)}")
+        if offset is not None and id(offset) not in self._size_ids:
+            self._size(offset, key)
+        return cast(dcp.MetadataIndex, _object_of(dcp.MetadataIndex, fields))
 
     def _info(self, record: Any) -> _StorageInfo:
-        if type(record) is not _StorageInfo:
-            fields = self._fields(record, _StorageInfo)
-            file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-            if type(file) is not str or file not in self._files:
-                self._check_file(file)
-            if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-                self._fail(f"a place in {file} as numbers of bytes", f"{offset!r:.40} and {length!r:.40}")
-            for name in self._expect_or_none(fields.get("transform_descriptors"), list, "transform_descriptors") or []:
+        fields = self._fields(record, _StorageInfo)
+        file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        if type(file) is not str or file not in self._files:
+            self._check_file(file)
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            self._fail(f"a place in {file} as numbers of bytes", f"{shown(offset)} and {shown(length)}")
+        descriptors = fields.get("transform_descriptors")
+        if descriptors is not None and id(descriptors) not in self._descriptor_ids:
+            for name in self._expect(descriptors, list, "transform_descriptors"):
                 self._expect(name, str, "a transform's descriptor")
-            record.__class__ = _StorageInfo
-        return cast(_StorageInfo, record)
+            self._descriptor_ids.add(id(descriptors))
+        return cast(_StorageInfo, _object_of(_StorageInfo, fields))
 
     def _check_file(self, file: Any) -> None:
         self._expect(file, str, "the name of a data file")
         paths = (PurePosixPath(file), PureWindowsPath(file))
         if not file or "\0" in file or any(path.anchor or ".." in path.parts for path in paths):
-            raise CheckpointError(f"Expected data files in the folder of {self._source}, got {file!r}.")
+            raise CheckpointError(f"Expected data files in the folder of {self._source}, got {shown(file)}.")
         self._files.add(file)
 
     def _planner_data(self, found: Any) -> dict[str, tuple[str | int, ...]] | None:
         for key, path in (self._expect_or_none(found, dict, "planner_data") or {}).items():
-            self._expect(key, str, "a key of planner_data")
-            for part in self._expect(path, tuple, f"the path of {key}"):
-                if type(part) is not str:
-                    self._expect(part, int, f"a part of the path of {key}")
+            self._key(key)
+            if id(path) not in self._path_ids:
+                self._check_path(path, key)
         return cast("dict[str, tuple[str | int, ...]] | None", found)
+
+    def _check_path(self, path: Any, key: str) -> None:
+        if type(path) is not tuple or len(path) > _MAX_PATH_PARTS:
+            self._fail(f"the path of {key} as a tuple of at most {_MAX_PATH_PARTS}", shown(path))
+        for part in path:
+            if type(part) is not str:
+                self._expect(part, int, f"a part of the path of {key}")
+        self._path_ids.add(id(path))
 
     def _storage_meta(self, record: Any) -> dcp.StorageMeta | None:
         if record is None:
@@ -245,29 +235,53 @@ class _RecordReader:
 
     def _size(self, found: Any, key: str) -> torch.Size:
         if type(found) is not torch.Size or min(found, default=0) < 0:
-            self._fail(f"sizes and offsets of {key} as torch.Size of at least 0", f"{found!r:.40}")
+            self._fail(f"sizes and offsets of {key} as torch.Size of at least 0", shown(found))
+        self._size_ids.add(id(found))
         return found
+
+    def _key(self, found: Any) -> str:
+        key: str = self._expect(found, str, "a key")
+        if len(key) > MAX_KEY_CHARS:
+            self._fail(f"keys of at most {MAX_KEY_CHARS} characters", f"one of {len(key)}")
+        return key
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
         """What a blank record that stands for an object of `kind` holds, if that is what it should."""
-        if type(record) is not _RECORDS[kind]:
-            self._fail(f"a {kind.__name__}", f"a {type(record).__name__}")
-        fields: dict[str, Any] = record.__dict__
+        if type(record) is not Record or record.kind is not kind:
+            self._fail(f"a {kind.__name__}", f"a {_kind_name(record)}")
+        state = record.state
+        if kind is dcp.TensorProperties:
+            state = {"state": state}  # DCP pickles these as a tuple
+        fields: Any = {} if state is None else state
         needed, optional = _FIELDS[kind]
+        if type(fields) is dict and fields.keys() == needed:
+            return fields
+
+        self._expect(fields, dict, f"the fields of a {kind.__name__}")
         for name in fields:
-            # A record may be among them, which cannot be looked up any more once it has become an object.
             self._expect(name, str, f"the name of a field of a {kind.__name__}")
-        if fields.keys() != needed and not needed <= fields.keys() <= needed | optional:
-            self._fail(f"the fields {sorted(needed)} of a {kind.__name__}", f"{list(fields)!r:.200}")
-        return fields
+        if not needed <= fields.keys() <= needed | optional:
+            self._fail(f"the fields {sorted(needed)} of a {kind.__name__}", shown(list(fields)))
+        return cast("dict[str, Any]", fields)
 
     def _expect_or_none(self, found: Any, kind: type, what: str) -> Any:
         return None if found is None else self._expect(found, kind, what)
 
     def _expect(self, found: Any, kind: type, what: str) -> Any:
         if type(found) is not kind:
-            self._fail(f"{what} as {kind.__name__}", f"a {type(found).__name__}")
+            self._fail(f"{what} as {kind.__name__}", f"a {_kind_name(found)}")
         return found
 
     def _fail(self, expected: str, got: str) -> NoReturn:
         raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.")
+
+
+def _object_of(kind: type, fields: dict[str, Any]) -> object:
+    """An object of a dataclass, made without its constructor: there are hundreds of thousands."""
+    made: object = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
+def _kind_name(found: object) -> str:
+    return found.kind.__name__ if isinstance(found, Record) else type(found).__name__

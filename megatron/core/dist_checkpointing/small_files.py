@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,8 +26,13 @@ from megatron.core.dist_checkpointing.manifest import (
     data_file,
     digest,
     dtype_name,
+    dtype_named,
 )
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
+from megatron.core.files import UnusableFileError
+from megatron.core.json_reading import parse_json
+
+_MAX_HEAD_BYTES = 1 << 26  # of the marker of half a million ranks, or of a train state
 
 # Errors of the system that say that the file itself is at fault.
 _DAMAGE = {errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR}
@@ -54,16 +60,17 @@ def system_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = CheckpointDamagedError if error.errno in _DAMAGE or isinstance(error, FileNotFoundError) else None
+        is_damage = error.errno in _DAMAGE or isinstance(error, FileNotFoundError | UnusableFileError)
+        kind = CheckpointDamagedError if is_damage else CheckpointError
         got = f"{type(error).__name__}: {error.strerror or error}"
-        raise (kind or CheckpointError)(f"Expected to read {path}, got {got}.") from error
+        raise kind(f"Expected to read {path}, got {got}.") from error
 
 
 def read_marker(store: Store, name: str) -> Marker:
     """The marker of the checkpoint in the folder `name`. Raises what `Marker.from_bytes` does."""
     source = path_of(store, f"{name}/{MARKER_FILE}")
     with system_errors(source):
-        content = store.read(f"{name}/{MARKER_FILE}")
+        content = store.read(f"{name}/{MARKER_FILE}", _MAX_HEAD_BYTES)
     return Marker.from_bytes(content, source)
 
 
@@ -80,7 +87,7 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
     """A file whose digest the marker has. Raises CheckpointDamagedError if it is not what was written."""
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
-        content = store.read(f"{name}/{file}")
+        content = store.read(f"{name}/{file}", MAX_METADATA_BYTES)
     got, written = digest(content), marker.files[file].digest
     if got != written:
         raise CheckpointDamagedError(f"Expected digest {written} of {source}, got {got} of {len(content)} bytes.")
@@ -91,19 +98,34 @@ def read_train_state(store: Store, name: str) -> dict[str, Any]:
     """The plain data of a checkpoint of any format. CheckpointDamagedError if it is not there or not readable."""
     source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
     with system_errors(source):
-        content = store.read(f"{name}/{TRAIN_STATE_FILE}")
+        content = store.read(f"{name}/{TRAIN_STATE_FILE}", _MAX_HEAD_BYTES)
     return parse_train_state(content, source)
 
 
 def parse_train_state(content: bytes, source: str) -> dict[str, Any]:
-    """Raises CheckpointDamagedError if it is no JSON object."""
+    """Raises CheckpointDamagedError if it is no JSON object, or one that `parse_json` refuses."""
     try:
-        state = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamagedError(f"Expected JSON in {source}, got {type(error).__name__}: {error}.") from error
+        # What a run's logger keeps may be a loss that was none.
+        state = parse_json(content, allow_nan=True)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"Expected JSON in {source}, got {error}.") from error
     if not isinstance(state, dict):
         raise CheckpointDamagedError(f"Expected a JSON object in {source}, got {type(state).__name__}.")
     return state
+
+
+def train_state_bytes(state: Mapping[str, Any]) -> bytes:
+    """The content of `train_state.json`. CheckpointError for what a load would not give back."""
+    try:
+        content = (json.dumps(state, indent=1) + "\n").encode()
+        parse_json(content, allow_nan=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}.") from error
+
+    if len(content) > _MAX_HEAD_BYTES:
+        got = f"{len(content)} bytes"
+        raise CheckpointError(f"Expected at most {_MAX_HEAD_BYTES} bytes of {TRAIN_STATE_FILE}, got {got}.")
+    return content
 
 
 def blobs_by_file(metadata: Metadata) -> dict[str, list[Blob]]:
@@ -130,6 +152,11 @@ def file_problems(blobs: Mapping[str, Sequence[Blob]], marker: Marker, source: s
         if file not in known:
             yield f"Expected data files of {marker.world_size} ranks in {source}, got {file}."
             continue
+        for blob in inside:
+            # Before anybody makes a tensor of that size.
+            nbytes = math.prod(blob.sizes) * dtype_named(blob.dtype).itemsize if blob.dtype else 0
+            if nbytes > blob.nbytes:
+                yield f"Expected {nbytes} bytes or more of {blob.key!r} in {file} in {source}, got {blob.nbytes}."
         end = max(blob.offset + blob.nbytes for blob in inside)
         if end > marker.files[file].nbytes:
             yield f"Expected blobs within the {marker.files[file].nbytes} bytes of {file} in {source}, got byte {end}."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.dist_checkpointing.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import (
@@ -28,7 +30,7 @@ from megatron.core.dist_checkpointing.formats import (
     read_piece,
     tensors_of,
 )
-from megatron.core.files import published
+from megatron.core.files import open_regular, published
 
 TRAIN_STATE_KEY = "train_state"
 
@@ -56,15 +58,21 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, stream)
         stream.flush()
-        with FakeTensorMode():
-            placed = torch.load(stream.name, weights_only=True)
+        placed = _places(Path(stream.name))
         for key, value in state.items():
             for leaf, place in zip(tree_leaves(value), tree_leaves(placed[key]), strict=True):
-                if isinstance(place, torch.Tensor) and place.numel():
-                    offset = place.untyped_storage()._checkpoint_offset
-                    assert offset is not None, "torch.load knows it of every tensor"
-                    stream.seek(offset)
+                if isinstance(place, TensorPlace) and place.nbytes:
+                    stream.seek(place.begin)
                     _write_tensor(stream, checkpoint, key, leaf, progress)
+
+
+def _places(path: Path) -> dict[str, object]:
+    """What stands in a file of torch.save, with the places of the tensors' data."""
+    with open_regular(path) as written:
+        nbytes = os.fstat(written.fileno()).st_size
+        placed = Archive(written, nbytes, str(path), checks_crc=False).value
+    assert isinstance(placed, dict), "as was written"
+    return placed
 
 
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.small_files import read_marker
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.training.engine import StepInfo
+from megatron.training.recover_info import RecoverInfo
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 from tools import checkpoint
 
@@ -79,8 +86,11 @@ def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp:
     shutil.copytree(torch_dcp, root / "iter_0000020")
     for name in ("iter_0000030.abc.saving", "iter_0000005.abc.deleting", "iter_0000031", "tensorboard"):
         (root / name).mkdir()
-    for name in ("iter_0000040", "iter_0000050", "iter_0000060"):
-        shutil.copytree(root / "iter_0000010", root / name)
+    marker = read_marker(open_store(root), "iter_0000010")
+    for iteration in (40, 50, 60, 70):
+        copy = shutil.copytree(root / "iter_0000010", root / checkpoint_name(iteration))
+        if iteration != 70:
+            (copy / "published.json").write_bytes(replace(marker, iteration=iteration).to_bytes())
     flip(root / "iter_0000040" / "published.json", 30)
     (root / "iter_0000050" / "__1_0.distcp").unlink()
     (root / "iter_0000060" / "published.json").unlink()
@@ -94,12 +104,14 @@ def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp:
         "iter_0000040": ("fsdp_dtensor", "damaged"),
         "iter_0000050": ("fsdp_dtensor", "damaged"),
         "iter_0000060": ("fsdp_dtensor", "damaged"),
+        "iter_0000070": ("fsdp_dtensor", "published"),
     }
     files = [path for path in (root / "iter_0000010").iterdir() if path.name != "published.json"]
     assert rows["iter_0000010"]["num_bytes"] == sum(path.stat().st_size for path in files)
     assert rows["iter_0000010"]["world_size"] == 3
     assert "__1_0.distcp" in rows["iter_0000050"]["problem"]
     assert "published.json" in rows["iter_0000060"]["problem"]
+    assert rows["iter_0000070"]["problem"].startswith("saved as iteration 10: no run"), "it is a copy"
     assert [name for name, row in rows.items() if row["is_latest"]] == ["iter_0000010"]
     code, printed = run("list", root)
     assert code == 0
@@ -112,7 +124,7 @@ def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Ru
     code, printed = run("show", root / "iter_0000010")
     lines = printed.splitlines()
     assert code == 0
-    assert lines[0].endswith("iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save")
+    assert "iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save" in lines[0]
     assert [" ".join(line.split()) for line in lines[1:4]] == [
         "model.embedding.weight float32 [9, 4] 144 B 3 chunks, ranks 0-2",
         "model.layers.0.weight bfloat16 [6, 5] 60 B 1 chunks, rank 1",
@@ -135,7 +147,8 @@ def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Ru
 def test_show_reads_what_pytorch_wrote(torch_dcp: Path, run: Run):
     code, printed = run("show", torch_dcp)
     assert code == 0
-    assert "format torch_dcp" in printed
+    assert "format torch_dcp, no run's state: --finetune loads its weights\n" in printed
+    assert run.json("show", torch_dcp)["is_run"] is False
     assert "model.embedding.weight  float32   [9, 4]" in printed
     assert "rank 0" in printed
 
@@ -220,6 +233,39 @@ def test_a_difference_that_is_no_number_is_json(tmp_path: Path, run: Run):
         tensor = torch.tensor([value])
         write_checkpoint(tmp_path / name, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
     assert run.json("diff", tmp_path / "a", tmp_path / "b")["keys"][0]["max_difference"] == "inf"
+
+
+def test_list_and_show_say_of_which_checkpoint_no_run_can_go_on(tmp_path: Path, torch_dcp: Path, run: Run):
+    step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
+    state = RecoverInfo(step_info, schedule.state()).to_plain()
+    write_checkpoint(tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
+    torch.save({"model.weight": torch.ones(3)}, tmp_path / "weights.pt")
+    assert run("convert", tmp_path / "weights.pt", tmp_path / "runs" / "iter_0000020")[0] == 0
+    shutil.copytree(torch_dcp, tmp_path / "runs" / "iter_0000030")
+    rows = run.json("list", tmp_path / "runs")
+    assert [(row["state"], row["is_run"]) for row in rows] == [
+        ("published", True),
+        ("published", False),
+        ("published", False),
+    ]
+    lines = run("list", tmp_path / "runs")[1].splitlines()
+    assert ["no run's state: --finetune loads its weights" in line for line in lines] == [False, True, True]
+    for name, is_run in (("iter_0000010", True), ("iter_0000020", False)):
+        assert run.json("show", tmp_path / "runs" / name)["is_run"] is is_run
+        assert ("no run's state" in run("show", tmp_path / "runs" / name)[1]) is not is_run
+
+
+def test_a_runs_state_is_converted_to_the_checkpoint_of_its_iteration_alone(tmp_path: Path, run: Run):
+    """A run could not go on from another."""
+    step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
+    state = RecoverInfo(step_info, schedule.state()).to_plain()
+    write_checkpoint(tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
+    assert run("convert", tmp_path / "runs" / "iter_0000010", tmp_path / "all.pt")[0] == 0
+    code, line = run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000300")
+    assert code == 2
+    assert "Expected iter_0000010 for" in line
+    assert not (tmp_path / "in").exists()
+    assert run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000010")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])

@@ -11,6 +11,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -479,6 +480,8 @@ def test_objects_that_stand_in_several_places_are_read():
     metadata = metadata_of_one_tensor()
     metadata.state_dict_metadata["model.tied"] = entry(metadata)
     first = entry(metadata).chunks[0]
+    for chunk in entry(metadata).chunks:
+        metadata.storage_data[MetadataIndex("model.tied", chunk.offsets)] = info(metadata)
     metadata.state_dict_metadata["model.other"] = TensorStorageMetadata(TensorProperties(), first.sizes, [first])
     metadata.storage_data[MetadataIndex("model.other", first.offsets)] = info(metadata)
     assert_same_metadata(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
@@ -510,28 +513,99 @@ def test_what_is_no_pickle_of_metadata_or_more_than_that_is_damaged(content):
         parse_metadata(content, SOURCE)
 
 
-def is_greedy(content: bytes) -> bool:
-    """Whether the unpickler would be told to number an object in the millions, which takes it memory to match."""
-    try:
-        for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name in ("LONG_BINPUT", "PUT") and argument > 1 << 20:
-                return True
-    except Exception:
-        return False
-    return False
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from([COMPOSED, PICKLED]), st.integers(0), st.integers(1, 255))
 @example(PICKLED, 6418, 124)  # a record as the name of a field
 def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_error(content, place, change):
     damaged = bytearray(content)
     damaged[place % len(content)] ^= change
-    assume(not is_greedy(bytes(damaged)))
     with contextlib.suppress(CheckpointError):
         metadata = parse_metadata(bytes(damaged), SOURCE)
         assert_same_metadata(pickle.loads(pickle.dumps(metadata)), metadata)
         check_coverage(metadata, SOURCE)
+
+
+BOMBS = {
+    "an index of 2 ** 60 tuples": b"}" + b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
+    "a memory format of 2 ** 60 tuples": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n)"
+    + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
+    + b"\x85R.",
+    "a size in itself": b"ctorch\nSize\n]q\x00h\x00a\x85R.",
+    "a size of strings": b"ctorch\nSize\n\x8c\x01a\x85\x85R.",
+    "a folder of numbers": b"cpathlib\nPosixPath\nK\x01\x85R.",
+    "a list for a dict": b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81]q\x00h\x00ab.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_in_the_place_of_metadata_is_one_short_error(name):
+    with pytest.raises(CheckpointDamagedError, match=SOURCE) as caught:
+        parse_metadata(b"\x80\x04" + BOMBS[name], SOURCE)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_list_of_chunks_that_all_tensors_share_is_not_read_again_for_each():
+    metadata = metadata_of_one_tensor()
+    metadata.state_dict_metadata |= {f"model.{number}": entry(metadata) for number in range(100)}
+    with pytest.raises(CheckpointDamagedError, match=f"no more chunks than the 3 places in {SOURCE}"):
+        parse_metadata(pickle.dumps(metadata), SOURCE)
+
+
+def cpu_seconds_to_parse(metadata: Metadata) -> float:
+    """The shortest of three times."""
+    content = pickle.dumps(metadata)
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        parse_metadata(content, SOURCE)
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
+def sharing_descriptors(length: int) -> Metadata:
+    shared = ["a"] * length
+    places = {MetadataIndex("k", torch.Size([i])): _StorageInfo("f", 0, 1, shared) for i in range(1000)}
+    return Metadata({}, storage_data=places)
+
+
+def sharing_a_path(length: int) -> Metadata:
+    shared = tuple(range(length))
+    return Metadata({}, planner_data={f"{i}": shared for i in range(5000)}, storage_data={})
+
+
+@pytest.mark.parametrize(("make", "length"), [(sharing_descriptors, 5000), (sharing_a_path, 256)])
+def test_what_a_thousand_records_share_is_looked_at_once(make, length):
+    # To look at all of it for each record took more than twenty times as long.
+    assert cpu_seconds_to_parse(make(length)) < 5 * cpu_seconds_to_parse(make(1))
+
+
+LONG: dict[str, tuple[Callable[[Metadata], None], str]] = {
+    "a key": (lambda it: it.state_dict_metadata.update({"k" * 4097: BytesStorageMetadata()}), "keys of at most 4096"),
+    "the key of an index": (put(index, "fqn", "k" * 4097), "keys of at most 4096"),
+    "the key of a path": (put(lambda it: it, "planner_data", {"k" * 4097: ("k",)}), "keys of at most 4096"),
+    "a path": (put(lambda it: it, "planner_data", {"k": (0,) * 257}), "as a tuple of at most 256"),
+    "a size": (put(entry, "size", torch.Size([1] * 65)), "a size as a tuple of at most 64 integers"),
+    "a folder": (
+        put(lambda it: it, "storage_meta", StorageMeta(pathlib.PosixPath("f" * 4097))),
+        "a path of at most 4096 characters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_readers_walk_for_every_chunk_has_a_bounded_length(name):
+    change, message = LONG[name]
+    metadata = metadata_of_one_tensor()
+    change(metadata)
+    with pytest.raises(CheckpointDamagedError, match=f"Expected .*{message}"):
+        parse_metadata(pickle.dumps(metadata), SOURCE)
+
+
+def test_no_key_is_written_that_would_not_be_read():
+    longest = SavedTensor("k" * 4096, torch.float32, (0,), [])
+    parse_metadata(compose_metadata([longest], []), SOURCE)
+    with pytest.raises(ValueError, match="Expected keys of at most 4096 characters, got one of 4097"):
+        compose_metadata([longest._replace(key="k" * 4097)], [])
 
 
 # Coverage.
@@ -641,6 +715,12 @@ def test_boxes_cut_along_many_dimensions_are_refused_before_their_corners_are_co
     corner = ((0,) * 40, (1,) * 40)
     with pytest.raises(CheckpointDamagedError, match="cut along at most 8 dimensions, got 40"):
         check_coverage(metadata_of(shape, [corner]), SOURCE)
+
+
+@pytest.mark.parametrize("shape", [(1 << 60,), (1 << 40, 1 << 40), (0, 1 << 62), (1 << 62, 0, 4)])
+def test_more_elements_than_torch_can_count_are_refused(shape):
+    with pytest.raises(CheckpointDamagedError, match=r"Expected model\.w in .* to have at most \d+ elements, got"):
+        check_coverage(metadata_of(shape, [((0,) * len(shape), shape)]), SOURCE)
 
 
 def test_a_chunk_or_a_value_without_a_place_is_found():

@@ -1,0 +1,206 @@
+"""The directory of the zip archives that `torch.save` writes, and the bytes of their records.
+
+Nothing that the directory says is believed before it has been held against the archive: each record
+lies within it, is neither compressed nor encrypted, and has a name of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from typing import IO, NamedTuple, NoReturn, Protocol, cast
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, reason, shown
+
+# `zipfile` makes an object for each entry of an archive's directory, which takes eleven times the
+# bytes of the entry. A file has room for some 400,000 tensors, a blob for more than it ever has.
+MAX_DIRECTORY_BYTES = 1 << 25
+MAX_BLOB_DIRECTORY_BYTES = 1 << 20
+_MAX_NAME_CHARS = 1024  # of a record: names are put together for every tensor that refers to one
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of what follows it
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_ENCRYPTED = 1  # bit of a record's flags
+_PICKLE_BEGIN = b"\x80"  # the opcode that says a pickle's protocol
+
+
+class ByteSource(Protocol):
+    """What bytes are read from: a file, a window of one, or memory."""
+
+    def seek(self, offset: int, whence: int = ..., /) -> int:
+        """Goes to a place; returns it."""
+
+    def read(self, size: int = ..., /) -> bytes:
+        """The next bytes, at most `size`; none at the end."""
+
+
+class ArchiveRecord(NamedTuple):
+    """One record of an archive."""
+
+    begin: int  # bytes from the beginning of the archive
+    nbytes: int
+    crc: int  # of the bytes, as the archive's directory says
+
+
+class ArchiveBytes:
+    """An archive that has not been checked yet."""
+
+    def __init__(self, stream: ByteSource, nbytes: int, source: str) -> None:
+        """
+        Args:
+            stream, nbytes, source: as in `Archive`.
+        """
+        self.nbytes = nbytes
+        self._stream = stream
+        self._source = source
+
+    def directory(self, max_nbytes: int) -> dict[str, ArchiveRecord]:
+        """The records by name, each within the archive and as it is.
+
+        Args:
+            max_nbytes: bound on the directory, which takes eleven times that in memory.
+
+        Raises:
+            CheckpointDamagedError: if it is not the directory of a whole archive of torch.save.
+            OSError: if it cannot be read.
+        """
+        records: dict[str, ArchiveRecord] = {}
+        for entry in self._entries(max_nbytes):
+            name = entry.filename
+            if len(name) > _MAX_NAME_CHARS:
+                self._fail(f"names of at most {_MAX_NAME_CHARS} characters", f"one of {len(name)}")
+            if name in records:
+                self._fail("each record once", f"several of {shown(name)}")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _ENCRYPTED:
+                self._fail(f"the record {shown(name)} as it is", "it compressed or encrypted")
+            header = self.read_at(entry.header_offset, _LOCAL_HEADER.size)
+            signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+            begin = entry.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+            is_inside = begin + entry.file_size <= self.nbytes and entry.compress_size == entry.file_size
+            if signature != _LOCAL_SIGNATURE or not is_inside:
+                self._fail(
+                    f"the record {shown(name)} within {self.nbytes} bytes",
+                    f"{entry.file_size} bytes at {begin}",
+                )
+            records[name] = ArchiveRecord(begin, entry.file_size, entry.CRC)
+
+        # A million records could be the same bytes, each to be read for its checksum.
+        total = sum(record.nbytes for record in records.values())
+        if total > self.nbytes:
+            self._fail(f"records of {self.nbytes} bytes together", f"{total}")
+        return records
+
+    def read_at(self, begin: int, nbytes: int) -> bytes:
+        """Exactly these bytes. CheckpointDamagedError if the archive does not have them."""
+        if begin < 0 or begin + nbytes > self.nbytes:
+            self._fail(f"{nbytes} bytes within {self.nbytes}", f"some at {begin}")
+        self._stream.seek(begin)
+        content = self._stream.read(nbytes)
+        if len(content) != nbytes:
+            self._fail(f"{nbytes} bytes at {begin}", f"{len(content)}")
+        return content
+
+    def _entries(self, max_nbytes: int) -> list[zipfile.ZipInfo]:
+        bounded = _DirectoryReads(self._stream, max_nbytes)
+        try:
+            with zipfile.ZipFile(cast(IO[bytes], bounded)) as archive:
+                return archive.infolist()
+        except _TooLargeError as error:
+            self._fail(f"a directory of at most {max_nbytes} bytes", f"one of {error.nbytes}")
+        except Exception as error:  # damaged archives raise almost anything
+            if isinstance(error, OSError) and not isinstance(error, _OutsideError):
+                raise
+
+            # Before torch 1.6, torch.save wrote one pickle after the other and no archive.
+            hint = ""
+            if self.nbytes and self.read_at(0, 1) == _PICKLE_BEGIN:
+                hint = (
+                    "; it may have been written with _use_new_zipfile_serialization=False: "
+                    "load it with torch.load and save it again without that"
+                )
+            self._fail("what torch.save writes", f"no archive ({reason(error)}){hint}", error)
+
+    def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
+        raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.") from cause
+
+
+class _TooLargeError(Exception):
+    """A directory of more bytes than `zipfile` may be given."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class _DirectoryReads:
+    """An archive for `zipfile`, which reads the directory in one piece: none may be too large.
+
+    To read the length of the directory beforehand would take another parser of zip archives, which
+    might find another directory than `zipfile` does.
+    """
+
+    def __init__(self, stream: ByteSource, max_nbytes: int) -> None:
+        self._stream = stream
+        self._max_nbytes = max_nbytes
+        self._position = 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = self._stream.seek(offset, whence)
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        # Without a size `zipfile` reads the last 64 KiB, where a comment may be.
+        if size > self._max_nbytes:
+            raise _TooLargeError(size)
+        content = self._stream.read(size)
+        self._position += len(content)
+        return content
+
+
+class _OutsideError(OSError):
+    """A place before the beginning of a file, as `zipfile` asks for and expects to be told."""
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file of its own. Never reads beyond its end."""
+
+    def __init__(self, stream: ByteSource, begin: int, nbytes: int) -> None:
+        self._stream = stream
+        self._begin = begin
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise _OutsideError(f"Expected a place in the file, got {base + offset}.")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """As many bytes as there are, up to `size`."""
+        rest = max(0, self._nbytes - self._position)
+        size = rest if size < 0 else min(size, rest)
+        self._stream.seek(self._begin + self._position)
+        pieces = []
+        while size:
+            piece = self._stream.read(size)
+            if not piece:
+                break
+            pieces.append(piece)
+            size -= len(piece)
+            self._position += len(piece)
+        return b"".join(pieces)

@@ -1,0 +1,144 @@
+"""Data files on their way into a store: written once, from their beginning to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.files import sync_folder, sync_stream
+
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DataSink(Protocol):
+    """A new data file, written once from its beginning to its end."""
+
+    def write(self, buffer: memoryview) -> None:
+        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT bytes.
+
+        Past the page cache only if `buffer` begins on a page.
+        """
+
+    def close(self, nbytes: int) -> None:
+        """Ends the file, which is durable then. ValueError if it has not `nbytes` bytes."""
+
+    def abort(self) -> None:
+        """Gives the file up, which is gone then; to be called in any state, and raises nothing."""
+
+
+class LocalSink:
+    """A file past the page cache, where the file system knows how: that would cost a copy, and push out what is in use.
+
+    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have none of it says so
+    when it is asked, or at the first write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._nbytes = 0
+        self._file = path.open("xb", buffering=0)
+        # Not when it is opened: some systems refuse then, but leave the new file.
+        self._is_direct = _set_direct(self._file.fileno(), True)
+
+    def write(self, buffer: memoryview) -> None:
+        with naming(self._path):
+            rest = buffer.cast("B")
+            while rest:
+                rest = rest[self._write_some(rest) :]
+
+    def close(self, nbytes: int) -> None:
+        if nbytes != self._nbytes:
+            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
+        with naming(self._path):
+            sync_stream(self._file)
+            _release_pages(self._file.fileno(), 0, 0)
+            self._file.close()
+        sync_folder(self._path.parent)
+
+    def abort(self) -> None:
+        for end in (self._file.close, self._path.unlink):
+            with contextlib.suppress(OSError):
+                end()
+
+    def _write_some(self, rest: memoryview) -> int:
+        """Appends as much as the system takes at once. Returns how much."""
+        whole = rest.nbytes // DATA_ALIGNMENT * DATA_ALIGNMENT
+        if self._is_direct and not whole:
+            self._use_page_cache()
+        try:
+            written = self._file.write(rest[:whole] if self._is_direct else rest)
+        except OSError as error:
+            if not self._is_direct or error.errno not in _DIRECT_REFUSED:
+                raise
+            self._use_page_cache()
+            return 0
+        self._nbytes += written
+        if not self._is_direct:
+            _release_pages(self._file.fileno(), self._nbytes - written, written)
+        return written
+
+    def _use_page_cache(self) -> None:
+        _set_direct(self._file.fileno(), False)
+        self._is_direct = False
+
+
+class RemoteSink:
+    """A file of a remote store, which comes into being when it is closed, or part by part."""
+
+    def __init__(self, files: Any, path: str) -> None:
+        self._files = files
+        self._path = path
+        self._nbytes = 0
+        self._file = files.open(path, "wb")
+
+    def write(self, buffer: memoryview) -> None:
+        self._file.write(buffer.cast("B"))
+        self._nbytes += buffer.nbytes
+
+    def close(self, nbytes: int) -> None:
+        if nbytes != self._nbytes:
+            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
+        self._file.close()
+
+    def abort(self) -> None:
+        # Implementations differ in how they give a file up, and in their errors. This all of them can do.
+        for end in (self._file.close, lambda: self._files.rm_file(self._path)):
+            with contextlib.suppress(Exception):
+                end()
+
+
+def _set_direct(descriptor: int, is_direct: bool) -> bool:
+    """Turns direct I/O on or off. Returns whether it is on then."""
+    # Each system has its own way, or none.
+    with contextlib.suppress(AttributeError, OSError):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        return is_direct
+    return False
+
+
+def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tells the system that the page cache need not keep a range of a file: it begins to write it, and lets go of it.
+
+    Args:
+        nbytes: 0 for all that follow.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system name the file; those of an open one do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -1,0 +1,67 @@
+"""Safetensors files, opened by their library once they are what it can map.
+
+The library maps a file before it looks at it. A sparse file of a terabyte, which takes no room on
+disk, is then a MemoryError wherever address space is limited. So the first eight bytes, which say
+how long the header is, are looked at here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.files import open_regular
+from megatron.core.log import printable
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+
+
+class Safetensors(NamedTuple):
+    """A file that is open.
+
+    Attributes:
+        reader: of the safetensors library, which has mapped the file.
+        num_bytes: of the file.
+    """
+
+    reader: Any
+    num_bytes: int
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Safetensors]:
+    """Opens a file for the length of a block.
+
+    Raises:
+        CheckpointDamagedError: for what is not a safetensors file, or not a whole one.
+        UnusableFileError: for a folder, a FIFO, a socket or a device.
+        OSError: as `open`.
+    """
+    # The library opens by name, too, so whatever is not a regular file has to be found before.
+    with open_regular(path, "a safetensors file") as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    most = min(num_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES)
+    if not 0 < length <= most:
+        raise _not_whole(path, f"a header of {length} bytes in a file of {num_bytes}")
+
+    try:
+        opened = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _not_whole(path, printable(str(error))) from error
+    except MemoryError:
+        got = f"{num_bytes} bytes, which this process has no room to map"
+        raise _not_whole(path, got) from None
+    with opened as reader:
+        yield Safetensors(reader, num_bytes)
+
+
+def _not_whole(path: Path, got: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {got}.")

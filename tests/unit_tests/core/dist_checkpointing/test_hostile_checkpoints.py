@@ -1,0 +1,464 @@
+"""Checkpoints whose files somebody has prepared: none of it runs, blocks, or fills the memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import signal
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.formats import (
+    ReadableCheckpoint,
+    open_checkpoint,
+    plain_keys_of,
+    tensors_of,
+)
+from megatron.core.dist_checkpointing.from_file import read_file
+from megatron.core.dist_checkpointing.manifest import (
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    FileRecord,
+    Marker,
+    digest,
+    manifest_file,
+)
+from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state import DCPState
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.torch_dcp import (
+    check_files,
+    check_steps,
+    load_tensors,
+    read_metadata,
+    save_checkpoint,
+)
+from megatron.core.files import UnusableFileError
+from tests.checkpoints import row_cuts, whole, write_checkpoint
+from tests.ranks import run_ranks
+from tools import checkpoint as tool
+
+NAME = "iter_0000010"
+
+# Nothing of the kind belongs to a load. A hook of the interpreter cannot be taken away again: this one is switched.
+_WATCHED = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+}
+_happened: list[str] = []
+
+
+def _watch(event: str, _: Any) -> None:
+    if event in _WATCHED:
+        _happened.append(event)
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No command, no process, no connection; and an end within seconds."""
+
+    def too_long(*_: Any) -> None:
+        raise TimeoutError("Expected an end within 30 seconds, got none.")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(30)
+    _happened.clear()
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+    assert _happened == []
+
+
+class Command:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
+    """As `save_checkpoint` does, but for what is in it."""
+    dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (folder / TRAIN_STATE_FILE).write_text("{}")
+    return folder
+
+
+def state(lr: object = 0.5) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(3.0)},
+        "optim": {"param_groups": [{"lr": lr, "betas": (0.9, 0.95), "foreach": None}]},
+    }
+
+
+def load(folder: Path, metadata: Metadata, verify: bool) -> dict[str, Any]:
+    wanted = state(0.1)
+    check_files(folder, metadata, checks_data=verify)
+    load_tensors(folder, metadata, wanted, (), verify=verify)
+    return wanted
+
+
+def read_everything(opened: ReadableCheckpoint) -> None:
+    """As whoever looks at a checkpoint does."""
+    for key, entry in tensors_of(opened).items():
+        opened.read(key, (0,) * len(entry.size), torch.empty(entry.size))
+    for key in plain_keys_of(opened):
+        opened.read_plain(key)
+
+
+def blob(folder: Path, key: str) -> tuple[Path, int, int]:
+    """The file, the place and the length of what is stored under a key."""
+    info = read_metadata(folder).storage_data[MetadataIndex(key)]
+    return folder / info.relative_path, info.offset, info.length
+
+
+def exchange(folder: Path, key: str, content: bytes) -> None:
+    """Puts other bytes in the place of a blob, at the end of its file, and has `.metadata` say so."""
+    metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
+    info = metadata.storage_data[MetadataIndex(key)]
+    file = folder / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(content)
+    file.write_bytes(file.read_bytes() + content)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+def archive_with(pickled: bytes, name: str = "archive/data.pkl") -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as target:
+        target.writestr(name, pickled)
+    return stream.getvalue()
+
+
+LR = "optim.param_groups.0.lr"
+
+
+def _object(folder: Path, command: Command) -> Path:
+    return save_dcp(folder, state(command))
+
+
+def _legacy_file(folder: Path, command: Command) -> Path:
+    save_dcp(folder, state())
+    stream = io.BytesIO()
+    torch.save(command, stream, _use_new_zipfile_serialization=False)
+    exchange(folder, LR, stream.getvalue())
+    return folder
+
+
+def _raw_pickle(folder: Path, command: Command) -> Path:
+    save_dcp(folder, state())
+    exchange(folder, LR, pickle.dumps(command))
+    return folder
+
+
+def _pickle_in_an_archive(folder: Path, command: Command) -> Path:
+    save_dcp(folder, state())
+    exchange(folder, LR, archive_with(pickle.dumps(command)))
+    return folder
+
+
+def _pickle_for_a_tensor(folder: Path, command: Command) -> Path:
+    save_dcp(folder, state())
+    metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn == "model.w"]
+    info = metadata.storage_data[index]
+    file, content = folder / info.relative_path, archive_with(pickle.dumps(command))
+    info.offset, info.length = file.stat().st_size, len(content)
+    file.write_bytes(file.read_bytes() + content)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [_object, _legacy_file, _raw_pickle, _pickle_in_an_archive, _pickle_for_a_tensor],
+    ids=lambda make: make.__name__,
+)
+def test_no_entry_of_a_torch_dcp_checkpoint_is_run(tmp_path: Path, make: Callable[[Path, Command], Path], verify: bool):
+    canary = tmp_path / "canary"
+    folder = make(tmp_path / NAME, Command(canary))
+    message = f"Expected .* in .*{NAME}/__0_0.distcp"
+    with quiet():
+        with pytest.raises(CheckpointError, match=message):
+            load(folder, read_metadata(folder), verify)
+        with pytest.raises(CheckpointError, match=message):
+            read_everything(open_checkpoint(LocalStore(tmp_path), NAME))
+        assert tool.main(["convert", str(folder), str(tmp_path / "all.pt")]) == 2
+        assert tool.main(["diff", str(folder), str(folder)]) == 2
+    assert not canary.exists()
+
+
+def test_data_of_a_key_that_the_metadata_does_not_list_is_left_alone(tmp_path: Path):
+    folder = save_dcp(tmp_path / NAME, state())
+    metadata = read_metadata(folder)
+    del metadata.state_dict_metadata[LR]
+    check_steps(folder, metadata)
+
+
+def test_the_reproduction_runs_with_dcp_itself(tmp_path: Path):
+    """Or the test above would show nothing."""
+    folder = _object(tmp_path / NAME, Command(tmp_path / "canary"))
+    wanted = state()
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(tmp_path: Path, verify: bool):
+    folder = save_dcp(tmp_path / NAME, state())
+    metadata = read_metadata(folder)
+    check_files(folder, metadata)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(Command(tmp_path / "canary")))
+    wanted = state(0.1)
+    with quiet():
+        load_tensors(folder, metadata, wanted, (), verify=verify)
+    assert torch.equal(wanted["model"]["w"], torch.arange(3.0))
+    assert wanted["optim"] == state(0.5)["optim"]
+    assert not (tmp_path / "canary").exists()
+
+
+def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_path: Path):
+    folder = save_dcp(tmp_path / NAME, state())
+    metadata = read_metadata(folder)
+    check_files(folder, metadata)
+    file, offset, nbytes = blob(folder, LR)
+    content = bytearray(file.read_bytes())
+    content[offset : offset + nbytes] = pickle.dumps(Command(tmp_path / "canary")).ljust(nbytes, b"\0")
+    file.write_bytes(content)
+    wanted = {"model": {"w": torch.full((3,), 7.0)}, "optim": state(0.1)["optim"]}
+    with pytest.raises(CheckpointDamagedError, match=f"'{LR}' in .*__0_0.distcp"):
+        load_tensors(folder, metadata, wanted, ())
+    assert torch.equal(wanted["model"]["w"], torch.full((3,), 7.0))
+    assert wanted["optim"] == state(0.1)["optim"]
+    assert not (tmp_path / "canary").exists()
+
+
+class Setting:
+    """An option as an object."""
+
+
+def _load_own_tensor(folder: str) -> str:
+    key, other = ("a", "model.b") if dist.get_rank() == 0 else ("b", "model.a")
+    with pytest.raises(CheckpointDamagedError) as caught:
+        load_tensors(Path(folder), read_metadata(Path(folder)), {"model": {key: torch.zeros(3)}}, (other,))
+    return str(caught.value)
+
+
+def test_what_one_rank_finds_all_ranks_hear_of(tmp_path: Path):
+    folder = save_dcp(tmp_path / NAME, {"model": {"a": torch.zeros(3), "b": torch.ones(3)}})
+    (info,) = [info for index, info in read_metadata(folder).storage_data.items() if index.fqn == "model.b"]
+    with (folder / info.relative_path).open("r+b") as stream:
+        stream.seek(info.offset)
+        stream.write(pickle.dumps(Command(tmp_path / "canary")))
+    first, second = run_ranks(2, _load_own_tensor, str(folder))
+    assert f"'model.b' in {folder}/__0_0.distcp" in second
+    assert first == f"rank 1: {second}"
+    assert not (tmp_path / "canary").exists()
+
+
+def test_what_a_load_would_refuse_is_not_saved(tmp_path: Path):
+    class Setting:
+        pass
+
+    with pytest.raises(
+        CheckpointError,
+        match=rf"Expected .* to be written, got rank 0: .*'{LR}', got .*Setting|pickle",
+    ):
+        save_checkpoint(tmp_path, 10, state(Setting()), {})
+    with pytest.raises(CheckpointError, match=rf"got rank 0: .* '{LR}', got __builtin__.set"):
+        save_checkpoint(tmp_path, 10, state({1, 2}), {})
+    assert not (tmp_path / NAME).exists()
+    options = {"nested": (1, None, "b", torch.float32, [2**63, -0.5])}
+    folder = save_checkpoint(tmp_path, 10, state(options), {})
+    wanted = state({"nested": ()})
+    load_tensors(folder, read_metadata(folder), wanted, ())
+    assert wanted["optim"]["param_groups"][0]["lr"] == options
+
+
+class WithExtraState(nn.Linear):
+    """A module whose extra state is plain data with a tensor in it."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"amax": torch.arange(4.0), "recipe": ["e4m3", 3]}
+
+    def set_extra_state(self, found: Any) -> None:
+        self.extra = found
+
+
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path):
+    model = WithExtraState(3, 2)
+    folder = save_checkpoint(tmp_path, 10, DCPState(model).state_dict(), {})
+    other = WithExtraState(3, 2)
+    app = DCPState(other)
+    wanted = app.state_dict()
+    load_tensors(folder, read_metadata(folder), wanted, ())
+    app.load_state_dict(wanted)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.extra["amax"], torch.arange(4.0))
+    assert other.extra["recipe"] == ["e4m3", 3]
+
+
+# What is no file, or no small one.
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of both formats, and single files."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    weight = torch.arange(12.0).reshape(4, 3)
+    write_checkpoint(
+        root / "ours" / NAME,
+        {
+            "model.w": (weight, row_cuts((4, 3), 2, 2)),
+            "model.s": (torch.tensor(1.0), whole(torch.tensor(1.0))),
+        },
+        {"plain": [1]},
+        world_size=2,
+    )
+    save_dcp(root / "dcp" / NAME, state())
+    torch.save({"w": weight}, root / "x.pt")
+    shutil.copy(root / "x.pt", root / "x.safetensors")
+    return root
+
+
+def read_all(root: Path) -> None:
+    """Everything that reads a checkpoint or a file, as a load would."""
+    for name in ("ours", "dcp"):
+        opened = open_checkpoint(LocalStore(root / name), NAME)
+        read_everything(opened)
+    folder = root / "dcp" / NAME
+    load(folder, read_metadata(folder), verify=True)
+    assert opened.train_state == {}
+    read_file(root / "x.pt")
+
+
+FILES = [
+    *(
+        f"ours/{NAME}/{file}"
+        for file in (MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file(1), "__1_0.distcp")
+    ),
+    *(f"dcp/{NAME}/{file}" for file in (METADATA_FILE, TRAIN_STATE_FILE, "__0_0.distcp")),
+    *("x.pt", "x.safetensors"),
+]
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _terabyte(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)
+
+
+def _nothing(path: Path) -> None:
+    path.touch()
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("make", [_fifo, _device, _terabyte, _nothing, Path.mkdir], ids=lambda make: make.__name__)
+def test_what_stands_in_the_place_of_a_file_is_one_error(pristine: Path, tmp_path: Path, file: str, make: Any):
+    root = tmp_path / "root"
+    shutil.copytree(pristine, root)
+    (root / file).unlink()
+    make(root / file)
+    with (
+        quiet(),
+        pytest.raises((CheckpointError, UnusableFileError), match=file.rpartition("/")[2]) as caught,
+    ):
+        read_file(root / file) if file.startswith("x.") else read_all(root)
+    assert str(caught.value).isprintable()
+
+
+# Announcements.
+
+
+def announce(folder: Path, shape: tuple[int, ...]) -> None:
+    """Has `.metadata` say that model.w is a single chunk of another shape."""
+    metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
+    entry = metadata.state_dict_metadata["model.w"]
+    (index,) = [index for index in metadata.storage_data if index.fqn == "model.w"]
+    info = metadata.storage_data.pop(index)
+    size = torch.Size(shape)
+    entry.size = size
+    (chunk,) = entry.chunks
+    object.__setattr__(chunk, "sizes", size)
+    object.__setattr__(chunk, "offsets", torch.Size([0] * len(shape)))
+    metadata.storage_data[MetadataIndex("model.w", chunk.offsets)] = info
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 58,), (1 << 40, 1 << 40), (1 << 62, 4), (0, 1 << 62), (2,)])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
+    tmp_path: Path, shape: tuple[int, ...], suffix: str, capsys: pytest.CaptureFixture[str]
+):
+    folder = save_dcp(tmp_path / NAME, state())
+    announce(folder, shape)
+    target = tmp_path / f"all.{suffix}"
+    assert tool.main(["convert", str(folder), str(target)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint.py: Expected ")
+    assert "model.w" in line
+    assert not target.exists()
+
+
+def test_names_that_a_terminal_would_obey_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name = "w\x1b[2J\nINFO: all is well\r\u202e"
+    save_dcp(tmp_path / NAME, {"model": {name: torch.ones(1), "long" * 1000: torch.ones(1)}})
+    for arguments in (["show", str(tmp_path / NAME), "--chunks"], ["list", str(tmp_path)]):
+        assert tool.main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert all(line.isprintable() and len(line) <= 4000 for line in printed.splitlines())
+    assert tool.main(["show", str(tmp_path / NAME / "missing\x1b[2J")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+
+
+def test_a_published_checkpoint_with_an_absurd_shape_is_refused_when_it_is_opened(tmp_path: Path):
+    weight = torch.ones(2, 3)
+    folder = write_checkpoint(tmp_path / NAME, {"model.w": (weight, whole(weight))}, {}, world_size=1)
+    (record,) = PublishedCheckpoint.open(LocalStore(tmp_path), NAME).manifest(0).chunks
+    chunk = SavedChunk((0, 0), (1 << 40, 3), 0, record.blob_offset, record.blob_nbytes)
+    content = compose_metadata([SavedTensor("model.w", torch.float32, chunk.sizes, [chunk])], [])
+    (folder / METADATA_FILE).write_bytes(content)
+
+    marker = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
+    files = {**marker.files, METADATA_FILE: FileRecord(len(content), digest(content))}
+    (folder / MARKER_FILE).write_bytes(replace(marker, files=files).to_bytes())
+    with pytest.raises(CheckpointDamagedError, match=r"Expected \d+ bytes or more of 'model.w' in __0_0.distcp"):
+        PublishedCheckpoint.open(LocalStore(tmp_path), NAME)
