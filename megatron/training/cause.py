@@ -18,13 +18,15 @@ import dataclasses
 import enum
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.log import printable
+from megatron.core.rank_waits import is_marked
 from megatron.training.exits import ExitCode
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have caused. Those of other
@@ -35,18 +37,16 @@ _PEER_FAILURE = re.compile(
 )
 _TIMEOUT = re.compile(r"[Tt]imed? ?out")
 
-# A thread is inside a collective if one of its frames lies in the first of these, or the innermost in the second.
-_COLLECTIVE_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+# A thread is inside a collective if one of its frames lies in the first of these, or the innermost in the second. Ours
+# are not listed: functions that wait say so themselves (`rank_waits.py`).
+_COLLECTIVE_FILES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/_functional_collectives.py",
+)
 _COLLECTIVE_LEAVES = (
-    "/megatron/core/distributed/fsdp/collectives.py",
     "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
     "/streams.py",  # synchronisation with a GPU, whose streams wait for the other ranks
-)
-# Functions that take the result of a collective from a GPU, and wait for it there.
-_COLLECTIVE_FUNCTIONS = (
-    ("/megatron/training/step.py", "_agree"),
-    ("/megatron/training/step.py", "_ranks_with_bad_loss"),
 )
 # A thread whose innermost frame is one of these waits for another thread of its process.
 _THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")
@@ -60,6 +60,7 @@ class Frame:
     file: str
     line: int
     function: str
+    waits: bool = False  # whether the function is marked as one that waits for other ranks
 
     def __str__(self) -> str:
         # From the package on: where it is installed says nothing.
@@ -101,8 +102,12 @@ class Record:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Record:
-        return cls(**values)
+    def from_json(cls, values: Mapping[str, Any]) -> Record:
+        """What `to_json` gave. Texts are made harmless, since they are to be logged. ValueError for other types."""
+        record = cls(**typed_fields(cls, values))
+        if record.error_code not in set(ExitCode):
+            raise ValueError(f"Expected an exit code, got {record.error_code}.")
+        return record
 
     @property
     def name(self) -> str:
@@ -158,20 +163,66 @@ class Verdict:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Verdict:
-        codes = {name: ExitCode(values[name]) for name in ("code", "run_code")}
-        return cls(**{**values, **codes, "ranks": tuple(values["ranks"])})
+    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+        """What `to_json` gave. Texts are made harmless, since they are logged. ValueError for other types."""
+        fields = typed_fields(cls, values)
+        codes = {name: ExitCode(fields[name]) for name in ("code", "run_code")}
+        return cls(**{**fields, **codes, "ranks": tuple(fields["ranks"])})
+
+
+# The types of fields as they are in JSON, by the annotation of the field.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "str | None": (str, NoneType),
+    "ExitCode": (int,),
+    "tuple[int, ...]": (list,),
+}
+_MOST_CHARACTERS, _MOST_LINES = 2000, 100  # of a text, and of a stack, which has 500 characters a line
+
+
+def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other types."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping) or values.keys() != fields.keys():
+        raise ValueError(f"Expected the fields of a {kind.__name__}, got {printable(repr(values), 80)}.")
+
+    for name, annotation in fields.items():
+        value = values[name]
+        numbers = value if isinstance(value, list) else [value]
+        is_number = annotation not in ("bool", "str", "str | None")
+        if type(value) not in _JSON_TYPES[annotation] or (is_number and not all(map(_is_plausible, numbers))):
+            raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
+    return {name: _harmless(name, value) if isinstance(value, str) else value for name, value in values.items()}
+
+
+def _is_plausible(number: object) -> bool:
+    """Whether it is a number that is finite, and not of thousands of digits."""
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) < 2**63
+
+
+def _harmless(name: str, text: str) -> str:
+    """A text as it may be logged: one line, but for a stack, whose lines are indented and so cannot pass for others."""
+    if name != "stack" or not text:
+        return printable(text, _MOST_CHARACTERS)
+    lines = text[: 500 * _MOST_LINES].split("\n")[:_MOST_LINES]
+    return "\n".join("  " + printable(line.strip(" ")) for line in lines)
 
 
 def find_cause(records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False) -> Verdict | None:
     """The cause of the run's end, the same whatever the order of the arguments; None: there is no reason to end it.
 
     Args:
-        records: of the ranks that have answered, at least one, and the last words of those that have ended.
+        records: of the ranks that have answered, and the last words of those that have ended. None are left if all
+            ranks that could answer have finished: then there is nothing to end.
         absent: the others. A rank that has finished is in neither. Those that are not known to be dead count only if
             some rank cannot go on without all.
         is_alone: whether the others could not be asked, since the store is lost too.
     """
+    if not records:
+        return None
     records = sorted(records, key=lambda record: record.rank)
     answered = [record for record in records if not record.has_left]
     needs_all = any(record.needs_all for record in answered)
@@ -213,7 +264,10 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def stack_of(frame: FrameType | None) -> Stack:
     """The stack whose innermost frame is this one."""
-    frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+    frames = [
+        Frame(f.f_code.co_filename, line, f.f_code.co_name, is_marked(f.f_code))
+        for f, line in traceback.walk_stack(frame)
+    ]
     return tuple(reversed(frames))
 
 
@@ -248,7 +302,7 @@ def _is_in_collective(stack: Stack) -> bool:
     return (
         any(frame.file.endswith(_COLLECTIVE_FILES) for frame in stack)
         or leaf.file.endswith(_COLLECTIVE_LEAVES)
-        or any(leaf.file.endswith(file) and leaf.function == name for file, name in _COLLECTIVE_FUNCTIONS)
+        or leaf.waits
     )
 
 

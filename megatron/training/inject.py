@@ -23,8 +23,10 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.folders import checkpoint_name
-from megatron.core.dist_checkpointing.store import DataSink, Store
+from megatron.core.dist_checkpointing.data_sink import DataSink
+from megatron.core.dist_checkpointing.folders import parse_folder
+from megatron.core.dist_checkpointing.store import Store
+from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
 from megatron.training.events import EventLog
 from megatron.training.step import Batch, ForwardStep
@@ -253,11 +255,11 @@ class _FullStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         # An empty file takes no room, on a real disk either.
         if content and self._is_of_draft(path):
             raise self._error(path)
-        self._store.write(path, content)
+        self._store.write(path, content, sync)
 
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
@@ -265,8 +267,8 @@ class _FullStore:
 
     def _is_of_draft(self, path: str) -> bool:
         """Drafts are named like the checkpoint, alone or with a token behind a dot. See `Store.draft_name`."""
-        folder = path.partition("/")[0]
-        return folder.partition(".")[0] == checkpoint_name(self._iteration)
+        found = parse_folder(path.partition("/")[0])
+        return found is not None and found.iteration == self._iteration
 
     def _error(self, path: str) -> OSError:
         with self._lock:

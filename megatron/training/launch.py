@@ -13,12 +13,13 @@ ranks agree on a name for their start first, and all keys of the group get that 
     each rank    once "to" holds its number: ready/R = the name, and goes on
     rank 0       goes on once every ready/R is the name
 
-What an earlier start has left cannot be mistaken for an answer, since it holds other numbers.
+What an earlier start has left cannot be mistaken for an answer, since it holds other numbers. Each of these is signed
+(`job_secret.py`); one that is not counts as missing.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 import uuid
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -33,6 +35,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
+from megatron.training.job_secret import SECRET_VARIABLE, BadRecordError, Signer, job_secret
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 
@@ -75,8 +80,8 @@ def _restart_count() -> int:
 
 
 @contextmanager
-def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Iterator[None]:
-    """The default process group over all ranks, for as long as the context is open.
+def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Iterator[Signer]:
+    """The default process group over all ranks, for as long as the context is open. Yields what signs their records.
 
     A group that already exists (a test's, or that of a program which embeds this one) is used and left standing. After
     an exception the group is left standing too: taking it down while others are inside a collective can block, and the
@@ -87,65 +92,122 @@ def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Ite
             raise RuntimeError(
                 f"Expected a process group of {launch.world_size} ranks, got one of {dist.get_world_size()}."
             )
-        yield
+        yield Signer()
         return
+    signer = Signer()
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
-        store = _store_of_this_start(launch, timeout)
+        store, signer = _store_of_this_start(launch, timeout)
         dist.init_process_group(
             device.collective_backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(device.collective_backend, store=alone, rank=0, world_size=1, timeout=timeout)
-    yield
+    yield signer
     dist.destroy_process_group()
 
 
-def _store_of_this_start(launch: Launch, timeout: timedelta) -> Store:
-    """The launcher's store, with a prefix that no earlier start of this job has used."""
+def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
+    """The launcher's store, with a prefix that no earlier start of this job has used, and what signs records in it."""
+    secret = _secret_of(launch)
     store, rank, world_size = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    return PrefixStore(agree_on_start(store, rank, world_size, timeout), store)
+    name = agree_on_start(store, rank, world_size, timeout, secret)
+    return PrefixStore(name, store), Signer(secret, name)
 
 
-def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def _secret_of(launch: Launch) -> bytes:
+    """The job's secret. Without one a warning, and nothing: the records are not signed then."""
+    if launch.world_size == 1:
+        return b""
+    is_one_machine = launch.local_world_size == launch.world_size
+    try:
+        secret = job_secret(is_one_machine=is_one_machine)
+        reason = "a job on several machines has none by itself"
+    except OSError as error:
+        secret, reason = None, str(error)
+
+    # Where no rank has one, rank 0 speaks for all. On one machine only this rank may have failed to read it.
+    if secret is None and (launch.rank == 0 or is_one_machine):
+        logger.warning(
+            "the ranks share no secret (%s): whoever reaches the launcher's store can end this run. Set %s to the same "
+            "random text on all machines, see docs/security.md",
+            reason,
+            SECRET_VARIABLE,
+        )
+    return secret or b""
+
+
+def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta, secret: bytes = b"") -> str:
     """A name for this start of the job, the same on all ranks and never used before. [Note: one store, many starts]
+
+    Args:
+        secret: that the ranks share, and sign with.
 
     Raises:
         RuntimeError: not all ranks have come within `timeout`.
     """
     own_number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
-    store.set(f"start/hello/{rank}", own_number)
+    records = _StartRecords(store, rank, Signer(secret, "start"))
+    records.put(f"start/hello/{rank}", {"number": own_number})
     if rank == 0:
-        _welcome_all(store, own_number, world_size, deadline)
+        _welcome_all(records, own_number, world_size, deadline)
         return own_number
+
+    _wait_for(store, ["start/welcome"], deadline)
     while True:
-        _wait_for(store, ["start/welcome"], deadline)
-        welcome = json.loads(store.get("start/welcome"))
-        if welcome["to"][rank : rank + 1] == [own_number]:
-            store.set(f"start/ready/{rank}", welcome["name"])
-            return str(welcome["name"])
-        _pause(deadline, "rank 0 of this start, got one of an earlier start")
+        match records.get("start/welcome", 0):
+            case {"name": str(name), "to": list(numbers)} if numbers[rank : rank + 1] == [own_number]:
+                records.put(f"start/ready/{rank}", {"name": name})
+                return name
+        _pause(deadline, "rank 0 of this start, got one of an earlier start", records)
 
 
-def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> None:
+class _StartRecords:
+    """Signed records in the launcher's store. One that cannot be trusted is as good as missing, and one warning."""
+
+    def __init__(self, store: Store, rank: int, signer: Signer) -> None:
+        self.store = store
+        self.rank = rank
+        self._signer = signer
+        self.distrusted: set[str] = set()  # keys that hold such a record
+
+    def put(self, key: str, content: dict[str, Any]) -> None:
+        self.store.set(key, self._signer.sign(key, self.rank, content))
+
+    def get(self, key: str, rank: int) -> dict[str, Any]:
+        """What a rank has put there, or nothing."""
+        if not self.store.check([key]):
+            return {}
+        try:
+            content = self._signer.open(key, self.store.get(key), rank)
+        except BadRecordError as error:
+            if not self.distrusted:
+                logger.warning("%s in the launcher's store is ignored: %s", key, error)
+            self.distrusted.add(key)
+            return {}
+        self.distrusted.discard(key)
+        return content
+
+
+def _welcome_all(records: _StartRecords, name: str, world_size: int, deadline: float) -> None:
     """Rank 0's part: returns once all ranks of this start know its name."""
     hello_keys = [f"start/hello/{rank}" for rank in range(world_size)]
-    ready_keys = [f"start/ready/{rank}" for rank in range(1, world_size)]
-    welcomed: list[str] = []
-    _wait_for(store, hello_keys, deadline)
+    welcomed: list[object] = []
+    _wait_for(records.store, hello_keys, deadline)
     while True:
-        numbers = [number.decode() for number in store.multi_get(hello_keys)]
+        numbers = [records.get(key, rank).get("number") for rank, key in enumerate(hello_keys)]
         if numbers != welcomed:
             welcomed = numbers
-            store.set("start/welcome", json.dumps({"name": name, "to": numbers}))
-        answers = [store.get(key).decode() if store.check([key]) else "" for key in ready_keys]
-        if answers.count(name) == len(ready_keys):
+            records.put("start/welcome", {"name": name, "to": numbers})
+
+        answers = [records.get(f"start/ready/{rank}", rank).get("name") for rank in range(1, world_size)]
+        if answers.count(name) == len(answers):
             return
         missing = ", ".join(str(rank) for rank, answer in enumerate(answers, 1) if answer != name)
-        _pause(deadline, f"all {world_size} ranks, got none of rank(s) {missing}")
+        _pause(deadline, f"all {world_size} ranks, got none of rank(s) {missing}", records)
 
 
 def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
@@ -157,8 +219,10 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
         raise RuntimeError(f"Expected all ranks to start, got no {missing} in the launcher's store.") from error
 
 
-def _pause(deadline: float, what: str) -> None:
+def _pause(deadline: float, what: str, records: _StartRecords) -> None:
     """Lets a moment pass. RuntimeError at the deadline, saying what was expected."""
     if time.monotonic() > deadline:
-        raise RuntimeError(f"Expected {what}, within the timeout of the process group.")
+        distrusted = ", ".join(sorted(records.distrusted)[:8])
+        why = f" {distrusted} was not signed with the secret of rank {records.rank}." if distrusted else ""
+        raise RuntimeError(f"Expected {what}, within the timeout of the process group.{why}")
     time.sleep(_POLL_SECONDS)

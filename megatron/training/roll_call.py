@@ -11,27 +11,33 @@ The keys, in the store of the process group, under the prefix `watchdog`:
     N/verdict     the cause, by whoever was first to have all answers, or to run out of patience
     N/done        how many ranks have read the verdict
 
-Every wait is bounded. A store that is lost leaves each rank with what it can see by itself.
+Every wait is bounded. A store that is lost leaves each rank with what it can see by itself. All but the counters are
+signed records (`job_secret.py`): the store may be open to a network. One that was not made by this start, or has other
+types, counts as missing and is one warning. Counters can only have the roll called, which costs seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megatron.training.cause import Absent, Record, Silence, Verdict, find_cause
+from megatron.core.log import printable
+from megatron.training.cause import Absent, Record, Silence, Verdict, find_cause, typed_fields
+from megatron.training.job_secret import Signer
 from megatron.training.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -42,8 +48,8 @@ _POLL_SECONDS = 0.05
 # The first ranks collect the answers. The others ask for the verdict only, unless it does not come.
 _NUM_JUDGES = 8
 _JUDGES_SECONDS = 0.5
+_AGREE_SECONDS = 2.0  # after their patience, ranks that cannot agree through the store go by their own verdict
 _LINGER_SECONDS = 1.0
-_FINISHED = "finished"
 
 
 class StoreLostError(RuntimeError):
@@ -112,6 +118,11 @@ class Member:
         pid = os.getpid()
         return cls(socket.gethostname(), pid, _machine(), _stat(pid)[1])
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Member:
+        """ValueError for other fields, or of other types."""
+        return cls(**typed_fields(cls, content))
+
     def silence(self) -> Silence:
         """Why it does not answer; for a process of this machine."""
         state, birth = _stat(self.pid)
@@ -120,15 +131,64 @@ class Member:
         return Silence.STOPPED if state in ("T", "t") else Silence.SILENT
 
 
+@dataclass(frozen=True)
+class _Words:
+    """What a rank says of itself; None: it has finished."""
+
+    record: Record | None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], rank: int) -> _Words:
+        """ValueError, KeyError or TypeError for anything else, and for the words of another rank."""
+        record = None if content["record"] is None else Record.from_json(content["record"])
+        if record is not None and record.rank != rank:
+            raise ValueError(f"Expected the words of rank {rank}, got those of rank {record.rank}.")
+        return cls(record)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a roll call came to."""
+
+    verdict: Verdict | None
+    num_answered: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": None if self.verdict is None else self.verdict.to_json(),
+            "num_answered": self.num_answered,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> _Answer:
+        """ValueError, KeyError or TypeError for anything else."""
+        verdict = None if content["verdict"] is None else Verdict.from_json(content["verdict"])
+        num_answered = content["num_answered"]
+        if type(num_answered) is not int:
+            raise ValueError(f"Expected a number of ranks, got {type(num_answered).__name__}.")
+        return cls(verdict, num_answered)
+
+
 class RollCall:
     """This rank's part in the roll calls of one start of the job.
 
     Args:
         store: of the process group; None, or a world of one rank: there are no others.
         launch: where this process stands among them.
+        signer: of this start's records.
+        warn: is told, once, of a record that is ignored.
     """
 
-    def __init__(self, store: Store | None, launch: Launch) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        launch: Launch,
+        signer: Signer | None = None,
+        warn: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self._signer = signer or Signer()
+        self._warn = warn
+        self._has_warned = False
         self._rank = launch.rank
         self._world_size = launch.world_size
         # torch's name for it. Otherwise the store ends with the process of rank 0.
@@ -152,7 +212,7 @@ class RollCall:
     def join(self) -> None:
         """Says who this rank is. StoreLostError."""
         if self._store is not None:
-            self._set(f"member/{self._rank}", json.dumps(asdict(self._own)))
+            self._put(f"member/{self._rank}", asdict(self._own))
 
     def learn(self) -> None:
         """Reads once who the others are, as soon as all have joined. StoreLostError."""
@@ -161,14 +221,14 @@ class RollCall:
         keys = [f"member/{rank}" for rank in range(self._world_size)]
         if self._ask(lambda store: store.check(keys)):
             values = self._ask(lambda store: store.multi_get(keys))
-            self._members = {rank: Member(**json.loads(value)) for rank, value in enumerate(values)}
-            self.knows_all = True
+            for rank, (key, value) in enumerate(zip(keys, values, strict=True)):
+                self._note_member(rank, self._opened(key, value, rank, Member.from_json))
+            self.knows_all = True  # or some records cannot be trusted; those are looked at again in a roll call
 
     def leave(self, last_words: Record | None = None) -> None:
         """Says that this rank ends, so that nobody takes it for dead: it has finished, or why not. StoreLostError."""
         if self._store is not None:
-            words = _FINISHED if last_words is None else json.dumps(last_words.to_json())
-            self._set(f"left/{self._rank}", words)
+            self._put(f"left/{self._rank}", {"record": None if last_words is None else last_words.to_json()})
 
     def close(self) -> None:
         """Ends the connection. What is under way comes to its end first."""
@@ -198,7 +258,10 @@ class RollCall:
             if not self.is_called():
                 last, following = str(self.number), str(self.number + 1)
                 self._ask(lambda store: store.compare_set("round", last, following))
-            self.number = self._add("round", 0)
+            number = self._add("round", 0)
+            if number <= self.number:
+                raise StoreLostError(f"Expected a roll call after number {self.number}, got number {number}.")
+            self.number = number
             return self._hold(f"{self.number}/", record)
         except StoreLostError:
             return self._judge_alone(record)
@@ -223,10 +286,11 @@ class RollCall:
     def _hold(self, prefix: str, record: Record) -> Verdict | None:
         begin = time.monotonic()
         self._learn_who_is_there()
-        self._set(f"{prefix}record/{self._rank}", json.dumps(record.to_json()))
+        self._put(f"{prefix}record/{self._rank}", {"record": record.to_json()})
         is_judge, has_looked = self._rank < _NUM_JUDGES, False
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
-        while not self._has(f"{prefix}verdict"):
+
+        while (answer := self._answer(prefix)) is None:
             passed = time.monotonic() - begin
             self._report_neighbours(prefix, only_gone=passed < _LOOK_SECONDS or has_looked)
             has_looked = passed >= _LOOK_SECONDS
@@ -234,51 +298,66 @@ class RollCall:
             if is_judge or is_over:
                 missing = [rank for rank in missing if not self._has_spoken(prefix, rank)]
                 if not missing or is_over:
-                    self._judge(prefix)
+                    answer = self._judge(prefix, record)
+                    if passed > _PATIENCE_SECONDS + _AGREE_SECONDS:
+                        break  # somebody else overwrites the verdict: this rank has its own
                     continue
             time.sleep(_POLL_SECONDS)
-        answer = json.loads(self._get(f"{prefix}verdict"))
-        self._num_answered = answer["num_answered"]
+
+        self._num_answered = answer.num_answered
         self._num_done = self._add(f"{prefix}done", 1)
-        return None if answer["verdict"] is None else Verdict.from_json(answer["verdict"])
+        return answer.verdict
+
+    def _answer(self, prefix: str) -> _Answer | None:
+        """What has been agreed on in this roll call, as soon as there is something."""
+        return self._read(f"{prefix}verdict", None, _Answer.from_json)
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
         """Whether it is known what a rank has to say, or that it is dead."""
-        if self._has(f"{prefix}record/{rank}") or self._has(f"left/{rank}"):
-            return True
-        silent = f"{prefix}silent/{rank}"
-        return self._has(silent) and self._get(silent) == Silence.GONE.name
+        return self._words(prefix, rank) is not None or self._silence(prefix, rank) is Silence.GONE
 
     def _report_neighbours(self, prefix: str, only_gone: bool) -> None:
         """Tells the others which ranks of this machine are dead; in the end also what else keeps them silent."""
         for rank, member in self._neighbours():
             silence = member.silence()
             if silence is Silence.GONE or not only_gone:
-                self._set(f"{prefix}silent/{rank}", silence.name)
+                self._put(f"{prefix}silent/{rank}", {"silence": silence.name})
 
-    def _judge(self, prefix: str) -> None:
-        """Derives the verdict from what has been said, unless another rank was faster."""
+    def _judge(self, prefix: str, own: Record) -> _Answer:
+        """Derives the verdict from what has been said, and gives it to all, unless another rank was faster."""
         records: list[Record] = []
         absent: list[Absent] = []
         for rank in range(self._world_size):
             words = self._words(prefix, rank)
-            if words is None:
-                absent.append(self._absent(prefix, rank))
-            elif words != _FINISHED:
-                records.append(Record.from_json(json.loads(words)))
-        verdict = find_cause(records, absent)
+            if words is None and rank == self._rank:
+                records.append(own)  # its key holds something else
+            elif words is None:
+                absent.append(self._unheard(rank, self._silence(prefix, rank) or Silence.SILENT))
+            elif words.record is not None:
+                records.append(words.record)
+
         num_answered = sum(not record.has_left for record in records)
-        answer = {"verdict": None if verdict is None else verdict.to_json(), "num_answered": num_answered}
-        self._ask(lambda store: store.compare_set(f"{prefix}verdict", "", json.dumps(answer)))
+        answer = _Answer(find_cause(records, absent), num_answered)
+        key = f"{prefix}verdict"
+        text = self._signer.sign(key, self._rank, answer.to_json())
+        # Nothing, or what no rank has written, is in the way of it.
+        present = self._raw(key) or b""
+        if self._opened(key, present, None, _Answer.from_json) is None:
+            self._ask(lambda store: store.compare_set(key, present, text))  # type: ignore[arg-type]
+        return answer
 
-    def _words(self, prefix: str, rank: int) -> str | None:
+    def _words(self, prefix: str, rank: int) -> _Words | None:
         """A rank's last words, or what it has said in this roll call, or None."""
-        keys = (f"left/{rank}", f"{prefix}record/{rank}")
-        return next((self._get(key) for key in keys if self._has(key)), None)
 
-    def _absent(self, prefix: str, rank: int) -> Absent:
-        key = f"{prefix}silent/{rank}"
-        return self._unheard(rank, Silence[self._get(key)] if self._has(key) else Silence.SILENT)
+        def parse(content: dict[str, Any]) -> _Words:
+            return _Words.from_json(content, rank)
+
+        left = self._read(f"left/{rank}", rank, parse)
+        return left if left is not None else self._read(f"{prefix}record/{rank}", rank, parse)
+
+    def _silence(self, prefix: str, rank: int) -> Silence | None:
+        """Why a rank does not answer, as one on its machine has found out."""
+        return self._read(f"{prefix}silent/{rank}", None, lambda content: Silence[content["silence"]])
 
     def _unheard(self, rank: int, silence: Silence = Silence.SILENT) -> Absent:
         member = self._members.get(rank)
@@ -301,9 +380,12 @@ class RollCall:
     def _learn_who_is_there(self) -> None:
         """Reads those that have joined, if not all are known yet."""
         for rank in range(self._world_size):
-            key = f"member/{rank}"
-            if not self.knows_all and rank not in self._members and self._has(key):
-                self._members[rank] = Member(**json.loads(self._get(key)))
+            if rank not in self._members:
+                self._note_member(rank, self._read(f"member/{rank}", rank, Member.from_json))
+
+    def _note_member(self, rank: int, member: Member | None) -> None:
+        if member is not None:
+            self._members[rank] = member
 
     def _neighbours(self) -> list[tuple[int, Member]]:
         """The other ranks on this machine."""
@@ -315,14 +397,32 @@ class RollCall:
             raise StoreLostError("Expected a store, got a world of one rank.")
         return self._store.call(work)
 
-    def _has(self, key: str) -> bool:
-        return self._ask(lambda store: store.check([key]))
+    def _raw(self, key: str) -> bytes | None:
+        """What is stored under a key, if anything is."""
+        if not self._ask(lambda store: store.check([key])):
+            return None
+        return self._ask(lambda store: store.get(key))
 
-    def _get(self, key: str) -> str:
-        return self._ask(lambda store: store.get(key)).decode()
+    def _read(self, key: str, rank: int | None, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+        """The record under a key, made by this rank; None if there is none that can be trusted."""
+        raw = self._raw(key)
+        return None if raw is None else self._opened(key, raw, rank, parse)
 
-    def _set(self, key: str, value: str) -> None:
-        self._ask(lambda store: store.set(key, value))
+    def _opened(self, key: str, raw: bytes, rank: int | None, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+        if not raw:
+            return None
+        try:
+            return parse(self._signer.open(key, raw, rank))
+        except (ValueError, KeyError, TypeError) as error:
+            # Once: whoever writes one may write many.
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"{key} in the launcher's store is ignored: {printable(str(error))}")
+            return None
+
+    def _put(self, key: str, content: dict[str, Any]) -> None:
+        text = self._signer.sign(key, self._rank, content)
+        self._ask(lambda store: store.set(key, text))
 
     def _add(self, key: str, number: int) -> int:
         return self._ask(lambda store: store.add(key, number))

@@ -97,7 +97,7 @@ class SignalSocket:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread: leaves it to who watches, or does what would have been done without this."""
+        """In the main thread: leaves the signal to the watching thread, or handles it as if there were none."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -106,9 +106,31 @@ class SignalSocket:
 _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
 
 
+# A signal that comes to a forked process before it has forgotten would be lost: Python drops what it had noted by then,
+# and the handler would leave it to a thread that is not there. So it waits until after that.
+class _Fork(threading.local):
+    """What a thread had blocked before it began to fork; None: nothing was changed."""
+
+    mask: set[signal.Signals | int] | None = None
+
+
+_fork = _Fork()
+
+
+def _hold_signals() -> None:
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if _installed else None
+
+
+def _release_signals() -> None:
+    mask, _fork.mask = _fork.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _forget_all() -> None:
     for one in list(_installed):
         one.forget()
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)

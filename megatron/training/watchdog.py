@@ -29,9 +29,11 @@ from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
+from megatron.core.log import printable
 from megatron.training.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
 from megatron.training.events import EventLog
 from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.job_secret import Signer
 from megatron.training.launch import Launch
 from megatron.training.roll_call import RollCall, StoreLostError
 from megatron.training.signal_socket import SignalSocket
@@ -87,6 +89,7 @@ class Watchdog:
     Args:
         launch: where this process stands among the ranks.
         store: of the process group. A connection of its own is made to it. None for a world of one.
+        signer: signs what the ranks tell each other through it; default: without a secret.
         events: the run's event log.
         hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
         grace_seconds: from SIGTERM or SIGUSR1, if the main thread handles them, to the end of the process; None: none.
@@ -103,6 +106,7 @@ class Watchdog:
         store: Store | None,
         events: EventLog,
         hang_timeout_seconds: float | None,
+        signer: Signer | None = None,
         grace_seconds: float | None = None,
         long_timeout_seconds: float = 600.0,
         exit_process: Callable[[int], NoReturn] = _leave,
@@ -115,7 +119,7 @@ class Watchdog:
         self._grace = grace_seconds
         self._exit_process = exit_process
         self._tick = tick_seconds
-        self._roll_call = RollCall(store, launch)
+        self._roll_call = RollCall(store, launch, signer or Signer(), self._report)
         self._main = threading.get_ident()
         self._parent = os.getppid()
         # Written by the main thread, read by the watchdog's; each is one assignment, so that no lock is needed.
@@ -438,7 +442,10 @@ class Watchdog:
     def _warn(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _within(_REPORT_SECONDS, lambda: logger.warning("%s", text))
+            self._report(text)
+
+    def _report(self, text: str) -> None:
+        _within(_REPORT_SECONDS, lambda: logger.warning("%s", text))
 
 
 def _last(record: Record) -> Record:
@@ -450,7 +457,8 @@ def _in_one_line(error: BaseException | None) -> str:
         return ""
     text = " ".join(str(error).split())
     name = "" if isinstance(error, ExitError) else type(error).__name__
-    return ": ".join(part for part in (name, text) if part)[:1000]
+    # It may quote a file, or a name in one.
+    return printable(": ".join(part for part in (name, text) if part), 1000)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:

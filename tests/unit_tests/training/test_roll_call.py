@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import subprocess
 import threading
@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training import roll_call
-from megatron.training.cause import Record, Silence
+from megatron.training.cause import Record, Silence, Verdict
 from megatron.training.exits import ExitCode
+from megatron.training.job_secret import Signer
 from megatron.training.launch import Launch
 from megatron.training.roll_call import BoundedStore, Member, RollCall, StoreLostError
 
@@ -38,14 +39,19 @@ def ranks() -> Iterator[list[RollCall]]:
         call.close()
 
 
-def joined(store: dist.Store, world_size: int) -> list[RollCall]:
-    calls = [RollCall(store, Launch(rank=rank, world_size=world_size)) for rank in range(world_size)]
+def joined(store: dist.Store, world_size: int, *extra: object) -> list[RollCall]:
+    calls = [RollCall(store, Launch(rank=rank, world_size=world_size), *extra) for rank in range(world_size)]
     for call in calls:
         call.join()
     for call in calls:
         call.learn()
         assert call.knows_all
     return calls
+
+
+def signed(key: str, rank: int, signer: Signer | None = None, **content: object) -> str:
+    """A record as a rank would write it; without a signer, one that knows no secret."""
+    return (signer or Signer()).sign(key, rank, content)
 
 
 def hold(calls: dict[int, RollCall], records: list[Record]) -> list:
@@ -215,7 +221,7 @@ def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_t
     store = dist.HashStore()
     first, second = joined(store, 2)
     keys = dist.PrefixStore("watchdog", store)
-    keys.set("1/record/1", json.dumps(stuck(1, waits=False).to_json()))
+    keys.set("1/record/1", signed("1/record/1", 1, record=stuck(1, waits=False).to_json()))
     assert first.hold(well(0)).ranks == (1,)
     begin = time.monotonic()
     reader = threading.Timer(0.4, lambda: keys.add("1/done", 1))
@@ -226,3 +232,125 @@ def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_t
     second.linger()
     assert time.monotonic() - begin < 0.3, "nobody needs the others' processes"
     reader.join()
+
+
+SIGNER = Signer(b"0123456789abcdef", "this start")
+VERDICT = Verdict(ExitCode.FAILED, (0,), "invented", 0, ExitCode.BAD_FILES)
+DEAD = replace(well(2), error="invented\n\x1b[2J", error_order=1, has_left=True)
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def store(request) -> dist.Store:
+    """PyTorch's stores differ in how they compare and set."""
+    if request.param == "hash":
+        return dist.HashStore()
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def forged(signer: Signer) -> dict[str, str]:
+    """What somebody who reaches the store may write, to end a run in which all is well."""
+    return {
+        "1/verdict": signed("1/verdict", 0, signer, verdict=VERDICT.to_json(), num_answered=3),
+        "left/2": signed("left/2", 2, signer, record=DEAD.to_json()),
+        "1/silent/1": signed("1/silent/1", 0, signer, silence="GONE"),
+        "1/record/0": signed("1/record/0", 0, signer, record=DEAD.to_json()),
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        forged(Signer()),
+        forged(Signer(b"another secret!!", "this start")),
+        forged(Signer(b"0123456789abcdef", "an earlier start")),
+        dict.fromkeys(forged(Signer()), "\x00\udcff".encode("utf-8", "surrogateescape").decode("latin-1")),
+        dict.fromkeys(forged(Signer()), "finished"),
+        dict.fromkeys(forged(Signer()), "[" * 10**5),
+    ],
+    ids=["without the secret", "another secret", "of another start", "binary", "as it once was", "deep"],
+)
+def test_what_was_not_signed_with_the_secret_ends_no_run_and_is_told_once(store, values):
+    warnings: list[str] = []
+    calls = joined(store, 3, SIGNER, warnings.append)
+    keys = dist.PrefixStore("watchdog", store)
+    for key, value in values.items():
+        keys.set(key, value)
+    assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
+    assert len(warnings) <= 3, "one of each rank, which may not have looked"
+    assert all("is ignored: Expected a record signed with this job's secret" in text for text in warnings)
+    assert warnings
+
+
+def test_a_record_is_not_taken_for_one_of_another_key_rank_or_roll_call(store):
+    """All of these were once signed by ranks of this very start."""
+    calls = joined(store, 3, SIGNER, lambda _: None)
+    keys = dist.PrefixStore("watchdog", store)
+    answer = {"verdict": VERDICT.to_json(), "num_answered": 3}
+    keys.set("1/verdict", signed("7/verdict", 0, SIGNER, **answer))
+    keys.set("left/2", signed("left/1", 2, SIGNER, record=DEAD.to_json()))
+    keys.set("left/1", signed("left/1", 2, SIGNER, record=DEAD.to_json()))
+    keys.set("left/0", signed("left/0", 0, SIGNER, record=DEAD.to_json()))  # says that it is of rank 2
+    assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
+
+
+def test_a_verdict_that_is_overwritten_for_ever_leaves_each_rank_with_its_own(store):
+    calls = joined(store, 2, SIGNER, lambda _: None)
+    keys, is_over = dist.PrefixStore("watchdog", store), threading.Event()
+
+    def overwrite() -> None:
+        while not is_over.is_set():
+            keys.set("1/verdict", "mine")
+
+    attacker = threading.Thread(target=overwrite)
+    attacker.start()
+    begin = time.monotonic()
+    verdicts = hold(numbered(calls), [well(0), stuck(1, waits=False)])
+    is_over.set()
+    attacker.join()
+    assert [verdict.ranks for verdict in verdicts] == [(1,)] * 2
+    assert time.monotonic() - begin < 20
+
+
+def test_a_roll_call_is_not_called_backwards(store):
+    """Or the answers of one before would be taken for those of this one."""
+    first, second = joined(store, 2, SIGNER)
+    assert hold({0: first, 1: second}, [well(0), well(1)]) == [None] * 2
+    assert hold({0: first, 1: second}, [well(0), well(1)]) == [None] * 2
+    dist.PrefixStore("watchdog", store).set("round", "1")
+    assert not first.is_called()
+    assert first.hold(stuck(0, waits=False)).ranks == (0,), "by what it knows itself"
+    assert first.number == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf), ("waits", 1), ("host", None),
+        ("error", ["a"]), ("error_code", 42), ("of a later version", 1), ("stack", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_words_of_another_type_are_refused(field, value):
+    with pytest.raises(ValueError, match=r"Expected .*, got "):
+        Record.from_json({**well(0).to_json(), field: value})
+
+
+def test_texts_of_other_ranks_are_harmless_and_bounded_and_a_stack_keeps_its_lines():
+    words = replace(well(0), error="a\nERROR: b\x1b[2J" + "x" * 10**6, stack="  a\nERROR: b\x07\n  c\n" * 1000)
+    heard = Record.from_json(words.to_json())
+    assert heard.error.startswith(r"a\nERROR: b\x1b[2Jxxx")
+    assert len(heard.error) == 2000
+    lines = heard.stack.splitlines()
+    assert lines[:3] == ["  a", r"  ERROR: b\x07", "  c"]
+    assert len(lines) == 100
+    assert Record.from_json(heard.to_json()) == heard
+
+
+def test_a_member_of_another_form_is_unknown():
+    warnings: list[str] = []
+    store = dist.HashStore()
+    calls = [RollCall(store, Launch(rank=rank, world_size=2), SIGNER, warnings.append) for rank in range(2)]
+    calls[0].join()
+    dist.PrefixStore("watchdog", store).set("member/1", signed("member/1", 1, SIGNER, host="h", pid="1"))
+    calls[0].learn()
+    assert calls[0].knows_all
+    assert "member/1 in the launcher's store is ignored: Expected the fields of a Member" in warnings[0]
