@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -31,16 +32,23 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
+from megatron.core.files import UnusableFileError, open_regular, read_regular
+from megatron.core.log import printable
 from megatron.core.options import Field, expect, options_of
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
 
 _PLAIN_TEXT_KEY = "text"
 _JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
+_MAX_MESSAGE = 2000  # characters
 _SHOWN = 40  # characters or bytes of the input in a message
 # What a worker is handed at a time: enough to hide the cost of handing over, little enough to share the work evenly.
 _CHUNK_DOCUMENTS = 256
 _CHUNK_CHARACTERS = 1 << 19
 _CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
+# A document is held in memory as a whole, with its tokens: 20 times its bytes with ByteTokenizer, and
+# up to 130 times with a Hugging Face tokenizer.
+_MAX_DOCUMENT_BYTES = 1 << 30
+_HEAD_BYTES = 1 << 20  # of a larger file, to see whether it is text at all
 
 
 class InputError(ValueError):
@@ -87,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         files = _find_files(arguments.input, arguments.suffix)
         preprocess(arguments, files)
     except (ValueError, OSError, BrokenProcessPool) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
+        # One line, whatever the names of files hold.
+        parser.exit(1, f"{parser.prog}: error: {printable(str(error), _MAX_MESSAGE)}\n")
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
@@ -116,7 +125,8 @@ def _tokenize(arguments: argparse.Namespace, files: list[Path], tokenizer: Token
     counts = Counts()
     chunks = _chunks(_read(files, [output.key for output in outputs], counts))
     total = sum(path.stat().st_size for path in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar:
+    is_silent = not _shows_progress()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
         for num_bytes, encoded in _encode_all(chunks, tokenizer, arguments.append_eod, arguments.workers):
             for output, part in zip(outputs, encoded, strict=True):
                 _add(output, part)
@@ -179,7 +189,12 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
             f"{arguments.tokenizer_model}."
         )
     texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
-    train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=sys.stderr.isatty())
+    train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
+
+
+def _shows_progress() -> bool:
+    """Where somebody is looking: what is printed goes to a terminal, and so does the bar."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[Path]:
@@ -207,14 +222,26 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
         if path.suffix in _JSON_LINES:
             yield from _read_json_lines(path, keys)
             continue
-        content = path.read_bytes()
-        text = _decode(content)
-        if text is None:
+        content = _content(path)
+        text = None if content is None else _decode(content)
+        if content is None or text is None:
             counts.undecodable.append(path)
             continue
         if keys != [_PLAIN_TEXT_KEY]:
             raise InputError(f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}.")
         yield Document((text,), len(content))
+
+
+def _content(path: Path) -> bytes | None:
+    """All of a file; None for one that is too large, but no text anyway. InputError for a text that is."""
+    with open_regular(path, "a text file") as stream:
+        is_too_large = os.fstat(stream.fileno()).st_size > _MAX_DOCUMENT_BYTES
+        if is_too_large and b"\0" in stream.read(_HEAD_BYTES):
+            return None
+    try:
+        return read_regular(path, max_bytes=_MAX_DOCUMENT_BYTES, what="a document")
+    except UnusableFileError as error:
+        raise InputError(f"{path}: {error.strerror}.") from error
 
 
 def _decode(content: bytes) -> str | None:
@@ -228,8 +255,13 @@ def _decode(content: bytes) -> str | None:
 
 
 def _read_json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+    with io.BufferedReader(open_regular(path, "a file of JSON lines")) as stream:
+        # One byte more than a line may have: a longer one is not read to its end.
+        lines = iter(lambda: stream.readline(_MAX_DOCUMENT_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > _MAX_DOCUMENT_BYTES:
+                expected = f"at most {_MAX_DOCUMENT_BYTES} bytes"
+                raise InputError(f"{path}, line {number}: expected {expected}, got more.")
             if not line.strip():
                 continue
             try:

@@ -6,8 +6,9 @@ one for text that is token ids already. All of them can be pickled, so that work
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +16,19 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron.core.files import published
-from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.core.files import UnusableFileError, published, read_regular
+from megatron.core.json_reading import parse_json
+from megatron.core.log import printable
+from megatron.core.options import ConfigError, check_options, expect, option, shown
 
 _END_OF_TEXT = "<|endoftext|>"
 # What ends a text in the vocabularies that do not say so in a file beside them.
+_MAX_DIGITS = 18  # of a token id in a text
+_MAX_FILE_BYTES = 1 << 28  # of a tokenizer's; those of a vocabulary of a million take 50 MB
+_MAX_VOCAB_SIZE = 1 << 31  # ids are stored as int32
+# Ids that may have no token for each that has one, before --vocab-size has to say that this is meant.
+_MAX_GAPS = 4
+_FREE_GAPS = 1 << 16
 _EOD_CANDIDATES = (_END_OF_TEXT, "</s>", "<eos>")
 
 
@@ -55,10 +64,10 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.tokenizer_type == "HuggingFaceTokenizer":
-            found = self.tokenizer_model is not None and Path(self.tokenizer_model).exists()
-            expect(
-                found, "--tokenizer-model", "a tokenizer.json or a tokenizer's folder that exists", self.tokenizer_model
-            )
+            # Unlike Path.exists, it says no where a name is too long or a folder is closed.
+            found = self.tokenizer_model is not None and os.path.exists(self.tokenizer_model)  # noqa: PTH110
+            expected = "a tokenizer.json or a tokenizer's folder that exists"
+            expect(found, "--tokenizer-model", expected, self.tokenizer_model)
         else:
             expect(
                 self.tokenizer_model is None,
@@ -81,6 +90,7 @@ class HuggingFaceTokenizer:
 
     Attributes:
         backend: the library's own tokenizer.
+        num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
 
     Raises:
         ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which one ends a document.
@@ -96,10 +106,15 @@ class HuggingFaceTokenizer:
         self.name = f"HuggingFaceTokenizer({path})"
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
+        self.num_tokens = len(vocabulary)
         self.eod = _choose_eod(vocabulary, eos, path)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        """Raises ValueError for a text that the tokenizer has no tokens for."""
+        try:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{self.name}: expected a text it has tokens for, got {error}.") from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
@@ -139,7 +154,7 @@ class NullTokenizer:
         words = text.split()
         for word in words:
             # int() would take 1_0 and digits of other scripts, too.
-            if not (word.isascii() and word.isdigit()):
+            if not (word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS):
                 raise ValueError(f"Expected token ids separated by spaces, got {word[:40]!r}.")
         ids = [int(word) for word in words]
         for token in ids:
@@ -184,14 +199,27 @@ def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
 
 
 def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
-    """ConfigError where --vocab-size has no room for the tokenizer's ids. NullTokenizer's ids follow from it."""
-    if config.tokenizer_type != "NullTokenizer" and config.vocab_size is not None:
-        expect(
-            config.vocab_size >= tokenizer.vocab_size,
-            "--vocab-size",
-            f"at least the {tokenizer.vocab_size} ids of {tokenizer.name}",
-            config.vocab_size,
-        )
+    """ConfigError where --vocab-size has no room for the tokenizer's ids, and for ids out of all proportion.
+
+    Each id up to the highest one gets a row of the embedding. NullTokenizer's follow from --vocab-size.
+    """
+    size = tokenizer.vocab_size
+    expected = f"at most {_MAX_VOCAB_SIZE} ids, which an int32 can hold"
+    expect(max(size, config.vocab_size or 0) <= _MAX_VOCAB_SIZE, "--vocab-size", expected, size)
+    if config.tokenizer_type == "NullTokenizer":
+        return
+
+    if config.vocab_size is not None:
+        expected = f"at least the {size} ids of {tokenizer.name}"
+        expect(config.vocab_size >= size, "--vocab-size", expected, config.vocab_size)
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        num_gaps = size - tokenizer.num_tokens
+        if num_gaps > _FREE_GAPS + _MAX_GAPS * tokenizer.num_tokens:
+            raise ConfigError(
+                f"--tokenizer-model: expected ids that the {tokenizer.num_tokens} tokens of "
+                f"{tokenizer.name} about fill, got ids up to {size - 1}. If that is meant, give "
+                f"--vocab-size {size}."
+            )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress: bool = False) -> Path:
@@ -229,20 +257,35 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress:
 def _load(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
     """The tokenizer at `path`, and its end-of-text token where its files name one."""
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    if not os.path.lexists(file):
         return _load_with_transformers(path)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"--tokenizer-model: expected a tokenizer in {file}, got {error}.") from error
+
+    with _one_line(file):
+        content = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a tokenizer.json")
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     return tokenizer, _find_eos(file.parent)
+
+
+@contextmanager
+def _one_line(place: Path) -> Iterator[None]:
+    """ConfigError for whatever a library makes of a tokenizer's broken files."""
+    try:
+        yield
+    except BaseException as error:
+        # What panics in Rust comes out as a class of its own, beside Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = error.strerror if isinstance(error, UnusableFileError) else error
+        raise ConfigError(
+            f"--tokenizer-model: expected a tokenizer in {place}, got {printable(str(reason))}."
+        ) from error
 
 
 def _find_eos(folder: Path) -> str | None:
     """The `eos_token` that the files beside a tokenizer.json name."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
-        if file.is_file():
+        if os.path.lexists(file):
             token = _read_object(file).get("eos_token")
             if isinstance(token, dict):
                 token = token.get("content")
@@ -255,9 +298,11 @@ def _find_eos(folder: Path) -> str | None:
 def _read_object(file: Path) -> dict[str, Any]:
     """A file of one JSON object."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a JSON file")
+        content = parse_json(text, max_depth=100, allow_nan=True)  # as in a model's config.json
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tokenizer-model: expected JSON in {file}, got {error}.") from error
+        reason = printable(str(error))
+        raise ConfigError(f"--tokenizer-model: expected JSON in {file}, got {reason}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--tokenizer-model: expected a JSON object in {file}, got a {type(content).__name__}.")
     return content
@@ -268,7 +313,7 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
     if eos is not None and eos not in vocabulary:
         raise ConfigError(
             f"--tokenizer-model: expected the eos_token that {path} names among its {len(vocabulary)} tokens, got "
-            f"{eos!r}, which is not."
+            f"{shown(eos)}, which is not."
         )
     for token in _EOD_CANDIDATES if eos is None else (eos,):
         if token in vocabulary:
@@ -288,11 +333,22 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
             f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other forms needs the `hf` "
             "extra (pip install megatron-hybrid[hf])."
         ) from error
-    try:
-        loaded: Any = transformers.AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
-    except Exception as error:  # ImportError for what some kinds need besides, and whatever broken files lead to
-        raise ConfigError(f"--tokenizer-model: expected a tokenizer in {path}, got {error}.") from error
+    _expect_regular_files(path)
+    with _one_line(path):  # ImportError for what some kinds need besides, and much else
+        # Code that the files bring along is not executed, and nobody asked whether it may be.
+        loaded: Any = transformers.AutoTokenizer.from_pretrained(
+            str(path), use_fast=True, local_files_only=True, trust_remote_code=False
+        )
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got {type(loaded)}.")
     return backend, loaded.eos_token
+
+
+def _expect_regular_files(folder: Path) -> None:
+    """ConfigError for a folder with anything in it but files and folders: a library would open it."""
+    if not folder.is_dir():
+        raise ConfigError(f"--tokenizer-model: expected a file or a folder, got {folder}.")
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"--tokenizer-model: expected regular files in {folder}, got {path.name!r}.")

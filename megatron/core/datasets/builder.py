@@ -38,7 +38,7 @@ def build_gpt_datasets(
         seed: decides the order of documents and samples; each split derives its own from it.
 
     Raises:
-        IndexedDatasetError: token files that cannot be read.
+        IndexedDatasetError: token files or a sample index that cannot be used.
         TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked for.
     """
     opened = [IndexedDataset(part.prefix) for part in config.blend]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.datasets.indexed_dataset import bin_path, idx_path
-from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.core.options import ConfigError, check_options, expect, option, shown
 
 
 class BlendPart(NamedTuple):
@@ -42,11 +43,15 @@ class GPTDatasetConfig:
         _ = self.split_fractions
         for part in self.blend:
             for path in (bin_path(part.prefix), idx_path(part.prefix)):
-                expect(path.is_file(), "--data-path", "a PREFIX with files PREFIX.bin and PREFIX.idx", str(path))
+                # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
+                is_file = os.path.isfile(path)  # noqa: PTH113
+                expected = "a PREFIX with files PREFIX.bin and PREFIX.idx"
+                expect(is_file, "--data-path", expected, str(path))
 
     def _check_source(self) -> None:
         if self.mock_data and self.data_path is not None:
-            raise ConfigError(f"--data-path: expected nothing beside --mock-data, got {' '.join(self.data_path)!r}.")
+            got = shown(" ".join(self.data_path))
+            raise ConfigError(f"--data-path: expected nothing beside --mock-data, got {got}.")
         expect(self.mock_data or bool(self.data_path), "--data-path", "a PREFIX, or --mock-data", self.data_path)
 
     @property
@@ -57,7 +62,8 @@ class GPTDatasetConfig:
             shares = [float(share) for share in self.split.split(",")]
         except ValueError:
             shares = []
-        is_split = len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+        # The sum of finite numbers may be infinite, and nobody's share of that is more than 0.
+        is_split = len(shares) <= 3 and all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf
         expect(is_split, "--split", expected, self.split)
         train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
         return train, valid, test

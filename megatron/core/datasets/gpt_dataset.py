@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_dataset import NumberedDataset
 from megatron.core.datasets.sample_index import EpochStream, SampleIndex, epoch_permutation
@@ -36,8 +38,8 @@ class GPTDataset(NumberedDataset):
 
     Raises:
         TooFewTokensError: fewer than seq_length + 1 tokens in the split.
-        ValueError: tokens that are no integers, or a range beyond the data.
-        OSError: the sample index cannot be written.
+        IndexedDatasetError: tokens that are no integers, or a sample index that cannot be written.
+        ValueError: a range beyond the data.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class GPTDataset(NumberedDataset):
         vocab_size: int | None = None,
     ) -> None:
         if indexed.dtype.kind not in "iu":
-            raise ValueError(f"{indexed.prefix}: expected tokens of an integer dtype, got {indexed.dtype}.")
+            expected = "tokens of an integer dtype"
+            raise IndexedDatasetError(f"{indexed.prefix}: expected {expected}, got {indexed.dtype}.")
         if documents.step != 1 or not 0 <= documents.start <= documents.stop <= len(indexed):
             raise ValueError(f"{indexed.prefix}: expected a part of range({len(indexed)}), got {documents}.")
         if num_samples < 1 or seq_length < 1:
@@ -72,58 +75,103 @@ class GPTDataset(NumberedDataset):
         self._stream = EpochStream(indexed, documents, seed)
         num_epochs = -(-num_samples // self.samples_per_epoch)
         self._index = SampleIndex(self._stream, seq_length, self.samples_per_epoch, num_epochs, folder)
-        self._starts = self._index.load()  # int64 [num_epochs, samples_per_epoch, 2]
+        self._starts = self._index.load()
 
     def _sample(self, index: int) -> dict[str, torch.Tensor]:
         """Sample `index`: two views of one window.
 
         Raises:
-            ValueError: a token id that has no embedding.
-            RuntimeError: the sample index points to where the epoch ends too soon, so it is not that of the data.
+            IndexedDatasetError: a token id that has no embedding, a sample index that is not that
+                of the data, or files that have changed or cannot be read any more.
         """
         epoch, position = divmod(index, self.samples_per_epoch)
         order = epoch_permutation(self.samples_per_epoch, self.seed, "samples", epoch)
-        document, offset = self._starts[epoch, order(position)]
-        window = self._read(epoch, int(document), int(offset))
+        window = self._read(epoch, order(position))
         self._check_vocabulary(window)
         tokens = torch.from_numpy(window)
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
-    def _read(self, epoch: int, document: int, offset: int) -> npt.NDArray[np.int64]:
-        """The seq_length + 1 tokens from `offset` of the document at position `document` of the epoch's stream on."""
+    def _read(self, epoch: int, number: int) -> npt.NDArray[np.int64]:
+        """The seq_length + 1 tokens of one of the epoch's windows."""
         num_needed = self.seq_length + 1
         window = np.empty(num_needed, dtype=np.int64)
-        num_documents = len(self._stream.documents)
-        # As many documents as hold that many tokens on average; twice as many each time that was too few.
-        num_ahead = 2 + num_needed * num_documents // self.num_tokens
+        first, offset = begin = self._starts.at(epoch, number)
+
         num_read = 0
-        begin = document
-        while num_read < num_needed:
-            if document >= num_documents:
-                raise RuntimeError(
-                    f"{self._index.path}: expected {num_needed} tokens from document {begin} of epoch {epoch} on, got "
-                    f"{num_read}. The sample index is not that of the data; it may be removed."
-                )
-            stop = min(document + num_ahead, num_documents)
-            sequences = self._stream.sequences(epoch, np.arange(document, stop, dtype=np.int64))
+        for place, sequence, length in self._documents_from(epoch, first):
+            # A window begins in a document that has tokens left; those after it may be empty.
+            if offset < 0 or (num_read == 0 and offset >= length):
+                break
+            part = min(length - offset, num_needed - num_read)
+            if part:
+                window[num_read : num_read + part] = self.indexed.get(sequence, offset, part)
+                num_read += part
+            if num_read == num_needed:
+                self._check_end(epoch, number, (place, offset + part - 1))
+                return window
+            offset = 0
+
+        expected = f"{num_needed} tokens from {_shown(begin)} on"
+        raise self._wrong_start(epoch, number, expected, num_read)
+
+    def _documents_from(self, epoch: int, place: int) -> Iterator[tuple[int, int, int]]:
+        """From a position of the epoch's stream on: position, sequence, and its length.
+
+        Nothing for a position outside of the stream.
+        """
+        num_documents = len(self._stream.documents)
+        # As many documents as hold a window on average; twice as many each time that was too few.
+        num_ahead = 2 + (self.seq_length + 1) * num_documents // self.num_tokens
+        while 0 <= place < num_documents:
+            stop = min(place + num_ahead, num_documents)
+            sequences = self._stream.sequences(epoch, np.arange(place, stop, dtype=np.int64))
             lengths = self.indexed.gather_lengths(sequences)
-            for sequence, length in zip(sequences.tolist(), lengths.tolist(), strict=True):
-                part = min(length - offset, num_needed - num_read)
-                if part > 0:
-                    window[num_read : num_read + part] = self.indexed.get(sequence, offset, part)
-                    num_read += part
-                offset = 0
-                if num_read == num_needed:
-                    break
-            document, num_ahead = stop, 2 * num_ahead
-        return window
+            yield from zip(range(place, stop), sequences.tolist(), lengths.tolist(), strict=True)
+            place, num_ahead = stop, 2 * num_ahead
+
+    def _check_end(self, epoch: int, number: int, last: tuple[int, int]) -> None:
+        """Holds where a window's last token was found against what follows.
+
+        See [Note: a stored start is not believed] in sample_index.py.
+        """
+        if number + 1 < self.samples_per_epoch:
+            following = self._starts.at(epoch, number + 1)
+            if following != last:
+                expected = f"its last token where the next one begins, {_shown(following)}"
+                raise self._wrong_start(epoch, number, expected, _shown(last))
+            return
+
+        # What is left of the epoch is less than a window.
+        num_left = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length
+        place, offset = last
+        num_found = -offset - 1
+        for _, _, length in self._documents_from(epoch, place):
+            num_found += length
+            if num_found > num_left:
+                break
+        if num_found != num_left:
+            got = "more" if num_found > num_left else num_found
+            raise self._wrong_start(epoch, number, f"{num_left} tokens after it", got)
+
+    def _wrong_start(
+        self,
+        epoch: int,
+        number: int,
+        expected: str,
+        got: int | str,
+    ) -> IndexedDatasetError:
+        window = f"window {number} of epoch {epoch}"
+        return IndexedDatasetError(
+            f"{self._index.path}: {window}: expected {expected}, got {got}. "
+            "The sample index is not that of the data; it may be removed."
+        )
 
     def _check_vocabulary(self, window: npt.NDArray[np.int64]) -> None:
         if self.vocab_size is None:
             return
         lowest, highest = int(window.min()), int(window.max())
         if lowest < 0 or highest >= self.vocab_size:
-            raise ValueError(
+            raise IndexedDatasetError(
                 f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the vocabulary size, got "
                 f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer than this run's."
             )
@@ -135,3 +183,7 @@ class GPTDataset(NumberedDataset):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._starts = self._index.load()
+
+
+def _shown(start: tuple[int, int]) -> str:
+    return f"document {start[0]}, token {start[1]}"

@@ -1,57 +1,34 @@
 """Megatron's token files: `PREFIX.bin` holds the tokens of all sequences, `PREFIX.idx` says where each one lies.
 
-The index, little endian throughout, as megatron-core writes and reads it:
-
-    offset  bytes  what
-         0      9  magic "MMIDIDX\\0\\0"
-         9      8  version, uint64, 1
-        17      1  code of the tokens' dtype, uint8
-        18      8  num_sequences, uint64
-        26      8  num_boundaries, uint64: number of documents + 1
-        34     4s  length of each sequence, in tokens, int32
-      34+4s    8s  where each sequence begins in the .bin, in bytes, int64
-     34+12s    8b  the sequence each document begins with, and num_sequences at the end, int64
-               1s  optional: the modality of each sequence, int8 (multimodal data; not read here)
-
-A document is one or more sequences; text data has one sequence per document.
+index_format.py describes the index. A document is one or more sequences; text data has one sequence
+per document.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.data_files import DataFile, FileVersion, IndexedDatasetError
+from megatron.core.datasets.index_format import (
+    DTYPES,
+    IndexHeader,
+    check_index,
+    pack_header,
+    read_header,
+)
 from megatron.core.files import sync_folder, sync_stream, temporary_path
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 18  # sequences handled at a time
 _LONGEST = (1 << 31) - 1  # tokens of a sequence: its length is an int32
-
-
-class IndexedDatasetError(ValueError):
-    """Token files on disk that cannot be read: missing, foreign, truncated or not belonging together."""
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -69,25 +46,25 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
-class FileVersion(NamedTuple):
-    """What tells a file from another one that later stands under its name."""
-
-    num_bytes: int
-    mtime_ns: int
-
-
 class IndexedDataset:
-    """The sequences of a `.bin/.idx` pair, memory-mapped: opening costs the same whatever their size.
+    """The sequences of a `.bin/.idx` pair. The index is mapped; tokens are read when asked for.
+
+    Opening reads the index once from end to end and holds it against the `.bin`: lengths, pointers
+    and documents must account for each byte of it, in order. So what a wrong index says is never
+    allocated, and no token is read as part of another sequence. The memory that takes does not grow
+    with the index.
 
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
+        verified: versions of `.idx` and `.bin` that another process has held against each other
+            already. They must be those that are found, and are not checked again.
 
     Raises:
-        IndexedDatasetError: a file is missing, is no such file, or is shorter than its counts say; or, where a pickled
-            dataset is opened again, the files are no longer those it was pickled with.
+        IndexedDatasetError: a file is missing, is no such file, or is not what the other one says;
+            or they are not the `verified` ones.
     """
 
-    # Of the files as mapped, whatever is put under their names later.
+    # Of the files as opened, whatever is put under their names later.
     idx_version: FileVersion
     bin_version: FileVersion
     # All three are views of the mapped file.
@@ -95,13 +72,25 @@ class IndexedDataset:
     sequence_pointers: npt.NDArray[np.int64]  # [num_sequences] bytes
     document_indices: npt.NDArray[np.int64]  # [num_documents + 1] sequences
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        verified: tuple[FileVersion, FileVersion] | None = None,
+    ) -> None:
         self.prefix = str(prefix)
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise IndexedDatasetError(f"Expected the files {self.prefix}.bin and .idx, got no {path}.")
-        self._map_index()
-        self._map_tokens()
+        index = DataFile(self.idx_path, "an index of token files")
+        self._tokens = DataFile(self.bin_path, "a file of tokens")
+        self.idx_version, self.bin_version = found = (index.version, self._tokens.version)
+        if verified is not None and verified != found:
+            expected = f"the .idx and .bin the dataset was pickled with, {verified}"
+            raise IndexedDatasetError(f"{prefix}: expected {expected}, got {found}.")
+
+        header = read_header(index)
+        self.dtype = header.dtype
+        if verified is None:
+            check_index(index, header, self._tokens)
+        self._map_index(index, header)
 
     @property
     def bin_path(self) -> Path:
@@ -119,14 +108,15 @@ class IndexedDataset:
         """Tokens of one sequence: `length` of them from `offset` on, by default to the end.
 
         Returns:
-            [length] of `dtype`; a read-only view of the file, not a copy.
+            [length] of `dtype`, read-only.
 
         Raises:
             IndexError: no such sequence, or a part that reaches beyond it.
-            IndexedDatasetError: the index points outside the .bin.
+            IndexedDatasetError: the files have changed or cannot be read.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"Expected a sequence in range({len(self)}), got {index}.")
+        self._index.check_size()
         available = int(self.sequence_lengths[index])
         if length is None:
             length = available - offset
@@ -135,107 +125,44 @@ class IndexedDataset:
                 f"Expected a part of the {available} tokens of sequence {index}, got {length} from {offset} on."
             )
         begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
-        end = begin + length * self.dtype.itemsize
-        if not 0 <= begin <= end <= len(self._tokens):
-            raise IndexedDatasetError(
-                f"{self.bin_path}: expected sequence {index} within its {len(self._tokens)} bytes, got bytes {begin} "
-                f"to {end} from {self.idx_path}."
-            )
-        return self._tokens[begin:end].view(self.dtype)
+        return self._tokens.array(begin, length, self.dtype)
 
     def gather_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Lengths of the given sequences: int64 [n] -> int32 [n]; negative indices are not allowed."""
+        self._index.check_size()
         # The 34-byte header leaves the lengths unaligned, which sends numpy's indexing down a path three times as
         # slow; as 4-byte blobs they are aligned.
         return self.sequence_lengths.view("V4").take(indices).view(np.dtype("<i4"))
 
     def num_tokens(self, sequences: range) -> int:
-        """Number of tokens in a range of sequences."""
-        chunks = range(sequences.start, sequences.stop, _CHUNK)
-        return sum(
-            int(self.sequence_lengths[begin : min(begin + _CHUNK, sequences.stop)].sum(dtype=np.int64))
-            for begin in chunks
-        )
+        """Number of tokens in a range of sequences, which follow each other without a gap."""
+        self._index.check_size()
+        begin = self._begin_of(sequences.start)
+        end = self._begin_of(max(sequences.start, sequences.stop))
+        return (end - begin) // self.dtype.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map would carry its content; a worker maps the files itself.
+        # A pickled memory map would carry its content; a worker opens the files itself.
         return (_open_again, (type(self), self.prefix, self.idx_version, self.bin_version))
 
-    def _map_index(self) -> None:
-        with self.idx_path.open("rb") as stream:
-            self.idx_version = _version(stream)
-            header = stream.read(_HEADER.size)
-            num_sequences, num_boundaries = self._read_header(header)
-            mapped = np.asarray(np.memmap(stream, dtype=np.uint8, mode="r"))
-        pointers_at = _HEADER.size + 4 * num_sequences
-        documents_at = pointers_at + 8 * num_sequences
-        self.sequence_lengths = mapped[_HEADER.size : pointers_at].view("<i4")
-        self.sequence_pointers = mapped[pointers_at:documents_at].view("<i8")
-        self.document_indices = mapped[documents_at : documents_at + 8 * num_boundaries].view("<i8")
-        last = int(self.document_indices[-1]) if num_boundaries else None
-        if last != num_sequences:
-            raise IndexedDatasetError(
-                f"{self.idx_path}: expected the documents to end with sequence {num_sequences}, got {last}."
-            )
+    def _begin_of(self, sequence: int) -> int:
+        """Where a sequence begins, in bytes; the end of the file for the one after the last."""
+        is_there = sequence < len(self)
+        return int(self.sequence_pointers[sequence]) if is_there else self.bin_version.num_bytes
 
-    def _read_header(self, header: bytes) -> tuple[int, int]:
-        """Checks the header and takes the dtype from it; returns the number of sequences and of boundaries."""
-        if not header.startswith(_MAGIC):
-            raise IndexedDatasetError(
-                f"{self.idx_path}: expected an index that begins with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}."
-            )
-        if len(header) < _HEADER.size:
-            raise IndexedDatasetError(f"{self.idx_path}: expected a header of {_HEADER.size} bytes, got {len(header)}.")
-        _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
-        if version != _VERSION:
-            raise IndexedDatasetError(f"{self.idx_path}: expected version {_VERSION}, got {version}.")
-        if code not in _DTYPES:
-            raise IndexedDatasetError(
-                f"{self.idx_path}: expected a dtype code from {min(_DTYPES)} to {max(_DTYPES)}, got {code}."
-            )
-        self.dtype = _DTYPES[code]
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
-        size = self.idx_version.num_bytes
-        if size not in (expected, expected + num_sequences):
-            raise IndexedDatasetError(
-                f"{self.idx_path}: expected {expected} bytes for {num_sequences} sequences and {num_boundaries} "
-                f"document boundaries, got {size} bytes."
-            )
-        return num_sequences, num_boundaries
-
-    def _map_tokens(self) -> None:
-        with self.bin_path.open("rb") as stream:
-            self.bin_version = _version(stream)
-            size = self.bin_version.num_bytes
-            # An empty file cannot be mapped.
-            self._tokens: npt.NDArray[np.uint8] = (
-                np.asarray(np.memmap(stream, dtype=np.uint8, mode="r")) if size else np.empty(0, dtype=np.uint8)
-            )
-        if len(self):
-            needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-            if size < needed:
-                raise IndexedDatasetError(
-                    f"{self.bin_path}: expected at least {needed} bytes, as {self.idx_path} says, got {size}."
-                )
-
-
-def _version(stream: BinaryIO) -> FileVersion:
-    """Of the file that is open, which may no longer be the one under its name."""
-    status = os.fstat(stream.fileno())
-    return FileVersion(status.st_size, status.st_mtime_ns)
+    def _map_index(self, index: DataFile, header: IndexHeader) -> None:
+        self._index = index.map()
+        content = self._index.content
+        self.sequence_lengths = content[header.lengths_at : header.pointers_at].view("<i4")
+        self.sequence_pointers = content[header.pointers_at : header.boundaries_at].view("<i8")
+        self.document_indices = content[header.boundaries_at : header.end].view("<i8")
 
 
 def _open_again(
     kind: type[IndexedDataset], prefix: str, idx_version: FileVersion, bin_version: FileVersion
 ) -> IndexedDataset:
     """A pickled dataset, opened where it is unpickled."""
-    dataset = kind(prefix)
-    found, expected = (dataset.idx_version, dataset.bin_version), (idx_version, bin_version)
-    if found != expected:
-        raise IndexedDatasetError(
-            f"{prefix}: expected the .idx and .bin the dataset was pickled with, {expected}, got {found}."
-        )
-    return dataset
+    return kind(prefix, verified=(idx_version, bin_version))
 
 
 class IndexedDatasetBuilder:
@@ -259,8 +186,9 @@ class IndexedDatasetBuilder:
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in _CODES:
-            raise ValueError(f"Expected one of {', '.join(map(str, _CODES))}, got {self.dtype}.")
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
+            raise ValueError(f"Expected one of {known}, got {self.dtype}.")
         self.num_sequences = 0
         self.num_documents = 0
         self.num_tokens = 0
@@ -344,7 +272,7 @@ class IndexedDatasetBuilder:
 
     def _write_index(self) -> None:
         with self._temporary_idx.open("xb") as index:
-            index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], self.num_sequences, self.num_documents + 1))
+            index.write(pack_header(self.dtype, self.num_sequences, self.num_documents + 1))
             self._lengths.seek(0)
             shutil.copyfileobj(self._lengths, index)
             self._write_pointers(index)

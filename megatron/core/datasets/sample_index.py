@@ -14,6 +14,14 @@ first of the next.
 Both orders, of documents in the stream and of samples drawn from the epoch, are `RandomPermutation`s of (seed, epoch).
 What cannot be computed on the spot is which document a window begins in, since that is a running sum over all
 documents before it. That, and nothing else, is stored.
+
+[Note: a stored start is not believed]
+
+The folder of the cache may be shared, and files in it rot. Checking all starts when they are opened
+would cost what computing them costs. But a window's last token is the first of the next window:
+reading a window leads to where the next one begins, and after the last one the rest of the epoch is
+known, too. So each window that is read is held against the start that follows. One wrong start is
+found before any of its tokens are used.
 """
 
 from __future__ import annotations
@@ -21,8 +29,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import io
 import json
 import logging
+import math
+import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megatron.core.datasets.data_files import DataFile, IndexedDatasetError, MappedFile
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
 from megatron.core.files import published
@@ -90,6 +103,25 @@ class EpochStream:
 
 
 @dataclass(frozen=True)
+class SampleStarts:
+    """Where windows begin, as stored. See [Note: a stored start is not believed].
+
+    Attributes:
+        file: the index, mapped.
+        values: a view of it, int64 [num_epochs, samples_per_epoch, 2].
+    """
+
+    file: MappedFile
+    values: npt.NDArray[np.int64]
+
+    def at(self, epoch: int, window: int) -> tuple[int, int]:
+        """Position of the document in the epoch's stream, offset of the first token in it."""
+        self.file.check_size()
+        document, offset = self.values[epoch, window].tolist()
+        return document, offset
+
+
+@dataclass(frozen=True)
 class SampleIndex:
     """The stored starts of the samples of `num_epochs` epochs.
 
@@ -134,15 +166,16 @@ class SampleIndex:
         text = json.dumps(self.description, sort_keys=True)
         return self.folder / f"{xxhash.xxh3_128_hexdigest(text.encode())}.npy"
 
-    def load(self) -> npt.NDArray[np.int64]:
+    def load(self) -> SampleStarts:
         """The starts, mapped. The first process to come builds the file; others wait for it.
 
         Raises:
-            OSError: the index cannot be written; the message names --data-cache-path.
+            IndexedDatasetError: the index cannot be written; the message names --data-cache-path.
         """
         found = self._map()
         if found is not None:
             return found
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.with_suffix(".lock")):
@@ -151,37 +184,49 @@ class SampleIndex:
                     self._build()
                     found = self._map()
         except OSError as error:
-            # With its number it becomes the same kind of OSError.
-            raise OSError(
-                error.errno,
-                f"--data-cache-path: expected a folder to write the sample index to, got {self.folder} ({error}).",
+            expected = "a folder to write the sample index to"
+            raise IndexedDatasetError(
+                f"--data-cache-path: expected {expected}, got {self.folder} ({error})."
             ) from error
         if found is None:
-            raise OSError(f"Expected the sample index just written to {self.path}, got none that can be read.")
+            expected = "the sample index that was just written"
+            raise IndexedDatasetError(f"{self.path}: expected {expected}, got another file.")
         return found
 
-    def _map(self) -> npt.NDArray[np.int64] | None:
-        """The file, mapped, or None if there is none of the right shape."""
+    def _map(self) -> SampleStarts | None:
+        """The file, mapped, or None if there is none of the right shape.
+
+        Nothing of it is parsed: `_build` alone writes it, so its header and size are known.
+        """
+        if not os.path.lexists(self.path):
+            return None
+
+        header = self._header()
+        num_bytes = len(header) + 8 * math.prod(self.shape)
         try:
-            starts = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        except FileNotFoundError:
+            file = DataFile(self.path, "a sample index")
+            if file.version.num_bytes != num_bytes or file.read(0, len(header)) != header:
+                expected = f"starts of shape {self.shape}"
+                raise IndexedDatasetError(f"{self.path}: expected {expected}, got something else.")
+            mapped = file.map()
+        except IndexedDatasetError as error:
+            logger.warning("%s It is built anew.", error)
             return None
-        except (ValueError, OSError, EOFError) as error:
-            logger.warning("%s cannot be read (%s); it is built anew.", self.path, error)
-            return None
-        if starts.shape != self.shape or starts.dtype != np.dtype("<i8"):
-            logger.warning("%s holds %s of shape %s; it is built anew.", self.path, starts.dtype, starts.shape)
-            return None
-        # A plain array over the mapping: indexing numpy's memmap class makes a memmap of every element.
-        return np.asarray(starts)
+        return SampleStarts(mapped, mapped.content[len(header) :].view("<i8").reshape(self.shape))
+
+    def _header(self) -> bytes:
+        """Numpy's header of the file."""
+        stream = io.BytesIO()
+        described = {"descr": "<i8", "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(stream, described)
+        return stream.getvalue()
 
     def _build(self) -> None:
         begun = time.monotonic()
         with published(self.path.with_suffix(".json")) as stream:
             stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
         with published(self.path) as stream:
-            header = {"descr": "<i8", "fortran_order": False, "shape": self.shape}
-            np.lib.format.write_array_header_1_0(stream, header)
+            stream.write(self._header())
             for epoch in range(self.num_epochs):
                 for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
                     stream.write(starts.tobytes())
@@ -199,14 +244,25 @@ class SampleIndex:
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among the processes of this node; waits for it.
 
-    The file stays: removing it would let a process that waits and one that comes later lock two different files. A file
-    system without locks costs only work: every process builds the index and publishes it whole.
+    The file stays: removing it would let a process that waits and one that comes later lock two
+    different files. A file system without locks costs only work: every process builds the index and
+    publishes it whole.
+
+    Raises:
+        OSError: the file cannot be opened, or something else stands there. Links are not followed.
     """
-    with path.open("a") as stream:
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "Expected a regular file to lock", str(path))
+
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    try:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             logger.warning("%s cannot be locked (%s); processes may each build the sample index.", path, error)
         yield
+    finally:
+        os.close(descriptor)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.sample_dataset import SampleDataset
 
 
@@ -74,10 +75,62 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield list(range(begin, begin + self._micro_batch_size))
 
 
+class BatchLoader:
+    """Micro-batches in the order of a sampler, read ahead by worker processes.
+
+    A worker hands over an error in the data as a value. Raised in the worker, it would come out of
+    PyTorch's loader with the worker's traceback in place of its one line.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Number of micro-batches."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Starts the workers, at once.
+
+        Yields:
+            "tokens" and "labels", int64 [micro_batch_size, seq_length] each.
+
+        Raises:
+            IndexedDatasetError: data that cannot be used; raised where its batch would come.
+        """
+        return map(_raise_if_error, iter(self._loader))
+
+
+class _WithErrors(Dataset[Any]):
+    """A dataset whose errors in the data are samples."""
+
+    def __init__(self, dataset: SampleDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor] | IndexedDatasetError:
+        try:
+            return self._dataset[index]
+        except IndexedDatasetError as error:
+            return error
+
+
+def _collate(samples: list[Any]) -> Any:
+    """A batch, or the first error among its samples."""
+    errors = (sample for sample in samples if isinstance(sample, IndexedDatasetError))
+    return next(errors, None) or default_collate(samples)
+
+
+def _raise_if_error(batch: Any) -> dict[str, torch.Tensor]:
+    if isinstance(batch, IndexedDatasetError):
+        raise batch
+    found: dict[str, torch.Tensor] = batch
+    return found
+
+
 def build_data_loader(
     dataset: SampleDataset, sampler: GlobalBatchSampler, num_workers: int, pin_memory: bool
-) -> DataLoader[dict[str, torch.Tensor]]:
-    """A loader of micro-batches: "tokens" and "labels", int64 [micro_batch_size, seq_length] each.
+) -> BatchLoader:
+    """A loader of micro-batches.
 
     Args:
         dataset: gives sample i.
@@ -89,16 +142,17 @@ def build_data_loader(
     # one, it would shift every random number after a resume, which no longer equal the uninterrupted run's.
     generator = torch.Generator()
     generator.manual_seed(0)
-    loaded: Any = dataset
-    return DataLoader(
-        loaded,
+    loader: DataLoader[Any] = DataLoader(
+        _WithErrors(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
+        collate_fn=_collate,
         pin_memory=pin_memory,
         generator=generator,
         persistent_workers=False,
         worker_init_fn=_leave_sigterm_to_the_rank,
     )
+    return BatchLoader(loader)
 
 
 def _leave_sigterm_to_the_rank(_worker: int) -> None:

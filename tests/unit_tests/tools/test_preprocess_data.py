@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import runpy
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -342,6 +346,77 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -
     # It ended the process that was started, and no worker in the midst of its work.
     assert (tmp_path / "seen" / "unharmed").exists()
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_line_that_is_too_long_is_named_and_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import preprocess_data
+
+    monkeypatch.setattr(preprocess_data, "_MAX_DOCUMENT_BYTES", 1000)
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "x" * 980}, {"text": "fine"}])
+    _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
+    assert len(_texts(tmp_path / "out_text_document")) == 3
+    _write_jsonl(corpus, [{"text": "fine"}, {"text": "fine"}])
+    os.truncate(corpus, 1 << 40)  # a line of a terabyte, sparse
+    with pytest.raises(SystemExit):
+        _preprocess("--input", corpus, "--output-prefix", tmp_path / "new", *BYTES)
+    assert "in.jsonl, line 3: expected at most 1000 bytes, got more." in capsys.readouterr().err
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_a_text_that_is_too_long_is_refused_and_what_is_no_text_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import preprocess_data
+
+    monkeypatch.setattr(preprocess_data, "_MAX_DOCUMENT_BYTES", 1000)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("x" * 1000)
+    (tmp_path / "in" / "film").touch()
+    os.truncate(tmp_path / "in" / "film", 1 << 40)
+    _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
+    assert "; 1 files skipped that are not UTF-8 text" in capsys.readouterr().out
+    (tmp_path / "in" / "b.txt").write_text("x" * 1001)
+    with pytest.raises(SystemExit):
+        _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "new", *BYTES)
+    assert "b.txt: Expected a document of at most 1000 bytes, got 1001 or more." in capsys.readouterr().err
+
+
+def test_the_name_of_a_file_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a\n\x1b[2Jb.jsonl").write_text("nonsense\n")
+    with pytest.raises(SystemExit):
+        _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
+    printed = capsys.readouterr().err
+    assert "a\\n\\x1b[2Jb.jsonl, line 1: expected JSON" in printed
+    assert printed.removesuffix("\n").isprintable()
+
+
+@pytest.mark.parametrize("output_is", ["a terminal", "a file"])
+def test_progress_is_shown_where_the_output_is_a_terminal(tmp_path: Path, output_is: str) -> None:
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "some words, some more words"}] * 50)
+    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(corpus), "--train-tokenizer"]
+    command += ["--vocab-size", "300", "--output-prefix", str(tmp_path / "out")]
+    terminal, end = os.openpty()
+    # A new one has no lines and no columns, and nothing is drawn there.
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log if output_is == "a file" else end, stderr=end)
+    os.close(end)
+    shown = b""
+    # At the end of the last process that has it open, a terminal answers with an error.
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert process.wait() == 0, shown
+    if output_is == "a file":
+        assert shown == b""
+        assert "50 documents" in (tmp_path / "log").read_text()
+    else:
+        assert b"tokenize: 100%" in shown
+        assert b"50 documents" in shown
 
 
 def test_the_standard_library_is_a_corpus(

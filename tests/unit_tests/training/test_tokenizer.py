@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import signal
 import sys
 import types
 from pathlib import Path
@@ -26,6 +28,7 @@ from megatron.training.tokenizer import (
     padded_vocab_size,
     train_bpe,
 )
+from tests.special_files import SPECIAL_FILES
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 東京, 🙂\n\ttabs"] * 5
 
@@ -146,6 +149,11 @@ def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
     [
         ("{", "expected JSON in .*tokenizer_config.json, got "),
         ("[]", "expected a JSON object in .*tokenizer_config.json, got a list"),
+        ("[" * 100_000, "expected JSON in .*tokenizer_config.json, got more than 100 levels"),
+        (
+            '{"eos_token": "a", "eos_token": "b"}',
+            "expected JSON in .*tokenizer_config.json, got the key 'eos_token' twice",
+        ),
         ('{"eos_token": 5}', "expected a string as eos_token in .*tokenizer_config.json, got 5"),
         ('{"eos_token": {"content": ["</s>"]}}', "expected a string as eos_token in .*tokenizer_config.json, got "),
     ],
@@ -266,3 +274,126 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(model: Path) -> Non
     message = "--vocab-size: expected at least the 290 ids of HuggingFaceTokenizer.*, got 289"
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(TokenizerConfig(tokenizer_model=str(model), vocab_size=289))
+
+
+def _spoil(folder: Path, **parts: Any) -> Path:
+    """A tokenizer.json with other parts."""
+    file = _with_vocabulary(folder, {"a": 0, "</s>": 1}) / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
+    return folder
+
+
+def _model(kind: str, **parts: Any) -> dict[str, Any]:
+    return {"type": kind, "vocab": {"a": 0, "</s>": 1}, "unk_token": "a", **parts}
+
+
+@pytest.mark.parametrize("highest", [100_000, 300_000_000])
+def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(tmp_path: Path, highest: int) -> None:
+    folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": highest, "</s>": 1}))
+    message = f"--tokenizer-model: expected ids that the 3 tokens of .* fill, got ids up to {highest}. .*--vocab-size"
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_model=str(folder)))
+    meant = TokenizerConfig(tokenizer_model=str(folder), vocab_size=highest + 1)
+    assert build_tokenizer(meant).vocab_size == highest + 1
+
+
+def test_more_ids_than_token_files_hold_are_refused(tmp_path: Path) -> None:
+    folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": 2**32 - 1, "</s>": 1}))
+    for vocab_size in (None, 2**32):
+        config = TokenizerConfig(tokenizer_model=str(folder), vocab_size=vocab_size)
+        with pytest.raises(ConfigError, match="--vocab-size: expected at most 2147483648 ids"):
+            build_tokenizer(config)
+    with pytest.raises(ConfigError, match="--vocab-size: expected at most 2147483648 ids"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=2**31))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"model": None},
+        {"model": "x"},
+        {"model": _model("WordLevel", vocab={"a": -1})},
+        {"model": _model("WordLevel", vocab={"a": 1 << 32})},
+        {"model": _model("WordLevel", vocab=[["a", 0]])},
+        {"model": _model("BPE", merges=["x y"])},
+        {"model": _model("BPE", merges=[["a"]])},
+        {"model": _model("Unigram", vocab=[], unk_id=7)},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" * 10_000}, "behavior": "Isolated"}},
+        # The library panics over these, which is no Exception.
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    ],
+)
+def test_a_tokenizer_of_a_wrong_structure_is_one_line(tmp_path: Path, parts: dict[str, Any]) -> None:
+    message = r"^--tokenizer-model: expected a tokenizer in .*tokenizer.json, got "
+    with pytest.raises(ConfigError, match=message) as error:
+        HuggingFaceTokenizer(_spoil(tmp_path, **parts))
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\0", "\ud800", '"x"'])
+def test_json_of_any_depth_and_length_is_one_line(tmp_path: Path, name: str, content: str) -> None:
+    folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
+    (folder / name).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ConfigError, match=f"^--tokenizer-model: expected .*{name}") as error:
+        HuggingFaceTokenizer(folder)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device", "a terabyte"])
+def test_only_regular_files_of_bounded_size_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+    path = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1}) / name
+    path.unlink(missing_ok=True)
+    SPECIAL_FILES[kind](path)
+    signal.alarm(30)  # which ends the process, rather than that it waits for a writer
+    got = "of at most 268435456 bytes" if kind == "a terabyte" else f"got {kind}"
+    with pytest.raises(ConfigError, match=f"^--tokenizer-model: expected .*{got}"):
+        HuggingFaceTokenizer(tmp_path)
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("path", ["fifo", "/dev/zero", "folder"])
+def test_a_library_is_handed_no_folder_with_anything_but_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    _replace_transformers(monkeypatch, lambda *_, **__: pytest.fail("was asked"))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "vocab.json")
+    with pytest.raises(ConfigError, match=r"^--tokenizer-model: expected .* got"):
+        HuggingFaceTokenizer(tmp_path / path)
+
+
+def test_code_that_a_tokenizer_brings_along_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "evil.Evil"}}))
+    (tmp_path / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path)!r}, 'executed').touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match=r"^--tokenizer-model: expected a tokenizer in"):
+        HuggingFaceTokenizer(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_text_without_tokens_is_a_value_error(tmp_path: Path) -> None:
+    folder = _spoil(tmp_path, model=_model("WordLevel", unk_token="missing"))
+    assert HuggingFaceTokenizer(folder).tokenize("a") == [0]
+    with pytest.raises(ValueError, match="expected a text it has tokens for, got WordLevel error"):
+        HuggingFaceTokenizer(folder).tokenize("other")
+
+
+def test_an_id_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected token ids separated by spaces, got '99999"):
+        NullTokenizer(100).tokenize("1 " + "9" * 5000)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b"])
+def test_a_path_that_can_name_no_file_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer-model: expected .* that exists, got"):
+        TokenizerConfig(tokenizer_model=path)

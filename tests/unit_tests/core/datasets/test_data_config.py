@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def test_split_shares_left_out_are_zero() -> None:
     assert GPTDatasetConfig(seq_length=8, mock_data=True, split="7").split_fractions == (1, 0, 0)
 
 
-@pytest.mark.parametrize("split", [",", "1,", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1"])
+@pytest.mark.parametrize(
+    "split", [",", "1,", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", "1e308,1e308"]
+)
 def test_a_bad_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=f"^--split: expected up to three non-negative .*, got '{split}'"):
         GPTDatasetConfig(seq_length=8, mock_data=True, split=split)
@@ -83,3 +86,14 @@ def test_numbers_out_of_bounds_are_refused() -> None:
         GPTDatasetConfig(seq_length=0, mock_data=True)
     with pytest.raises(ConfigError, match=r"^--num-workers: expected an integer >= 0, got -1"):
         GPTDatasetConfig(seq_length=8, mock_data=True, num_workers=-1)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "fifo", "/dev"])
+def test_a_prefix_that_can_name_no_file_is_refused_in_a_short_line(tmp_path: Path, name: str) -> None:
+    for suffix in (".bin", ".idx"):
+        os.mkfifo(tmp_path / f"fifo{suffix}")
+    message = r"^--data-path: expected a PREFIX with files PREFIX.bin and PREFIX.idx"
+    with pytest.raises(ConfigError, match=message) as error:
+        GPTDatasetConfig(seq_length=8, data_path=(str(tmp_path / name),))
+    assert len(str(error.value)) < 1000
+    assert str(error.value).isprintable()

@@ -57,11 +57,12 @@ def test_every_dtype_of_the_format_comes_back(tmp_path: Path, write_tokens: Writ
     assert dataset.get(1).dtype == dtype
 
 
-def test_tokens_and_lengths_are_views_of_the_mapped_files() -> None:
+def test_the_index_is_mapped_and_nothing_can_be_written() -> None:
     dataset = IndexedDataset(GOLDEN / "small")
-    arrays = (dataset.get(0), dataset.sequence_lengths, dataset.sequence_pointers, dataset.document_indices)
-    for array in arrays:
-        assert not array.flags.owndata
+    mapped = (dataset.sequence_lengths, dataset.sequence_pointers, dataset.document_indices)
+    for array in mapped:
+        assert np.shares_memory(array, dataset._index.content)
+    for array in (dataset.get(0), *mapped):
         assert not array.flags.writeable
 
 
@@ -200,7 +201,7 @@ def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, write_tokens: WriteTokens, missing: str) -> None:
     write_tokens(tmp_path / "tokens", [[1]])
     (tmp_path / f"tokens{missing}").unlink()
-    with pytest.raises(IndexedDatasetError, match=f"got no .*tokens{missing}"):
+    with pytest.raises(IndexedDatasetError, match=rf"tokens{missing}: expected a.*, got no such file"):
         IndexedDataset(tmp_path / "tokens")
 
 
@@ -249,11 +250,3 @@ def test_a_bin_shorter_than_the_index_says_is_refused(tmp_path: Path) -> None:
     prefix.with_suffix(".bin").write_bytes(whole[:-1])
     with pytest.raises(IndexedDatasetError, match=f"expected at least {len(whole)} bytes.* got {len(whole) - 1}"):
         IndexedDataset(prefix)
-
-
-def test_a_pointer_outside_the_bin_is_refused_when_read(tmp_path: Path) -> None:
-    content = bytearray((GOLDEN / "small.idx").read_bytes())
-    content[34 + 28 : 34 + 36] = struct.pack("<q", 1 << 30)  # the pointer of sequence 0
-    dataset = IndexedDataset(_with_index(tmp_path, bytes(content)))
-    with pytest.raises(IndexedDatasetError, match="expected sequence 0 within its 30 bytes"):
-        dataset.get(0)

@@ -59,8 +59,10 @@ def _write_index(prefix: Path, num_documents: int) -> None:
             index.write((offsets[:count] + number * per_piece).tobytes())
         for begin in range(0, num_documents + 1, _PIECE):
             index.write(np.arange(begin, min(begin + _PIECE, num_documents + 1)).tobytes())
+    *_, (_, last) = pieces
+    num_bytes = (len(pieces) - 1) * per_piece + 2 * int(lengths[:last].sum())
     with Path(f"{prefix}.bin").open("wb") as tokens:
-        tokens.truncate(len(pieces) * per_piece)
+        tokens.truncate(num_bytes)
 
 
 def _measure(folder: Path, num_documents: int) -> dict[str, Any]:
