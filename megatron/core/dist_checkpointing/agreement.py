@@ -1,41 +1,72 @@
-"""How ranks come to agree about files while they load: what one has found, all hear of. Saving needs none of this."""
+"""How ranks come to agree about files while they load: what one has found, all hear of. Saving needs none of this.
+
+What travels between the ranks is JSON of a bounded size. `broadcast_object_list` and its like would send pickles, and
+whoever can write into the connection of two ranks could then have a rank execute what it likes.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.options import ConfigError
+from megatron.core.rank_waits import waits_for_ranks
 
 T = TypeVar("T")
+
+_MOST_BYTES = 64 * 2**20  # of a result
+_MOST_CHARACTERS = 16384  # of an error's text
+_MOST_ERROR_BYTES = 12 * _MOST_CHARACTERS + 64  # JSON writes a character as two escapes of six bytes at most
+
+# By the names under which they travel; the first that an error is an instance of is its own.
+_KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
+    "damaged": CheckpointDamagedError,
+    "checkpoint": CheckpointError,
+    "config": ConfigError,
+}
 
 
 def on_first_rank(action: Callable[[], T], what: str) -> T:
     """Runs `action` on rank 0 and gives every rank its result, or its error, so that no two ranks see different files
     and none waits for a rank that gave up.
 
+    Args:
+        action: returns plain data that JSON keeps as it is: no tuples, and strings as keys. Anything else fails
+            on all ranks as an error of `action` would.
+        what: begins the message of an error that was not foreseen.
+
     Raises:
         CheckpointError, ConfigError: as `action` raised them; anything else as a CheckpointError that begins with
             `what`.
     """
-    outcome: list[Any] = [None, None]  # result, error
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    content, failure = b"", None
+    if is_first:
         try:
-            outcome[0] = action()
-        except (CheckpointError, ConfigError) as failure:
-            outcome[1] = failure
-        except Exception as failure:
-            outcome[1] = CheckpointError(f"{what}: {type(failure).__name__}: {failure}")
+            content = _encode({"result": _checked_plain(action())}, _MOST_BYTES)
+        except (CheckpointError, ConfigError) as error:
+            failure = error
+        except Exception as error:
+            failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        if failure is not None:
+            content = _encode_error(failure)
+
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
-    if error is not None:
-        raise error
-    returned: T = result
-    return returned
+        content = _broadcast(content)
+    if failure is not None:
+        raise failure
+
+    answer = _decode(content)
+    if answer.keys() == {"result"}:
+        result: T = answer["result"]
+        return result
+    raise _decoded_error(answer)
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
@@ -55,18 +86,120 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     except Exception as failure:  # or the other ranks would wait for this one
         error = CheckpointError(f"{type(failure).__name__}: {failure}")
         error.__cause__ = failure
-    failures: list[Any] = [error]
+
+    contents = [b"" if error is None else _encode_error(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, error)
-    for rank, first in enumerate(failures):
-        if first is None:
-            continue
-        if error is not None and type(error) is type(first):
-            raise error
-        if isinstance(first, ConfigError):
-            raise first
-        kind = CheckpointDamagedError if isinstance(first, CheckpointDamagedError) else CheckpointError
-        raise kind(f"rank {rank}: {first}") from error
-    returned: T = result  # type: ignore[assignment]  # it has not failed
-    return returned
+        contents = _gather(contents[0])
+    failures = [(rank, content) for rank, content in enumerate(contents) if content]
+    if not failures:
+        returned: T = result  # type: ignore[assignment]  # it has not failed
+        return returned
+
+    rank, content = failures[0]
+    first = _decoded_error(_decode(content))
+    if error is not None and _kind_of(error) == _kind_of(first):
+        raise error
+    if isinstance(first, ConfigError):
+        raise first
+    raise type(first)(f"rank {rank}: {first}") from error
+
+
+def _checked_plain(value: T) -> T:
+    """`value`, if what other ranks get of it is equal to it. TypeError otherwise."""
+    try:
+        is_plain = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError, RecursionError):
+        is_plain = False
+    if not is_plain:
+        raise TypeError(f"Expected plain data that JSON keeps as it is, got {type(value).__name__}.")
+    return value
+
+
+def _kind_of(error: CheckpointError | ConfigError) -> str:
+    return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+
+
+def _encode_error(error: CheckpointError | ConfigError) -> bytes:
+    return _encode({"error": [_kind_of(error), str(error)[:_MOST_CHARACTERS]]}, _MOST_ERROR_BYTES)
+
+
+def _encode(answer: dict[str, Any], most_bytes: int) -> bytes:
+    content = json.dumps(answer).encode("ascii")
+    if len(content) > most_bytes:
+        raise ValueError(f"Expected at most {most_bytes} bytes to share among ranks, got {len(content)}.")
+    return content
+
+
+def _decode(content: bytes) -> dict[str, Any]:
+    """What another rank has encoded. RuntimeError for anything else."""
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise RuntimeError(f"Expected an answer of another rank as JSON, got {content[:80]!r}.")
+    return answer
+
+
+def _decoded_error(answer: dict[str, Any]) -> CheckpointError | ConfigError:
+    """The error that another rank has raised. RuntimeError if it says something else."""
+    match answer:
+        case {"error": [str(kind), str(text)]} if len(answer) == 1 and kind in _KINDS:
+            return _KINDS[kind](text)
+    raise RuntimeError(f"Expected a result or an error of another rank, got {str(answer)[:80]!r}.")
+
+
+@waits_for_ranks
+def _broadcast(content: bytes) -> bytes:
+    """The bytes of rank 0, on every rank of the default process group."""
+    device = _device_of_group()
+    size = torch.tensor(len(content), dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    num_bytes = _checked_size(int(size), _MOST_BYTES)
+
+    if dist.get_rank() == 0:
+        sent = _as_tensor(content, num_bytes, device)
+    else:
+        sent = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    dist.broadcast(sent, src=0)
+    return _as_bytes(sent)
+
+
+@waits_for_ranks
+def _gather(content: bytes) -> list[bytes]:
+    """The bytes of every rank of the default process group, on all of them; each may be empty."""
+    device, num_ranks = _device_of_group(), dist.get_world_size()
+    own_size = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    all_sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
+    dist.all_gather(all_sizes, own_size)
+    sizes = [_checked_size(int(size), _MOST_ERROR_BYTES) for size in all_sizes]
+    if not any(sizes):
+        return [b""] * num_ranks
+
+    own = _as_tensor(content, max(sizes), device)
+    padded = [torch.empty_like(own) for _ in range(num_ranks)]
+    dist.all_gather(padded, own)
+    return [_as_bytes(part[:size]) for part, size in zip(padded, sizes, strict=True)]
+
+
+def _checked_size(num_bytes: int, most_bytes: int) -> int:
+    """RuntimeError before anything of that size is allocated."""
+    if not 0 <= num_bytes <= most_bytes:
+        raise RuntimeError(f"Expected 0 to {most_bytes} bytes from another rank, got {num_bytes}.")
+    return num_bytes
+
+
+def _device_of_group() -> torch.device:
+    """Where small tensors for the default process group belong: on the CPU, unless its backend takes none there."""
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def _as_tensor(content: bytes, numel: int, device: torch.device) -> torch.Tensor:
+    """uint8 [numel]: the bytes, and zeros behind them."""
+    padded = bytearray(content.ljust(numel, b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8).to(device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()

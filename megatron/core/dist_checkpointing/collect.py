@@ -6,12 +6,15 @@ they are, or they are whole on every rank. What a fused weight's sections are ca
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.chunks import (
     EvenShards,
@@ -23,8 +26,9 @@ from megatron.core.dist_checkpointing.chunks import (
     Section,
 )
 from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, ScaledValues, Values
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
 from megatron.core.dist_checkpointing.file_plan import SavedAs
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
@@ -194,7 +198,7 @@ class _Collector:
             num_rows = max(end - begin, 0)
             first_row = begin - place.offsets[0] if num_rows else 0
             offsets = (begin - section.first_row if num_rows else 0, *place.offsets[1:])
-            found.append(Entry(saved_as, offsets, values, parameter, first_row, num_rows))
+            found.append(Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row))
         return found
 
     def _whole(
@@ -277,6 +281,29 @@ def _as_plain(value: Any, what: str) -> Any:
     raise CheckpointError(f"Expected plain data, got {type(value).__name__} for {what}.")
 
 
+def saved_param_groups(checkpoint: PublishedCheckpoint) -> list[dict[str, Any]]:
+    """The options that a checkpoint has under PARAM_GROUPS; see `check_param_groups`."""
+    return check_param_groups(checkpoint.read_plain(PARAM_GROUPS), checkpoint.path)
+
+
+def check_param_groups(saved: object, path: str) -> list[dict[str, Any]]:
+    """Saved parameter groups, proven to be dicts of options with the names of their parameters.
+
+    Raises:
+        CheckpointError: for anything else.
+    """
+    groups: list[Any] = saved if isinstance(saved, list) else [saved]
+    for group in groups:
+        is_group = isinstance(group, dict) and all(isinstance(option, str) for option in group)
+        names = group.get("params") if is_group else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(
+                f"Expected parameter groups in {path}, with options and the names of parameters, "
+                f"got {reprlib.repr(group)}."
+            )
+    return groups
+
+
 def match_param_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -287,8 +314,17 @@ def match_param_groups(
         saved: what a checkpoint has under PARAM_GROUPS.
 
     Raises:
-        CheckpointError: for a parameter without a saved group, or a group whose parameters had different options.
+        CheckpointError: for a parameter without a saved group, a group whose parameters had
+            different options, or a value of another type than the optimizer has.
     """
+    for group in saved:
+        for option, value in group.items():
+            # Below, options are compared with each other, which tensors cannot be.
+            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+                raise CheckpointError(
+                    f"Expected plain data as the saved {shown(option)} of a parameter group, got tensors."
+                )
+
     by_name = {
         name: {key: value for key, value in group.items() if key != "params"}
         for group in saved
@@ -298,21 +334,51 @@ def match_param_groups(
     for number, group in enumerate(optimizer.param_groups):
         wanted = [name for parameter in group["params"] for name in names.get(parameter, ())]
         if missing := [name for name in wanted if name not in by_name]:
-            raise CheckpointError(f"Expected a saved parameter group for every parameter, got none for {missing}.")
+            raise CheckpointError(f"Expected a saved parameter group for every parameter, got none for {few(missing)}.")
+
         options = [by_name[name] for name in wanted]
         if any(other != options[0] for other in options[1:]):
             raise CheckpointError(
                 f"Expected saved options that are alike for the parameters of group {number}, got "
                 f"{wanted[0]}: {options[0]} and others."
             )
-        found.append(options[0] if options else {})
+        chosen = options[0] if options else {}
+        checked = {}
+        for option, value in chosen.items():
+            checked[option] = _as_own(option, value, group.get(option), number)
+        found.append(checked)
     return found
+
+
+def _as_own(option: str, value: Any, own: Any, number: int) -> Any:
+    """A saved value as the optimizer has it: JSON and the like have lists for tuples."""
+    if isinstance(own, tuple | list):
+        is_alike = isinstance(value, tuple | list) and len(value) == len(own)
+        if is_alike:
+            pairs = zip(value, own, strict=True)
+            return type(own)(_as_own(option, item, mine, number) for item, mine in pairs)
+    elif isinstance(own, bool):
+        is_alike = value is None or isinstance(value, bool)
+    elif isinstance(own, int | float) or (isinstance(own, torch.Tensor) and own.numel() == 1):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_alike = is_number and abs(value) <= sys.float_info.max
+    else:
+        is_alike = own is None or isinstance(value, type(own))
+    if not is_alike:
+        kind = "a finite number" if isinstance(own, int | float | torch.Tensor) else f"like {own!r}"
+        raise CheckpointError(
+            f"Expected the saved {option} of parameter group {number} to be {kind}, got {reprlib.repr(value)}."
+        )
+    return value
 
 
 def install_param_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Takes over the options of saved parameter groups, or raises what `match_param_groups` does."""
+    """Takes over all options of saved parameter groups, as `torch.optim.Optimizer.load_state_dict`.
+
+    Raises what `match_param_groups` does.
+    """
     install_options(optimizer, match_param_groups(optimizer, names, saved))
 
 
@@ -324,4 +390,4 @@ def install_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[
             if isinstance(own, torch.Tensor):
                 own.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(own, tuple) else value
+                group[key] = value

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 
+# Sizes of 1 for those of 0: torch cannot count more, not even in a tensor that has no elements.
+_MAX_ELEMENTS = 1 << 59
 _MAX_CUT_DIMS = 8  # a box cut along so many dimensions has 256 corners
 
 
@@ -52,6 +54,10 @@ def check_coverage(metadata: Metadata, source: str) -> None:
 
 def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> None:
     """Proves that the chunks are a tiling. See [Note: coverage]."""
+    if math.prod(max(size, 1) for size in tensor.size) > _MAX_ELEMENTS:
+        raise CheckpointDamagedError(
+            f"Expected {key} in {source} to have at most {_MAX_ELEMENTS} elements, got {tuple(tensor.size)}."
+        )
     cut_dims = _cut_dims(key, tensor, source)
     if 0 in tensor.size:
         return

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.core.device import Device, Event, Lane
+from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.store import DataSink
 from megatron.core.host_memory import HostSlab
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster

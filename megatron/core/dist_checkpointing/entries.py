@@ -25,6 +25,8 @@ from megatron.core.dist_checkpointing.dcp_hooks import describe
 from megatron.core.dist_checkpointing.file_plan import SavedAs
 from megatron.core.distributed.fsdp.dbuffer import dtensor_over
 from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit
@@ -100,6 +102,7 @@ class Entry:
         values: this rank's part and, in a fused weight, what it has of the other sections.
         first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
         source: the tensor whose mesh and placements it has.
+        section_row: where the entry begins in `source`, if it is a section of it.
         is_own: False for what belongs to another rank alone, and has no values here.
         is_copied: whether a save copies it when it begins: counters and buffers, which change when they like. Those of
             an offloaded optimizer are counted when a step is queued.
@@ -111,6 +114,7 @@ class Entry:
     source: torch.Tensor
     first_row: int = 0
     num_rows: int | None = None
+    section_row: int = 0
     is_own: bool = True
     is_copied: bool = False
 
@@ -130,19 +134,28 @@ class Entry:
     def tensor(self) -> torch.Tensor:
         """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain tensor."""
         part = self.part_of(self.values.read()).detach()
-        if not isinstance(self.source, DTensor):
+        source = self.source
+        if not isinstance(source, DTensor):
             return part
-        spec = self.source._spec
-        assert spec.tensor_meta is not None, "every DTensor that holds data has one"
+
         shape = torch.Size(self.saved_as.shape)
-        if not any(isinstance(placement, Shard) for placement in spec.placements) or not shape:
-            placements: tuple[Any, ...] = tuple(Replicate() for _ in spec.placements)
-        else:
-            placements = spec.placements
         strides = torch.empty(shape, device="meta").stride()
+        if isinstance(source, UnevenDTensor) and shape:
+            placements: tuple[Any, ...] = tuple(
+                placement.window(self.section_row, shape[0]) if isinstance(placement, UnevenShard) else placement
+                for placement in source.placements
+            )
+            return UnevenDTensor.over(part, source.device_mesh, placements, shape, strides)
+
+        spec = source._spec
+        assert spec.tensor_meta is not None, "every DTensor that holds data has one"
+        placements = spec.placements
+        if not any(isinstance(placement, Shard) for placement in placements) or not shape:
+            placements = tuple(Replicate() for _ in placements)
         meta = spec.tensor_meta._replace(shape=shape, stride=strides, dtype=part.dtype)
         dtensor = dtensor_over(part, type(spec)(spec.mesh, placements, tensor_meta=meta))
         describe(dtensor, self.offsets)
+
         return dtensor
 
 

@@ -3,6 +3,9 @@
 SAVE/latest_checkpointed_iteration.txt      moves last, atomically; for people and other programs
 SAVE/iter_0000010/                          published
 SAVE/iter_0000020.<token>.saving/           in flight or abandoned: never loaded
+
+This is the only place that takes such a name apart. It does without torch, whose import would cost
+tools that look at a folder often two seconds each time.
 """
 
 from __future__ import annotations
@@ -10,15 +13,24 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE
-from megatron.core.dist_checkpointing.store import Store
 
 logger = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-_FOLDER = re.compile(r"iter_(\d{7,})")
+# ASCII digits: \d has those of other scripts, and int() takes them. At most 18, which 64 bits hold.
+_FOLDER = re.compile(r"iter_([0-9]{7,18})((?:\..+)?)")
+_ITERATION = re.compile(r"[0-9]{1,18}")
+_MAX_SHOWN = 40  # characters of a tracker file in a message
+
+
+class FolderName(NamedTuple):
+    """What the name of a folder says about a checkpoint of a run."""
+
+    iteration: int
+    suffix: str  # "" if it is published, or such as ".3f9a01c21.saving"
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -26,28 +38,59 @@ def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def parse_folder(name: str) -> FolderName | None:
+    """What a name says, or None for one that no run gives to a checkpoint, whole or not."""
+    match = _FOLDER.fullmatch(name)
+    if match is None:
+        return None
+
+    # An iteration has one folder: "iter_00000010" is not the checkpoint that is "iter_0000010".
+    found = FolderName(int(match.group(1)), match.group(2))
+    return found if checkpoint_name(found.iteration) + found.suffix == name else None
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration of the published checkpoint that has this name, or None if it names none."""
+    found = parse_folder(name)
+    return found.iteration if found is not None and not found.suffix else None
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether a folder of this name is taken for one of a run's checkpoints."""
-    return _FOLDER.fullmatch(name) is not None
+    return iteration_of(name) is not None
 
 
-def published_iterations(store: Store) -> list[int]:
+class Folders(Protocol):
+    """The part of a `Store` that the questions below are put to."""
+
+    @property
+    def root(self) -> str: ...
+
+    @property
+    def is_rename_atomic(self) -> bool: ...
+
+    def folders(self) -> list[str]: ...
+
+    def is_published(self, name: str) -> bool: ...
+
+    def read(self, path: str) -> bytes: ...
+
+    def write(self, path: str, content: bytes) -> None: ...
+
+
+def published_iterations(store: Folders) -> list[int]:
     """The iterations of the published checkpoints, ascending; none if there is no such folder.
 
     CheckpointError if there is a file in the folder's place.
     """
     if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
-    matches = (_FOLDER.fullmatch(name) for name in store.folders())
-    names = {match.group(): int(match.group(1)) for match in matches if match}
-    return sorted(
-        iteration
-        for name, iteration in names.items()
-        if store.is_rename_atomic or store.exists(f"{name}/{MARKER_FILE}")
-    )
+    names = {name: iteration_of(name) for name in store.folders()}
+    found = [(name, iteration) for name, iteration in names.items() if iteration is not None]
+    return sorted(iteration for name, iteration in found if store.is_published(name))
 
 
-def latest_iteration(store: Store) -> int | None:
+def latest_iteration(store: Folders) -> int | None:
     """The newest published checkpoint's iteration, or None if the store holds nothing of a checkpoint.
 
     What counts is what has been published. The tracker file may lag by one after a crash between the two.
@@ -57,26 +100,59 @@ def latest_iteration(store: Store) -> int | None:
             cannot be found" must not look like "there is none", or a run would begin anew over its own results.
     """
     published = published_iterations(store)
-    tracker = f"{store.root}/{TRACKER_FILE}"
-    try:
-        text = store.read(TRACKER_FILE).decode(errors="replace").strip()
-    except FileNotFoundError:
+    tracked = _read_tracker(store)
+    if tracked is None:
         if published:
             # A crash between the publication of the very first checkpoint and the tracker's.
             logger.warning("%s has no %s; taking its newest checkpoint, %d", store.root, TRACKER_FILE, published[-1])
         return published[-1] if published else None
-    if not text.isdigit():
-        raise CheckpointError(f"Expected an iteration in {tracker}, got {text!r}.")
-    if int(text) not in published:
+
+    tracker = f"{store.root}/{TRACKER_FILE}"
+    if tracked not in published:
         raise CheckpointError(
-            f"Expected {store.root}/{checkpoint_name(int(text))}, which {tracker} names, got checkpoints {published}. "
+            f"Expected {store.root}/{checkpoint_name(tracked)}, which {tracker} names, got checkpoints {published}. "
             "Name one with --ckpt-step, or correct the file."
         )
-    if int(text) != published[-1]:
+    if tracked != published[-1]:
         logger.warning(
-            "%s names %s, and %d has been published since; taking that. To go back, use --ckpt-step.",
+            "%s names %d, and %d has been published since; taking that. To go back, use --ckpt-step.",
             tracker,
-            text,
+            tracked,
             published[-1],
         )
     return published[-1]
+
+
+def track(store: Folders, iteration: int) -> bool:
+    """Has the tracker file name a checkpoint that is published. Returns whether it does, for good.
+
+    Raises nothing, since what counts is done: a failure is logged.
+    """
+    try:
+        store.write(TRACKER_FILE, f"{iteration}\n".encode())
+    except Exception as error:  # remote stores have errors of their own
+        path = f"{store.root}/{checkpoint_name(iteration)}"
+        message = "%s is published, but %s may still name another: %s"
+        logger.warning(message, path, TRACKER_FILE, error)
+        return False
+    return True
+
+
+def _read_tracker(store: Folders) -> int | None:
+    """The iteration in the tracker file, or None if there is no such file."""
+    tracker = f"{store.root}/{TRACKER_FILE}"
+    try:
+        content = store.read(TRACKER_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        got = error.strerror or error
+        raise CheckpointError(f"Expected to read {tracker}, got {got}.") from error
+
+    text = content.decode(errors="replace").strip()
+    # Before int(), which refuses thousands of digits with an error of its own.
+    if _ITERATION.fullmatch(text) is None:
+        more = len(text) - _MAX_SHOWN
+        shown = repr(text[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        raise CheckpointError(f"Expected an iteration in {tracker}, got {shown}.")
+    return int(text)

@@ -13,7 +13,6 @@ that fails or dies keeps nobody longer than the timeout.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
@@ -24,15 +23,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.core.device import Device, Event, Lane, is_lane_thread
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.publisher import abandon, await_outcome, publish
+from megatron.core.dist_checkpointing.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.writer import Draft, RankWriter
 
@@ -146,20 +145,8 @@ class CheckpointManager:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
         """
         store = open_store(root) if isinstance(root, str) else root
-        outcome: list[str | None] = [None, None]  # token, error
-        if rank == 0:
-            try:
-                swept = store.sweep()
-                if swept:
-                    logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
-                outcome[0] = secrets.token_hex(4)
-            except Exception as error:  # remote stores have errors of their own, and the other ranks wait
-                outcome[1] = f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: {error}."
-        if world_size > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        token, failure = outcome
-        if token is None:
-            raise CheckpointError(str(failure))
+        # A program of one rank may have a process group all the same, for other things.
+        token = on_first_rank(lambda: _sweep(store), "sweeping") if world_size > 1 else _sweep(store)
         return cls(
             store,
             device,
@@ -210,7 +197,7 @@ class CheckpointManager:
         )
         save = _Save(draft, start)
         contents = contents.frozen()
-        content = (json.dumps(train_state, indent=1) + "\n").encode()
+        content = train_state_bytes(train_state)
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
         now = self._device.event()
         for number, group in enumerate(contents.groups):
@@ -292,19 +279,36 @@ class CheckpointManager:
             writer.finish()
             if self._rank == 0:
                 self._publish(save.draft, writer, contents, train_state)
-            elif writer.failure is not None:
-                raise writer.failure
             else:
-                await_outcome(save.draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
-            self._last_published = time.monotonic()
-            seconds = time.perf_counter() - save.start
-            logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, seconds)
-            if self._on_published is not None:
-                self._on_published(save.draft.iteration, seconds)
+                self._await_outcome(save.draft, writer)
+            self._tell_published(save)
         except BaseException as error:
             save.failure = error
         finally:
             save.is_done = True
+
+    def _await_outcome(self, draft: Draft, writer: RankWriter) -> None:
+        if writer.failure is not None and not writer.may_be_published:
+            raise writer.failure
+        try:
+            await_outcome(draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
+        except Exception:
+            # What went wrong here says more than what rank 0 made of it.
+            if writer.failure is not None:
+                raise writer.failure from None
+            raise
+
+    def _tell_published(self, save: _Save) -> None:
+        self._last_published = time.monotonic()
+        seconds = time.perf_counter() - save.start
+        logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, seconds)
+        if self._on_published is None:
+            return
+        try:
+            self._on_published(save.draft.iteration, seconds)
+        except Exception:  # of the caller's; the checkpoint is published all the same
+            path = f"{self.store.root}/{save.draft.final}"
+            logger.exception("%s is published, but the caller failed when told so", path)
 
     def _publish(self, draft: Draft, writer: RankWriter, contents: Contents, train_state: bytes) -> None:
         try:
@@ -342,6 +346,20 @@ class CheckpointManager:
             pass  # another run has been faster
         except OSError as error:
             logger.warning("could not delete %s/%s: %s", self.store.root, name, error)
+
+
+def _sweep(store: Store) -> str:
+    """Removes abandoned drafts, and makes up a token. CheckpointError, whatever a remote store raises."""
+    try:
+        swept = store.sweep()
+    except Exception as error:
+        raise CheckpointError(
+            f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: {error}."
+        ) from error
+
+    if swept:
+        logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
+    return secrets.token_hex(4)
 
 
 def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:

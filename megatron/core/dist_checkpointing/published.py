@@ -7,7 +7,6 @@ when the first chunk of a file is read, data block by block as it is read.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,9 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.core.dist_checkpointing.blob_reading import read_plain
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.chunk_data import ChunkData
 from megatron.core.dist_checkpointing.coverage import check_coverage
+from megatron.core.dist_checkpointing.dcp_files import MAX_PLAIN_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     METADATA_FILE,
@@ -130,20 +131,20 @@ class PublishedCheckpoint:
 
         Raises:
             CheckpointDamagedError: if the bytes are not those that were written.
-            CheckpointError: if there is no plain data of that key.
+            CheckpointError: if there is no plain data of that key, or more than plain data.
         """
         if not isinstance(self.metadata.state_dict_metadata.get(key), BytesStorageMetadata):
             raise CheckpointError(f"Expected plain data {key!r} in {self.path}, got {self._kind(key)}.")
         file = self.metadata.storage_data[MetadataIndex(key)].relative_path
         record = self._record(file, key, ())
-        content = bytearray(record.data_nbytes)
-        self._open_chunk(file, record).read(0, memoryview(content))
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:  # unpickling raises almost anything
+        source = f"{key!r} in {self.path}/{file}"
+        if record.data_nbytes > MAX_PLAIN_BYTES:
             raise CheckpointDamagedError(
-                f"Expected plain data {key!r} in {self.path}/{file}, got {type(error).__name__}: {error}."
-            ) from error
+                f"Expected at most {MAX_PLAIN_BYTES} bytes of plain data {source}, got {record.data_nbytes}."
+            )
+        content = torch.empty(record.data_nbytes, dtype=torch.uint8)
+        self._open_chunk(file, record).read(0, content.numpy().data)
+        return read_plain(content, f"plain data {source}", checks_crc=False)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
         """Fills `out` with the box of tensor `key` that begins at `offsets` and has the shape of `out`.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.file_plan import Placed, place
-from megatron.core.dist_checkpointing.folders import TRACKER_FILE
+from megatron.core.dist_checkpointing.folders import track
 from megatron.core.dist_checkpointing.manifest import (
     MARKER_FILE,
     METADATA_FILE,
@@ -26,11 +26,13 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
 from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason, release
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
+_PATIENCE = 10.0  # seconds for which a file system may fail to say what has become of a save
 
 
 def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float) -> bool:
@@ -51,35 +53,43 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest,
     """
     plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
     metadata, expected = _compose(contents, plain)
+
     files = {}
     for name, content in ((METADATA_FILE, metadata), (TRAIN_STATE_FILE, train_state)):
         draft.store.write(draft.path(name), content)
         files[name] = FileRecord(len(content), digest(content))
+
     entries = contents.entries
     for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
         _check(draft, entries, manifest, rank, expected[rank], plain if rank == 0 else [])
         files[manifest_file(rank)] = FileRecord(len(content), digest(content))
         files[data_file(rank)] = FileRecord(manifest.nbytes, None)
-    marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
+
     draft.check()
-    draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
+    is_durable = _commit(draft, Marker(draft.save_id, draft.iteration, draft.world_size, files))
+
+    # The checkpoint is published: from here on nothing may count as its failure. The tracker must
+    # not name one that a crash may still take away.
+    return is_durable and draft.is_tracked and track(draft.store, draft.iteration)
+
+
+def _commit(draft: Draft, marker: Marker) -> bool:
+    """Publishes the draft. Returns whether that is durable; raises only if it is not published."""
     try:
-        draft.store.publish(draft.name, draft.final)
-    except OSError as error:
-        if not _is_published(draft):
+        draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
+        return draft.store.publish(draft.name, draft.final)
+    except FileNotFoundError:
+        raise  # the draft, or a part of it, has been swept
+    except Exception as error:  # remote stores have errors of their own
+        # The upload of the marker, say, may have been carried out although the answer was an error.
+        try:
+            is_published = _patiently(draft, lambda: _is_published(draft))
+        except Exception:
+            is_published = False
+        if not is_published:
             raise
         logger.warning("%s/%s is published, but may not outlive a crash: %s", draft.store.root, draft.final, error)
-        return False  # the tracker must not name what may not be there
-    if not draft.is_tracked:
         return False
-    try:
-        draft.store.write(TRACKER_FILE, f"{draft.iteration}\n".encode())
-    except Exception as error:  # what counts is done; remote stores have errors of their own
-        logger.warning(
-            "%s/%s is published, but %s still names another: %s", draft.store.root, draft.final, TRACKER_FILE, error
-        )
-        return False
-    return True
 
 
 def abandon(draft: Draft, reason: str) -> None:
@@ -91,8 +101,12 @@ def abandon(draft: Draft, reason: str) -> None:
 def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
     """What the other ranks do instead of `publish`: returns once the checkpoint is published.
 
+    Whatever fails here, rank 0 may be publishing, so an error in looking is no outcome: the rank
+    looks again.
+
     Raises:
         CheckpointError: with rank 0's reason for giving the save up; if it gives no sign within this time.
+        OSError: if the file system does not answer for so long that nothing can be known.
     """
 
     def look() -> bool:
@@ -109,10 +123,17 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
             raise CheckpointError(reason)
         return False
 
-    _poll(draft, look, timeout_seconds, lambda: f"{draft.store.root}/{draft.final} to be published by rank 0")
+    def describe() -> str:
+        return f"{draft.store.root}/{draft.final} to be published by rank 0"
+
+    consequence = " Rank 0 may publish the checkpoint all the same."
+    _poll(draft, lambda: _patiently(draft, look), timeout_seconds, describe, consequence)
 
 
 def _is_published(draft: Draft) -> bool:
+    # Of a draft that another run has swept from a remote store, the marker may be all that is left.
+    if not draft.store.exists(f"{draft.final}/{METADATA_FILE}"):
+        return False
     try:
         content = draft.store.read(f"{draft.final}/{MARKER_FILE}")
     except FileNotFoundError:
@@ -147,14 +168,40 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
     return found
 
 
-def _poll(draft: Draft, look: Callable[[], bool], timeout_seconds: float, describe: Callable[[], str]) -> None:
-    """Looks until there is what is looked for, less and less often. CheckpointError after the timeout."""
+def _poll(
+    draft: Draft,
+    look: Callable[[], bool],
+    timeout_seconds: float,
+    describe: Callable[[], str],
+    consequence: str = "",
+) -> None:
+    """Looks until there is what is looked for, less and less often.
+
+    Raises:
+        CheckpointError: after the timeout, or at the end of the run, with this consequence.
+    """
     deadline, pause = time.monotonic() + timeout_seconds, _SHORTEST_WAIT
+    # When the run ends, it looks once more: what has been published by then is no failure.
     while not look():
+        draft.check(consequence)
         if time.monotonic() > deadline:
             raise CheckpointError(f"Expected {describe()} within {timeout_seconds:g} s.")
         draft.is_cancelled.wait(pause)
-        draft.check()
+        pause = min(2 * pause, _LONGEST_WAIT)
+
+
+def _patiently(draft: Draft, look: Callable[[], bool]) -> bool:
+    """Calls `look` until the file system lets it answer. Raises its error after `_PATIENCE`."""
+    deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_WAIT
+    while True:
+        try:
+            return look()
+        except CheckpointError:
+            raise
+        except Exception:  # remote stores have errors of their own
+            if time.monotonic() > deadline or draft.is_cancelled.is_set():
+                raise
+        draft.is_cancelled.wait(pause)
         pause = min(2 * pause, _LONGEST_WAIT)
 
 
@@ -177,7 +224,15 @@ def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[i
         SavedTensor(entry.key, entry.saved_as.dtype, entry.saved_as.shape, own)
         for entry, own in zip(entries, chunks, strict=True)
     ]
-    return compose_metadata(tensors, plain), expected
+    metadata = compose_metadata(tensors, plain)
+    # What is written must be what can be read: a checkpoint that nobody can load is no checkpoint.
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise CheckpointError(
+            f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {len(metadata)} of "
+            f"{sum(map(len, chunks))} chunks."
+        )
+
+    return metadata, expected
 
 
 def _check(

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from megatron.core.dist_checkpointing.dcp_hooks import describe_shards
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.optimizer.torch_optimizer import init_states
 
@@ -37,12 +36,9 @@ class DCPState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """`{"model": {name: tensor}}`, and `"optim"` if there is an optimizer."""
         if self.optimizer is None:
-            model_state = get_model_state_dict(self.model)
-            describe_shards(self.model, model_state, {})
-            return {"model": model_state}
+            return {"model": get_model_state_dict(self.model)}
         init_states(self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        describe_shards(self.model, model_state, optimizer_state["state"])
         return {"model": model_state, "optim": optimizer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

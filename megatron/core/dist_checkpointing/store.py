@@ -18,48 +18,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from megatron.core.dist_checkpointing.data_sink import DataSink, LocalSink, RemoteSink, naming
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT, MARKER_FILE, METADATA_FILE
-from megatron.core.files import published, sync_folder, sync_stream
+from megatron.core.dist_checkpointing.folders import iteration_of, parse_folder
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE
+from megatron.core.files import Sync, UnusableFileError, open_regular, published, read_regular, sync_folder
 
 logger = logging.getLogger(__name__)
+
+MAX_SMALL_BYTES = 1 << 28  # of a file that is read whole
+MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
 SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
 _SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
 _TEMPORARY = ".tmp"  # how names end that `megatron.core.files.temporary_path` gives
-_CHECKPOINT = re.compile(r"iter_\d+")
-_ABANDONED = re.compile(rf"{_CHECKPOINT.pattern}(\..+)?({_SAVING}|{_DELETING})")
-_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-class DataSink(Protocol):
-    """A new data file, written once from its beginning to its end."""
-
-    def write(self, buffer: memoryview) -> None:
-        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT bytes.
-
-        Past the page cache only if `buffer` begins on a page.
-        """
-
-    def close(self, nbytes: int) -> None:
-        """Ends the file, which is durable then. ValueError if it has not `nbytes` bytes."""
-
-    def abort(self) -> None:
-        """Gives the file up, which is gone then; to be called in any state, and raises nothing."""
 
 
 class Store(Protocol):
@@ -82,6 +65,9 @@ class Store(Protocol):
     def files(self, name: str) -> list[str]:
         """The names of the whole files in a folder, sorted. FileNotFoundError if a local store has no such folder."""
 
+    def is_published(self, name: str) -> bool:
+        """Whether the folder of a checkpoint, which is there, holds one that is published."""
+
     def make_folder(self, name: str) -> None:
         """Makes a folder, and the root if need be. One that is there already stays as it is."""
 
@@ -91,8 +77,8 @@ class Store(Protocol):
     def size(self, path: str) -> int:
         """Bytes in a file."""
 
-    def read(self, path: str) -> bytes:
-        """The content of a small file."""
+    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        """The content of a small file. UnusableFileError if it is larger, or is no regular file."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer`, contiguous, with the bytes of a file from `offset` on. Threads may do so side by side.
@@ -101,8 +87,13 @@ class Store(Protocol):
             CheckpointDamagedError: if the file ends before that.
         """
 
-    def write(self, path: str, content: bytes) -> None:
-        """Writes a small file, whole or not at all, and durable when this returns. Replaces one that is there."""
+    def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
+        """Writes a small file, which appears whole or not at all. Replaces one that is there.
+
+        Args:
+            sync: what is durable when this returns; remote stores make everything durable. With
+                anything but `Sync.ALL`, the appearance of the file is the last thing that happens.
+        """
 
     def delete(self, path: str) -> None:
         """Deletes a file, if there is one."""
@@ -117,8 +108,12 @@ class Store(Protocol):
             token: that no other save has.
         """
 
-    def publish(self, draft: str, final: str) -> None:
-        """Makes a draft, whose files are durable, the checkpoint `final`, for good when this returns.
+    def publish(self, draft: str, final: str) -> bool:
+        """Makes a draft, whose files are durable, the checkpoint `final`.
+
+        Returns:
+            Whether it is durable. If not, which is logged, it is published all the same, but may
+            not outlive a crash.
 
         Raises:
             FileExistsError: if there is a checkpoint of that name. It stays as it is.
@@ -136,7 +131,7 @@ class Store(Protocol):
         """Deletes a published checkpoint, which is no longer one from the first step on."""
 
     def set_aside(self, name: str) -> str | None:
-        """Makes a damaged checkpoint none any more.
+        """Renames a damaged checkpoint so that it is never found again.
 
         Returns:
             Where its files are, for people to look at; None from a remote store, which deletes them.
@@ -171,6 +166,9 @@ class LocalStore:
         with os.scandir(self._root / name) as entries:
             return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.endswith(_TEMPORARY))
 
+    def is_published(self, name: str) -> bool:  # noqa: ARG002 (a draft has another name)
+        return True
+
     def make_folder(self, name: str) -> None:
         folder = self._root / name
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -184,12 +182,12 @@ class LocalStore:
     def size(self, path: str) -> int:
         return (self._root / path).stat().st_size
 
-    def read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
+    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        return read_regular(self._root / path, max_bytes=max_bytes)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         rest = buffer.cast("B")
-        with (self._root / path).open("rb", buffering=0) as file:
+        with open_regular(self._root / path) as file:
             file.seek(offset)
             while rest:
                 num_read = file.readinto(rest)
@@ -197,37 +195,45 @@ class LocalStore:
                     raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, buffer.nbytes - rest.nbytes)
                 rest = rest[num_read:]
 
-    def write(self, path: str, content: bytes) -> None:
-        with _naming(self._root / path), published(self._root / path) as stream:
+    def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
+        with naming(self._root / path), published(self._root / path, sync) as stream:
             stream.write(content)
 
     def delete(self, path: str) -> None:
         (self._root / path).unlink(missing_ok=True)
 
     def open_data(self, path: str) -> DataSink:
-        return _LocalSink(self._root / path)
+        return LocalSink(self._root / path)
 
     def draft_name(self, final: str, token: str) -> str:
         return f"{final}.{token}{_SAVING}"
 
-    def publish(self, draft: str, final: str) -> None:
+    def publish(self, draft: str, final: str) -> bool:
         source, target = self._root / draft, self._root / final
         if os.path.lexists(target):
             raise _is_published(target)
+
+        folder = None
         try:
-            sync_folder(source)  # the names of the files, which other processes may have written
+            folder = source.stat()
+            # The names of the files: other ranks leave this to the rank that publishes (`Sync.CONTENT`).
+            sync_folder(source)
             source.rename(target)
-        except FileNotFoundError as error:
-            raise _is_swept(source) from error
         except OSError as error:
-            # Another run was faster. Only onto an empty folder, which no checkpoint is, would the system rename.
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise _is_published(target) from error
-            raise
-        sync_folder(self._root)
+            # A network file system may carry out a rename and answer its repetition with an error.
+            if folder is None or not _is_at(target, folder):
+                _raise_unpublished(error, source, target)
+
+        # From here on there is a checkpoint, and nothing may look like a failure to publish it.
+        try:
+            sync_folder(self._root)
+        except OSError as error:
+            logger.warning("%s is published, but may not outlive a crash: %s", target, error)
+            return False
+        return True
 
     def sweep(self) -> list[str]:
-        abandoned = [name for name in self.folders() if _ABANDONED.fullmatch(name)]
+        abandoned = [name for name in self.folders() if _is_abandoned(name)]
         return _delete_each(abandoned, self._delete, self.root)
 
     def remove(self, name: str) -> None:
@@ -270,6 +276,9 @@ class RemoteStore:
     def files(self, name: str) -> list[str]:
         return sorted(file for file, kind in self._list(self._at(name)).items() if kind == "file")
 
+    def is_published(self, name: str) -> bool:
+        return self.exists(f"{name}/{MARKER_FILE}")
+
     def make_folder(self, name: str) -> None:
         self._files.makedirs(self._at(name), exist_ok=True)
         # An object store has no folders, but files alone.
@@ -283,7 +292,11 @@ class RemoteStore:
         self._files.invalidate_cache()
         return int(self._files.size(self._at(path)))
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        size = self.size(path)
+        if size > max_bytes:
+            message = f"Expected a file of at most {max_bytes} bytes, got {size}"
+            raise UnusableFileError(errno.EFBIG, message, f"{self.root}/{path}")
         return bytes(self._files.cat_file(self._at(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -293,7 +306,7 @@ class RemoteStore:
                 raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, len(content))
             buffer.cast("B")[:] = content
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:  # noqa: ARG002 (all)
         self._files.pipe_file(self._at(path), content)
 
     def delete(self, path: str) -> None:
@@ -301,20 +314,34 @@ class RemoteStore:
             self._files.rm_file(self._at(path))
 
     def open_data(self, path: str) -> DataSink:
-        return _RemoteSink(self._files, self._at(path))
+        return RemoteSink(self._files, self._at(path))
 
     def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (nothing is renamed here)
         return final
 
-    def publish(self, draft: str, final: str) -> None:
+    def publish(self, draft: str, final: str) -> bool:
         """The marker has been written by now, and that was all. See [Note: publishing]."""
         if draft != final:
             raise ValueError(f"Expected the draft of {final} under its own name, got {draft}.")
-        if not all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE)):
+
+        try:
+            is_whole = all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE))
+        except Exception as error:  # remote stores have errors of their own
+            # The marker was acknowledged. This look is for sweeps by a second run, which must not
+            # save here anyway.
+            path = f"{self.root}/{final}"
+            logger.warning("%s is published, but cannot be looked at: %s", path, error)
+            return False
+        if not is_whole:
+            # Nobody must take what is left for a checkpoint.
+            with contextlib.suppress(Exception):
+                self._files.rm_file(self._at(f"{final}/{MARKER_FILE}"))
             raise _is_swept(f"{self.root}/{final}")
+        return True
 
     def sweep(self) -> list[str]:
-        begun = [name for name in self.folders() if _CHECKPOINT.fullmatch(name) and self._is_abandoned(name)]
+        named = [name for name in self.folders() if iteration_of(name) is not None]
+        begun = [name for name in named if self._is_begun(name)]
         return _delete_each(begun, self._delete, self.root)
 
     def remove(self, name: str) -> None:
@@ -324,7 +351,8 @@ class RemoteStore:
         # Its place will be taken, and there is no renaming it.
         self._delete(name)
 
-    def _is_abandoned(self, name: str) -> bool:
+    def _is_begun(self, name: str) -> bool:
+        """Whether this class has begun a checkpoint that is not published, or no longer."""
         names = self._list(self._at(name))
         return SIGN_FILE in names and MARKER_FILE not in names
 
@@ -352,117 +380,6 @@ class RemoteStore:
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
 
 
-class _LocalSink:
-    """A file past the page cache, where the file system knows how: that would cost a copy, and push out what is in use.
-
-    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have none of it says so
-    when it is asked, or at the first write.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._nbytes = 0
-        self._file = path.open("xb", buffering=0)
-        # Not when it is opened: some systems refuse then, but leave the new file.
-        self._is_direct = _set_direct(self._file.fileno(), True)
-
-    def write(self, buffer: memoryview) -> None:
-        with _naming(self._path):
-            rest = buffer.cast("B")
-            while rest:
-                rest = rest[self._write_some(rest) :]
-
-    def close(self, nbytes: int) -> None:
-        if nbytes != self._nbytes:
-            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
-        with _naming(self._path):
-            sync_stream(self._file)
-            _release_pages(self._file.fileno(), 0, 0)
-            self._file.close()
-        sync_folder(self._path.parent)
-
-    def abort(self) -> None:
-        for end in (self._file.close, self._path.unlink):
-            with contextlib.suppress(OSError):
-                end()
-
-    def _write_some(self, rest: memoryview) -> int:
-        """Appends as much as the system takes at once. Returns how much."""
-        whole = rest.nbytes // DATA_ALIGNMENT * DATA_ALIGNMENT
-        if self._is_direct and not whole:
-            self._use_page_cache()
-        try:
-            written = self._file.write(rest[:whole] if self._is_direct else rest)
-        except OSError as error:
-            if not self._is_direct or error.errno not in _DIRECT_REFUSED:
-                raise
-            self._use_page_cache()
-            return 0
-        self._nbytes += written
-        if not self._is_direct:
-            _release_pages(self._file.fileno(), self._nbytes - written, written)
-        return written
-
-    def _use_page_cache(self) -> None:
-        _set_direct(self._file.fileno(), False)
-        self._is_direct = False
-
-
-class _RemoteSink:
-    """A file of a remote store, which comes into being when it is closed, or part by part."""
-
-    def __init__(self, files: Any, path: str) -> None:
-        self._files = files
-        self._path = path
-        self._nbytes = 0
-        self._file = files.open(path, "wb")
-
-    def write(self, buffer: memoryview) -> None:
-        self._file.write(buffer.cast("B"))
-        self._nbytes += buffer.nbytes
-
-    def close(self, nbytes: int) -> None:
-        if nbytes != self._nbytes:
-            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
-        self._file.close()
-
-    def abort(self) -> None:
-        # Implementations differ in how they give a file up, and in their errors. This all of them can do.
-        for end in (self._file.close, lambda: self._files.rm_file(self._path)):
-            with contextlib.suppress(Exception):
-                end()
-
-
-def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Turns direct I/O on or off. Returns whether it is on then."""
-    # Each system has its own way, or none.
-    with contextlib.suppress(AttributeError, OSError):
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
-        return is_direct
-    return False
-
-
-def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tells the system that the page cache need not keep a range of a file: it begins to write it, and lets go of it.
-
-    Args:
-        nbytes: 0 for all that follow.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Errors of the system name the file; those of an open one do not by themselves."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:
     """The names of those that `delete` deleted. See `Store.sweep`."""
     deleted = []
@@ -478,8 +395,30 @@ def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str)
     return deleted
 
 
+def _is_abandoned(name: str) -> bool:
+    found = parse_folder(name)
+    return found is not None and found.suffix.endswith((_SAVING, _DELETING))
+
+
 def _truncated(path: str, offset: int, nbytes: int, num_read: int) -> CheckpointDamagedError:
     return CheckpointDamagedError(f"Expected {nbytes} bytes at byte {offset} of {path}, got {num_read}: truncated.")
+
+
+def _is_at(path: Path, folder: os.stat_result) -> bool:
+    """Whether a folder, as it was before it was renamed, is the one at a path now."""
+    try:
+        return os.path.samestat(path.lstat(), folder)
+    except OSError:
+        return False
+
+
+def _raise_unpublished(error: OSError, source: Path, target: Path) -> NoReturn:
+    if isinstance(error, FileNotFoundError):
+        raise _is_swept(source) from error
+    # Another run was faster. The system renames onto an empty folder only, which no checkpoint is.
+    if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+        raise _is_published(target) from error
+    raise error
 
 
 def _is_published(target: Path) -> FileExistsError:

@@ -5,6 +5,12 @@ Ranks meet in the draft's folder alone:
     __0_0.distcp, manifest_0.json   what rank 0 has written; the manifest comes last and says that the data is on disk
     failed_1.json                   why rank 1 could not
     abandoned.json                  why rank 0 has given the save up
+
+[Note: last step] Rank 0 acts on a manifest as soon as it has its name, and renames the folder. So
+that name is the last thing a rank does: everything in its files is on disk before, and nothing can
+fail after it. Rank 0 brings the name itself to disk when it syncs the folder before it publishes.
+The two other files are for ranks that run at the same time. They are not synced at all, so that a
+rank whose disk no longer syncs can still say so.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -34,8 +41,13 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.store import Store
+from megatron.core.files import Sync
+from megatron.core.json_reading import parse_json
+
+logger = logging.getLogger(__name__)
 
 ABANDONED_FILE = "abandoned.json"
+_MAX_REASON_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,11 @@ class Draft:
         """Of a file in the draft's folder, for the store."""
         return f"{self.name}/{file}"
 
-    def check(self) -> None:
-        """CheckpointError if the save is to end."""
+    def check(self, consequence: str = "") -> None:
+        """CheckpointError, which ends with this sentence, if the save is to end."""
         if self.is_cancelled.is_set():
-            raise CheckpointError("Expected time to finish the save, got the end of the run.")
+            message = "Expected time to finish the save, got the end of the run."
+            raise CheckpointError(message + consequence)
 
 
 def failure_file(rank: int) -> str:
@@ -77,15 +90,24 @@ def failure_file(rank: int) -> str:
     return f"failed_{rank}.json"
 
 
-def give_up(draft: Draft, file: str, reason: str) -> None:
-    """Leaves word for the other ranks, on a full disk too. Raises nothing."""
+def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) -> None:
+    """Leaves a note for the other ranks, also on a full disk or one that does not sync.
+
+    Raises nothing.
+
+    Args:
+        makes_folder: whether to make the draft's folder if it is not there: that may have failed.
+    """
+    if makes_folder:
+        # A folder that was made but could not be synced is good enough for a note.
+        with contextlib.suppress(Exception):  # remote stores have errors of their own
+            draft.store.make_folder(draft.name)
+
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
     # A full disk has room for an empty file where it has none for a reason.
     for text in (content, ""):
-        with contextlib.suppress(Exception):  # remote stores have errors of their own
-            # It may be what could not be made before.
-            draft.store.make_folder(draft.name)
-            draft.store.write(draft.path(file), text.encode())
+        with contextlib.suppress(Exception):
+            draft.store.write(draft.path(file), text.encode(), Sync.NOTHING)
             return
 
 
@@ -104,7 +126,7 @@ def release(draft: Draft, rank: int) -> None:
 def read_reason(draft: Draft, file: str) -> str | None:
     """What `give_up` left; None if there is none, or none of this save."""
     try:
-        text = draft.store.read(draft.path(file))
+        text = draft.store.read(draft.path(file), _MAX_REASON_BYTES)
         if not text:
             # Where drafts have no names of their own, it may be what an earlier save has left.
             return (
@@ -112,7 +134,7 @@ def read_reason(draft: Draft, file: str) -> str | None:
                 if draft.store.is_rename_atomic
                 else None
             )
-        content = json.loads(text)
+        content = parse_json(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -126,11 +148,13 @@ class RankWriter:
     Attributes:
         manifest: once all has been written.
         failure: what went wrong first.
+        may_be_published: whether rank 0 may have found the manifest, whatever went wrong here.
     """
 
     def __init__(self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane) -> None:
         self.manifest: Manifest | None = None
         self.failure: BaseException | None = None
+        self.may_be_published = False
         self._draft = draft
         self._contents = contents
         self._rank = rank
@@ -141,7 +165,6 @@ class RankWriter:
         self._first_entries = list(itertools.accumulate(counts, initial=0))  # of each group, by number
         self._shares: dict[int, list[Placed]] = {}  # by the entry's number
         self._records: list[ChunkRecord] = []
-        self._may_be_published = False
 
     def write_group(self, number: int) -> None:
         """Writes the shares of one group of entries, once the updates of its unit that are under way have ended.
@@ -217,17 +240,36 @@ class RankWriter:
         self._draft.check()
         nbytes = file.finish()
         manifest = Manifest(self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records))
-        self._may_be_published = True
-        self._draft.store.write(self._draft.path(manifest_file(self._rank)), manifest.to_bytes())
+        self._hand_over(manifest.to_bytes())
         self.manifest = manifest
+
+    def _hand_over(self, content: bytes) -> None:
+        """Makes the manifest visible. See [Note: last step]."""
+        store, path = self._draft.store, self._draft.path(manifest_file(self._rank))
+        self.may_be_published = True
+        try:
+            store.write(path, content, Sync.CONTENT)
+        except Exception as error:
+            # A rename or an upload may have been carried out although the answer was an error.
+            try:
+                is_there = store.read(path) == content
+            except FileNotFoundError:
+                is_there = False
+            if is_there:
+                logger.warning("%s/%s was written all the same: %s", store.root, path, error)
+                return
+            # If there is no folder, rank 0 has published it or another run has swept it.
+            self.may_be_published = not store.exists(self._draft.name)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
         if self._file is not None:
             self._file.abort()
-        if not self._may_be_published:
+        if not self.may_be_published:
             release(self._draft, self._rank)  # first: a full disk has room for the reason then
-        give_up(self._draft, failure_file(self._rank), f"{type(error).__name__}: {error}")
+        file, reason = failure_file(self._rank), f"{type(error).__name__}: {error}"
+        give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
 
 
 def _rows_of(entry: Entry, share: Placed) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in processes of their own.
 
     `watched`             calls a function ahead of each operation that changes something below a folder
+    `intercepted`         the same for all threads at once, and if asked to for operations that only look
     `Kill`, `Fault`       such functions: what happens at operation n
     `PowerCut`            another: knows what would be left if the machine lost its power
     `forks()`, `Child`    processes to let it happen in
@@ -18,6 +19,7 @@ import gc
 import importlib
 import io
 import os
+import pathlib
 import random
 import re
 import select
@@ -27,12 +29,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import cloudpickle
 
@@ -45,13 +49,19 @@ KILLED = "killed"
 
 
 class Operation(NamedTuple):
-    """One change to a file system that is about to be made."""
+    """One operation on a file system that is about to happen."""
 
-    what: str  # "open" a new file, "write", or the function's name in `os`
+    what: str  # "open" a new file, "read" an old one, "write", or the function's name in `os`
     where: str  # below the watched folder, without what is drawn by lot
     path: Path
     target: Path | None = None  # of a rename
     write_some: Callable[[int], None] | None = None  # of a write: does only so many bytes of it
+    carry_out: Callable[[], object] | None = None  # of a function of `os`: does it now
+
+    @property
+    def is_change(self) -> bool:
+        """Whether others can see what it does; bringing something to disk they cannot."""
+        return self.what in ("open", "write", *_CHANGES) and self.what != "fsync"
 
     def __str__(self) -> str:
         return f"{self.what} {self.where}"
@@ -60,6 +70,7 @@ class Operation(NamedTuple):
 Before = Callable[[Operation], None]
 
 _CHANGES = ("fsync", "mkdir", "remove", "rename", "replace", "rmdir", "unlink")
+_LOOKS = ("lstat", "scandir", "stat")
 _BY_LOT = [
     (re.compile(r"\.[0-9a-f]{16}\.tmp$"), ""),
     (re.compile(r"(\.[0-9a-z]+)?\.saving"), ".saving"),
@@ -77,13 +88,30 @@ def watched(root: Path, before: Before) -> Iterator[None]:
     """
     is_off = threading.Event()
 
-    def note(what: str, path: Path, target: Path | None = None, write_some: Any = None) -> None:
-        if path.is_relative_to(root) and not is_off.is_set():
+    def guarded(operation: Operation) -> None:
+        if not is_off.is_set():
             is_off.set()
             try:
-                before(Operation(what, _without_lot(root, target or path), path, target, write_some))
+                before(operation)
             finally:
                 is_off.clear()
+
+    with intercepted(root, guarded):
+        yield
+
+
+@contextmanager
+def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Iterator[None]:
+    """As `watched`, but threads may call `before` at the same time. It must do nothing below `root`.
+
+    Args:
+        looks_too: also calls it ahead of operations that change nothing: opening a file or folder
+            to read it, `stat`, `lstat`, `scandir`.
+    """
+
+    def note(what: str, path: Path, target: Path | None = None, **how: Any) -> None:
+        if path.is_relative_to(root):
+            before(Operation(what, _without_lot(root, target or path), path, target, **how))
 
     class WatchedFile(io.FileIO):
         """Written to in pieces."""
@@ -100,6 +128,8 @@ def watched(root: Path, before: Before) -> Iterator[None]:
 
     def watched_open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
         if not set(mode) & set("wxa+"):
+            if looks_too and not isinstance(file, int):
+                note("read", Path(file))
             return opened(file, mode, buffering, *args, **options)
         note("open", Path(file))
         raw = WatchedFile(file, mode.replace("b", ""))
@@ -107,22 +137,29 @@ def watched(root: Path, before: Before) -> Iterator[None]:
 
     def watching(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            target = Path(args[1]) if what in ("rename", "replace") else None
-            note(what, _path(args[0], options.get("dir_fd")), target)
+            if args:  # of scandir, say, the default is the working folder
+                target = Path(args[1]) if what in ("rename", "replace") else None
+                path = _path(args[0], options.get("dir_fd"))
+                note(what, path, target, carry_out=partial(real, *args, **options))
             return real(*args, **options)
 
         return call
 
-    opened, originals = io.open, {name: getattr(os, name) for name in _CHANGES}
-    io.open = watched_open  # type: ignore[assignment]
-    for name, original in originals.items():
-        setattr(os, name, watching(name, original))
-    try:
+    names = (*_CHANGES, *_LOOKS, "open") if looks_too else _CHANGES
+    opened, wrappers = io.open, {}
+    for name in names:
+        wrappers[name] = watching("read" if name == "open" else name, getattr(os, name))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(io, "open", watched_open))
+        for name, wrapper in wrappers.items():
+            stack.enter_context(mock.patch.object(os, name, wrapper))
+
+        # Before Python 3.11, pathlib has these functions in a class of its own.
+        accessor = getattr(pathlib, "_NormalAccessor", None)
+        for name, wrapper in {**wrappers, "open": watched_open}.items():
+            if hasattr(accessor, name):
+                stack.enter_context(mock.patch.object(accessor, name, staticmethod(wrapper)))
         yield
-    finally:
-        io.open = opened
-        for name, original in originals.items():
-            setattr(os, name, original)
 
 
 def _path(path: Any, folder: int | None) -> Path:
@@ -158,18 +195,26 @@ class Kill:
 
 
 class Fault:
-    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the disk."""
+    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the disk.
 
-    def __init__(self, number: int, code: int = errno.ENOSPC, *, lasts: bool = False) -> None:
+    With `is_carried_out` it has happened all the same, if it is a function of `os`, and only the answer is an error.
+    """
+
+    def __init__(
+        self, number: int, code: int = errno.ENOSPC, *, lasts: bool = False, is_carried_out: bool = False
+    ) -> None:
         self._number = number
         self._code = code
         self._lasts = lasts
+        self._is_carried_out = is_carried_out
         self._num_seen = 0
 
     def __call__(self, operation: Operation) -> None:
         number, self._num_seen = self._num_seen, self._num_seen + 1
         takes_room = operation.what in ("open", "write", "mkdir")
         if number == self._number or (self._lasts and number > self._number and takes_room):
+            if self._is_carried_out and operation.carry_out is not None:
+                operation.carry_out()
             raise OSError(self._code, os.strerror(self._code), operation.where)
 
 

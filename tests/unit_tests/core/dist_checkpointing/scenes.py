@@ -270,3 +270,12 @@ def _save_as_rank(root: Path, rank: int, before: Before | None, log: int, stop: 
             except CheckpointError as failure:
                 return str(failure)
     return None
+
+
+def ending_of(manager: CheckpointManager) -> str | None:
+    """Waits for a save; what went wrong with it, None if it is published."""
+    try:
+        manager.finish()
+    except CheckpointError as failure:
+        return str(failure)
+    return None

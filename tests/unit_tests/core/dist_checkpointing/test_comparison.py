@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_of_pytorch_is_named_where_that_can_be_seen(tmp_pat
     with pytest.raises(CheckpointDamagedError, match=data.name):
         checkpoint.read("model.w", (0, 0), torch.empty(4, 3))
     data.write_bytes(b"x" * len(content))
-    with pytest.raises(CheckpointDamagedError, match=r"Expected 'model.w' in"):
+    with pytest.raises(CheckpointDamagedError, match=r"Expected .* in 'model.w' in"):
         checkpoint.read("model.w", (0, 0), torch.empty(4, 3))
     data.unlink()
     with pytest.raises(CheckpointDamagedError, match=data.name):

@@ -241,7 +241,7 @@ def test_without_digests_only_what_is_wanted_is_read(pristine: Path):
 
 def test_manifests_are_read_when_they_are_needed_and_once(pristine: Path, monkeypatch: pytest.MonkeyPatch):
     store, read = LocalStore(pristine), []
-    monkeypatch.setattr(store, "read", lambda path: read.append(path) or LocalStore.read(store, path))
+    monkeypatch.setattr(store, "read", lambda path, *most: read.append(path) or LocalStore.read(store, path, *most))
     checkpoint = PublishedCheckpoint.open(store, NAME)
     assert not [path for path in read if "manifest" in path]
     out = torch.empty(())
@@ -489,5 +489,5 @@ def test_plain_data_that_cannot_be_unpickled_safely_is_refused(root: Path):
     chunks = (*manifest.chunks[:-1], chunk._replace(digests=digests_of(changed)))
     path.write_bytes(Manifest(*list(vars(manifest).values())[:4], chunks).to_bytes())
     _mark_again(folder)
-    with pytest.raises(CheckpointDamagedError, match=r"Expected plain data 'rng.0.python' in .*__0_0.distcp, got"):
+    with pytest.raises(CheckpointDamagedError, match=r"Expected .* plain data 'rng.0.python' in .*__0_0.distcp, got"):
         read_all(root)

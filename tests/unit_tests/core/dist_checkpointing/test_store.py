@@ -15,6 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from megatron.core.dist_checkpointing import data_sink
 from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE
@@ -319,6 +320,49 @@ def test_all_drafts_are_swept_whichever_format_left_them(local):
     assert local.folders() == []
 
 
+def test_a_checkpoint_whose_name_cannot_be_synced_is_published_and_said_to_be_less_than_durable(
+    local, monkeypatch, caplog
+):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    first, second = save(local), save(local, final="iter_0000020")
+    assert local.publish(first, FINAL) is True
+
+    def sync(folder: Path) -> None:
+        if folder == Path(local.root):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store_module, "sync_folder", sync)
+    assert local.publish(second, "iter_0000020") is False
+    assert f"{local.root}/iter_0000020 is published, but may not outlive a crash" in caplog.text
+    assert holds_checkpoint(local, "iter_0000020")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT], ids=["I/O error", "repeated request"])
+def test_a_rename_that_was_carried_out_although_it_raised_has_published(local, monkeypatch, code):
+    draft, rename = save(local), Path.rename
+
+    def raise_afterwards(path: Path, target: Path) -> None:
+        rename(path, target)
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "rename", raise_afterwards)
+    assert local.publish(draft, FINAL) is True
+    assert holds_checkpoint(local, FINAL)
+
+
+def test_a_rename_that_raised_while_another_run_published_has_not(local, monkeypatch):
+    mine, theirs, rename = save(local, token="mine"), save(local, token="theirs", content=b"theirs"), Path.rename
+
+    def be_outrun(path: Path, target: Path) -> None:
+        rename(Path(local.root) / theirs, target)
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "rename", be_outrun)
+    with pytest.raises(OSError, match="Input/output error"):
+        local.publish(mine, FINAL)
+    assert holds_checkpoint(local, FINAL, b"theirs")
+
+
 def test_the_second_of_two_runs_that_publish_the_same_iteration_is_refused(local):
     first, second = (save(local, token=token, content=token.encode()) for token in ("first", "second"))
     local.publish(first, FINAL)
@@ -362,8 +406,9 @@ def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rena
 
         return noted
 
-    monkeypatch.setattr(store_module, "sync_stream", note("sync file", store_module.sync_stream))
-    monkeypatch.setattr(store_module, "sync_folder", note("sync", store_module.sync_folder))
+    monkeypatch.setattr(data_sink, "sync_stream", note("sync file", data_sink.sync_stream))
+    for module in (data_sink, store_module):
+        monkeypatch.setattr(module, "sync_folder", note("sync", module.sync_folder))
     monkeypatch.setattr(Path, "rename", note("rename", Path.rename))
     draft = local.draft_name(FINAL, "token")
     local.make_folder(draft)

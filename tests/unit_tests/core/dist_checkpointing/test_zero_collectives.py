@@ -232,6 +232,9 @@ class _Operators(TorchDispatchMode):
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What a tensor's own operators send is seen only if they run while this mode is entered.
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
         if "c10d" in func.namespace or func.namespace in OPERATORS:
             self._watch.record(func.name())
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,35 @@
+"""Functions of this project that wait for other ranks say so where they stand: `@waits_for_ranks`.
+
+The watchdog tells a rank that waits from one that hangs by the stack of its main thread. On the CPU a wait shows as a
+frame of torch.distributed. On a GPU the collective returns at once, and the wait is in whatever reads its result: a
+`.tolist()` in a function of ours, which nothing in the stack tells from a computation. A mark on the function itself
+moves with the code, where a list of files and names elsewhere would go stale without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+_marked: set[CodeType] = set()
+
+
+def waits_for_ranks(function: _Function) -> _Function:
+    """Marks a function which, as a thread's innermost frame, waits for other ranks. It is not wrapped.
+
+    Goes below other decorators: a frame shows the code of the function itself.
+    """
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        raise TypeError(f"Expected a plain function to mark, got {function!r}.")
+
+    _marked.add(code)
+    return function
+
+
+def is_marked(code: CodeType) -> bool:
+    """Whether this is the code of a function that was marked."""
+    return code in _marked
