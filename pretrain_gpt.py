@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
+from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.arguments import parse_config
@@ -27,6 +28,7 @@ from megatron.training.step import Batch
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 _SECONDS_TO_SAY_IT = 10.0
+_MOST_CHARACTERS = 4000  # of an error's line
 
 
 def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -73,14 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(error: Exception, code: ExitCode) -> None:
     """An error in one line, of the first rank that has it."""
+    text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
     if code is not ExitCode.BAD_CONFIGURATION:
-        print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
         # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.
         time.sleep(_SECONDS_TO_SAY_IT)
-    print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+    print(f"pretrain_gpt.py: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

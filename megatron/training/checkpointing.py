@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.folders import (
     published_iterations,
 )
 from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.torch_dcp import save_checkpoint
@@ -64,7 +65,7 @@ class RunState:
         scaler = self.optimizer.loss_scaler
         return RecoverInfo(
             self.step_info,
-            self.schedule,
+            self.schedule.state(),
             None if scaler is None else scaler.state(),
             data=dict(data or {}),
             logger=dict(logger or {}),
@@ -188,7 +189,11 @@ def check_save_folder(
     root = config.save
     if root is None:
         return []
-    return on_first_rank(lambda: _check_save_folder(root, start_iteration, damaged), f"preparing {root}")
+
+    def check() -> list[list[str]]:
+        return [list(set_aside) for set_aside in _check_save_folder(root, start_iteration, damaged)]
+
+    return [(path, what) for path, what in on_first_rank(check, f"preparing {root}")]
 
 
 def place_of(root: str) -> str:
@@ -200,6 +205,14 @@ def place_of(root: str) -> str:
 def checkpoint_path(root: str, iteration: int) -> str:
     """Where the checkpoint of an iteration is, as events and relaunches know it: the same however `root` is named."""
     return f"{place_of(root)}/{checkpoint_name(iteration)}"
+
+
+def named_checkpoint(root: str) -> tuple[str, str] | None:
+    """(folder, name) if `root` is no folder of checkpoints, but a checkpoint itself; else None."""
+    store = open_store(root)
+    if not any(store.exists(file) for file in (MARKER_FILE, METADATA_FILE)):
+        return None
+    return split_path(place_of(root))
 
 
 def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) -> list[tuple[str, str]]:

@@ -24,7 +24,12 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, check_host_memory_for, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    build_optimizer,
+    check_host_memory_for,
+    offloaded_numel,
+    offloaded_units,
+)
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.transformer.init import materialize, seeded_reset
@@ -214,7 +219,8 @@ class ModuleEngine:
         """Hands the model to FSDP, if it is on meta with its initial weights."""
         if self.mesh.size() > 1:
             raise RuntimeError(f"Expected one process for a module that is not sharded, got {self.mesh.size()} ranks.")
-        self._check_host_memory(model, torch.float32, torch.float32)
+        numel = offloaded_numel(model, self.config.optimizer)
+        self._check_host_memory(numel, torch.float32, torch.float32)
         self._materialize(model)
 
     def _reshard(self) -> None:
@@ -233,16 +239,17 @@ class ModuleEngine:
             model.to(self.device.torch_device)
 
     def _check_host_memory(
-        self, model: nn.Module, grad_dtype: torch.dtype, weight_dtype: torch.dtype
-    ) -> set[nn.Module]:
-        """The units whose states are to live in host memory, once it is certain that there is room for them."""
-        offloaded = offloaded_units(model, self.config.optimizer)
-        if offloaded:
-            numel = sum(offloaded.values()) // self.config.parallel.num_optimizer_shards(self.mesh.size())
+        self,
+        numel: int,
+        grad_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+    ) -> None:
+        """Refuses what the host has no room for: the states of `numel` elements, of all ranks."""
+        if numel:
+            own = numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
             check_host_memory_for(
-                numel, self.config.optimizer, grad_dtype, weight_dtype, self._num_local_ranks, self.mesh
+                own, self.config.optimizer, grad_dtype, weight_dtype, self._num_local_ranks, self.mesh
             )
-        return set(offloaded)
 
 
 class MegatronEngine(ModuleEngine):
@@ -251,7 +258,8 @@ class MegatronEngine(ModuleEngine):
     def _shard(self, model: nn.Module) -> None:
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
-        offloaded = self._check_host_memory(model, grad_dtype, compute_dtype)
+        offloaded = offloaded_units(model, config.optimizer)
+        self._check_host_memory(sum(offloaded.values()), grad_dtype, compute_dtype)
         megatron_fsdp.shard_model(
             model,
             self.mesh,
@@ -270,7 +278,8 @@ class FSDPEngine(ModuleEngine):
     ckpt_format = TORCH_DCP
 
     def _shard(self, model: nn.Module) -> None:
-        self._check_host_memory(model, torch.float32, torch.float32)
+        numel = offloaded_numel(model, self.config.optimizer)
+        self._check_host_memory(numel, torch.float32, torch.float32)
         torch_fsdp2.shard_model(
             model,
             self.mesh,

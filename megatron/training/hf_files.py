@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.chunk_data import bytes_of
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, few
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, few, shown
 from megatron.core.dist_checkpointing.formats import nbytes_of, pieces_of, read_piece
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
+from megatron.core.dist_checkpointing.small_files import system_errors
+from megatron.core.files import read_regular
+from megatron.core.json_reading import parse_json
+from megatron.core.log import printable
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+_MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
+_SHOWN = 80  # characters of a name in a message
 
 _DTYPES = {
     torch.float64: "F64",
@@ -122,6 +130,26 @@ def _write_shard(path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[
 # Weights, read
 
 
+class WeightFile(NamedTuple):
+    """A safetensors file, opened."""
+
+    path: Path
+    num_bytes: int
+    tensors: Any  # of the safetensors library, which has mapped the file
+
+    def slice(self, name: str) -> Any:
+        return self.tensors.get_slice(name)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, in new memory."""
+        # What is mapped and no longer there kills the process, see [Note: a data file that shrinks].
+        size = self.path.stat().st_size
+        if size < self.num_bytes:
+            raise CheckpointDamagedError(f"Expected {self.path} to keep its {self.num_bytes} bytes, got {size} by now.")
+        read: torch.Tensor = self.slice(name)[box.slices()]
+        return read
+
+
 class WeightFiles:
     """The safetensors files of a folder, opened.
 
@@ -131,7 +159,7 @@ class WeightFiles:
         names: of the tensors.
     """
 
-    def __init__(self, folder: Path, files: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, files: dict[str, WeightFile], config: dict[str, Any]) -> None:
         self.folder = folder
         self.config = config
         self.names = list(files)
@@ -141,70 +169,78 @@ class WeightFiles:
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
         """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
         listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}  # by file; None: whatever there is
-        if (folder / INDEX_FILE).exists():
+        if os.path.lexists(folder / INDEX_FILE):
             listed = _read_index(folder / INDEX_FILE)
-        elif not (folder / WEIGHTS_FILE).exists():
+        elif not os.path.lexists(folder / WEIGHTS_FILE):
             raise CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")
-        found: dict[str, Any] = {}
+        found: dict[str, WeightFile] = {}
         for file, wanted in listed.items():
             opened = _open_weights(folder / file, stack)
-            names = list(opened.keys())
+            names = list(opened.tensors.keys())
             if differing := sorted(set(names) ^ set(names if wanted is None else wanted)):
+                different = printable(few(differing))
                 raise CheckpointDamagedError(
-                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in {few(differing)}."
+                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in {different}."
                 )
             found |= dict.fromkeys(names, opened)
         path = folder / CONFIG_FILE
-        return cls(folder, found, read_json(path) if path.exists() else {})
+        return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._files[name].slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
         """None for one that is unknown here."""
-        wanted = self._slice(name).get_dtype()
+        wanted = self._files[name].slice(name).get_dtype()
         return next((dtype for dtype, own in _DTYPES.items() if own == wanted), None)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
         try:
-            read: torch.Tensor = self._slice(name)[box.slices()]
+            return self._files[name].read(name, box)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"Expected to read {name} from {self.folder}, got {error}.") from error
-        return read
-
-    def _slice(self, name: str) -> Any:
-        return self._files[name].get_slice(name)
 
 
 def _read_index(path: Path) -> dict[str, list[str] | None]:
     """The names of the tensors in each file."""
     weight_map = read_json(path).get("weight_map")
-    # Nothing outside of the folder is read.
-    if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-        raise CheckpointDamagedError(f"Expected the files of tensors in {path}, got something else.")
-    return {
-        file: [name for name, other in weight_map.items() if other == file] for file in sorted(set(weight_map.values()))
-    }
+    if not isinstance(weight_map, dict):
+        expected = "the files of tensors under 'weight_map'"
+        raise CheckpointDamagedError(f"Expected {expected} in {path}, got {shown(weight_map)}.")
+
+    names: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        # Nothing outside of the folder is read. The name of ".." is "..".
+        is_name = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
+        if not is_name or not file.isprintable():
+            got = f"{shown(file)} for {printable(name, _SHOWN)}"
+            raise CheckpointDamagedError(f"Expected names of files beside it in {path}, got {got}.")
+        names.setdefault(file, []).append(name)
+    return {file: names[file] for file in sorted(names)}
 
 
-def _open_weights(path: Path, stack: ExitStack) -> Any:
+def _open_weights(path: Path, stack: ExitStack) -> WeightFile:
     try:
-        path.stat()  # whose errors say more
-        return stack.enter_context(safe_open(path, framework="pt"))
+        opened = stack.enter_context(open_safetensors(path))
     except FileNotFoundError as error:
         raise CheckpointDamagedError(f"Expected the safetensors file {path}, got none.") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {error}.") from error
+    except OSError as error:
+        reason = printable(str(error))
+        raise CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {reason}.") from error
+    return WeightFile(path, opened.num_bytes, opened.reader)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file of one JSON object. CheckpointDamagedError if it is none."""
-    content = None
-    with suppress(ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+    with system_errors(str(path)):
+        text = read_regular(path, max_bytes=_MAX_JSON_BYTES, what="a JSON object")
+    try:
+        content = parse_json(text, max_depth=100, allow_nan=True)  # some models' limits are infinite
+    except ValueError as error:
+        raise CheckpointDamagedError(f"Expected a JSON object in {path}, got {error}.") from error
     if not isinstance(content, dict):
-        raise CheckpointDamagedError(f"Expected a JSON object in {path}, got something else.")
+        raise CheckpointDamagedError(f"Expected a JSON object in {path}, got {shown(content)}.")
     return content
 
 

@@ -35,7 +35,12 @@ from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_ra
 from megatron.core.dist_checkpointing.boxes import Box, ranges
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.entries import Contents, Entry
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    few,
+    other_model,
+)
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -43,8 +48,10 @@ from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.files import sync_folder, sync_stream
+from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.options import shown
 from megatron.training.hf_files import (
     CONFIG_FILE,
     StoredTensor,
@@ -235,12 +242,7 @@ def _export(draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer
             with path.open("rb") as stream:
                 sync_stream(stream)
     _check_is_free(draft.folder)
-    try:
-        draft.store.publish(draft.name, draft.folder.name)
-    except OSError as error:
-        if target.exists():
-            raise
-        logger.warning("%s is there, but may not outlive a crash: %s", draft.folder, error)
+    draft.store.publish(draft.name, draft.folder.name)
 
 
 def _main_dtype(tensors: Sequence[StoredTensor]) -> torch.dtype | None:
@@ -310,7 +312,7 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     if missing:
         problems.append(f"it lacks {few(missing)}")
     if unexpected:
-        problems.append(f"nothing here takes {few(sorted(unexpected))}")
+        problems.append(f"nothing here takes {printable(few(sorted(unexpected)))}")
     if problems:
         raise other_model(str(files.folder), problems)
     return sources
@@ -371,25 +373,40 @@ def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     pairs["rope_parameters"] = _rope(saved), _rope(own)
     pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)
     return [
-        f"{CONFIG_FILE} says {name} {theirs} where the model has {ours}"
+        f"{CONFIG_FILE} says {name} {_shown(theirs)} where the model has {_shown(ours)}"
         for name, (theirs, ours) in pairs.items()
         if theirs is not None and ours is not None and theirs != ours
     ]
 
 
+def _shown(value: Any) -> str:
+    """As it is, but for one that is too long or may hold anything: a text, or something nested."""
+    return printable(str(value)) if isinstance(value, (str, int, float)) else shown(value)
+
+
 def _rotated_share(config: Mapping[str, Any]) -> Any:
-    parameters = config.get("rope_parameters") or {}
+    parameters = _section(config, "rope_parameters")
     return parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rotary embedding that a config.json describes, as it does since version 5 of transformers or before."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
         return None
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise CheckpointDamagedError(f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}.")
     kind = parameters.pop("rope_type", "default")
     older = parameters.pop("type", kind)
     # Architectures differ in what it means that this is left out.
     parameters.pop("partial_rotary_factor", None)
-    return {"rope_type": older if kind == "default" else kind, "rope_theta": float(theta), **parameters}
+    return {"rope_type": older if kind == "default" else kind, "rope_theta": theta, **parameters}
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of what a config.json has under a key of its own, empty if it has nothing there."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise CheckpointDamagedError(f"Expected an object as {name} in {CONFIG_FILE}, got {shown(found)}.")
+    return dict(found or {})

@@ -1,13 +1,16 @@
-"""Loading a run's checkpoint: which one, what must fit, and what happens to one that is damaged.
+"""Loading a checkpoint: which one, what must fit, and what happens to one that is damaged.
 
 A load is a transaction: everything is read and checked first, on all ranks, then installed.
+
+What the flags do not ask for is not read, and so is never a reason to refuse a checkpoint. With
+`--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options that
+this run replaces with its own may be anything.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,24 +21,36 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_options, match_param_groups
+from megatron.core.dist_checkpointing.collect import (
+    PARAM_GROUPS,
+    collect,
+    saved_param_groups,
+)
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
-from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.folders import (
+    checkpoint_name,
+    latest_iteration,
+    published_iterations,
+)
+from megatron.core.dist_checkpointing.formats import (
+    TorchDcpCheckpoint,
+    format_of,
+)
+from megatron.core.dist_checkpointing.manifest import TRAIN_STATE_FILE
+from megatron.core.dist_checkpointing.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, check_data, is_skipped, load_entries
-from megatron.core.dist_checkpointing.small_files import read_train_state
+from megatron.core.dist_checkpointing.small_files import path_of, read_train_state
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.dist_checkpointing.torch_dcp import check_files, check_steps, load_tensors, read_metadata
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect
-from megatron.training.checkpointing import RunState, checkpoint_path, private_rng, rng_entry
-from megatron.training.recover_info import RecoverInfo
-from megatron.training.rng import rng_state, set_rng_state
+from megatron.training.checkpointing import RunState, named_checkpoint, place_of
+from megatron.training.load_extras import RNG_KEY, Extras, RunData, options_to_load, rng_to_load
+from megatron.training.recover_info import RecoverInfo, no_run_error
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +60,12 @@ class Loaded(NamedTuple):
 
     Attributes:
         path: of the checkpoint.
-        info: what it says of its run; `state` has taken over what its flags ask for.
+        info: what it says of its run; None if weights alone were asked for.
         damaged: paths of newer checkpoints that were passed over for being damaged.
     """
 
     path: str
-    info: RecoverInfo
+    info: RecoverInfo | None
     damaged: list[str]
 
 
@@ -65,10 +80,11 @@ def load_run(
 ) -> Loaded | None:
     """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
 
-    One that turns out to be damaged is passed over, loudly, for the one before it, unless `--ckpt-step` names it.
+    One that turns out to be damaged is passed over, loudly, for the one before it, unless
+    `--ckpt-step` or `--load` names that very checkpoint.
 
     Args:
-        schedule: says whose schedule holds where the checkpoint's differs.
+        schedule: says whose schedule and optimizer options hold where the checkpoint's differ.
         known_damage: why checkpoints at these paths are damaged, as was found before: they are not read again.
         on_damage: is told the path and the reason of each that is found to be.
 
@@ -80,17 +96,17 @@ def load_run(
             file that could be read a moment ago could not be read again.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
-    root = config.load
-    if root is None:
+    load = config.load
+    if load is None:
         return None
+    what = f"looking for checkpoints in {load}"
+    root, wanted = on_first_rank(lambda: _wanted(config, load), what)
     store = open_store(root)
-    wanted = on_first_rank(lambda: _wanted_iterations(config, store), f"looking for checkpoints in {root}")
     if not wanted:
         return None
     damaged: dict[str, str] = {}
-    for iteration in wanted:
-        name = checkpoint_name(iteration)
-        path = checkpoint_path(root, iteration)
+    for name in wanted:
+        path = f"{place_of(root)}/{name}"
         reason = (known_damage or {}).get(path)
         if reason is None:
             try:
@@ -101,7 +117,8 @@ def load_run(
                     on_damage(path, reason)
             else:
                 logger.info(
-                    "loaded checkpoint %s/%s; this run begins after iteration %d and %d samples",
+                    "loaded %s %s/%s; this run begins after iteration %d and %d samples",
+                    "the weights of" if info is None else "checkpoint",
                     root,
                     name,
                     state.step_info.iteration,
@@ -120,16 +137,17 @@ def load_weights(store: Store, name: str, model: nn.Module) -> None:
         checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
         load_entries(checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*")))
         return
-    folder, app = Path(store.root) / name, DCPState(model)
-    tensors = app.state_dict()
-    load_tensors(folder, read_metadata(folder), tensors, ("rng.", "optim."))
-    app.load_state_dict(tensors)
+    folder = _local_folder(store, name)
+    load_model_weights(folder, read_metadata(folder), model)
 
 
 def load_checkpoint(
     config: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
-) -> RecoverInfo:
+) -> RecoverInfo | None:
     """Loads one checkpoint of either format into `state`, in place. Called by all ranks together.
+
+    Returns:
+        What it says of its run; None if `config` asks for weights alone.
 
     Raises:
         CheckpointDamagedError, CheckpointError, ConfigError: as `load_run`.
@@ -139,196 +157,140 @@ def load_checkpoint(
     return load(config, schedule, state, device, store, name)
 
 
-def _wanted_iterations(config: CheckpointConfig, store: Store) -> list[int]:
-    """The checkpoints to try, in this order; none if there are none."""
+def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
+    """[the folder of checkpoints, the names of those to try, in order]; no names if there are none.
+
+    A list, since ranks tell each other JSON.
+    """
+    named = named_checkpoint(load)
+    if named is not None:
+        root, name = named
+        expect(config.ckpt_step is None, "--ckpt-step", "a folder of checkpoints as --load", load)
+        return [root, [name]]
+
+    store = open_store(load)
     published = published_iterations(store)
     if config.ckpt_step is not None:
         if config.ckpt_step not in published:
             raise ConfigError(
                 f"--ckpt-step: expected one of {published}, which are in {store.root}, got {config.ckpt_step}."
             )
-        return [config.ckpt_step]
+        return [load, [checkpoint_name(config.ckpt_step)]]
     newest = latest_iteration(store)
     if newest is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
             f"--load: expected a checkpoint in {store.root}, got none, and --exit-on-missing-checkpoint is set."
         )
-    return published[::-1]
-
-
-class _Plain(NamedTuple):
-    """What of a checkpoint is plain data, read and checked; installed once the tensors are there."""
-
-    info: RecoverInfo
-    schedule: LRSchedule
-    loss_scaler: LossScaler | None
-    loads_optimizer: bool
-    loads_run: bool  # counters and schedule, too
-
-    @classmethod
-    def read(
-        cls,
-        config: CheckpointConfig,
-        own: LRScheduleConfig,
-        state: RunState,
-        train_state: dict[str, Any],
-        folder: str,
-    ) -> _Plain:
-        """CheckpointError, ConfigError for what cannot be taken over; `state` stays as it is."""
-        info, schedule = RecoverInfo.from_plain(train_state, folder), state.schedule
-        if not config.finetune:
-            schedule = _schedule(own, state.schedule, info.schedule)
-        loads_optimizer = config.load_optim and not config.finetune
-        scaler = state.optimizer.loss_scaler
-        if loads_optimizer:
-            scaler = _loss_scaler(scaler, info, folder)
-        return cls(info, schedule, scaler, loads_optimizer, not config.finetune)
-
-    def install(self, state: RunState) -> None:
-        state.optimizer.loss_scaler = self.loss_scaler
-        if self.loads_run:
-            state.schedule = self.schedule
-            vars(state.step_info).update(vars(self.info.step_info))
+    return [load, [checkpoint_name(iteration) for iteration in reversed(published)]]
 
 
 def _load_fsdp_dtensor(
     flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
-) -> RecoverInfo:
-    optimizer = state.optimizer.optimizer
-    checkpoint = on_all_ranks(lambda: PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint))
-    plain = on_all_ranks(lambda: _Plain.read(flags, schedule, state, checkpoint.train_state, checkpoint.path))
-    own_rng = None
-    if not flags.finetune and flags.load_rng:
-        own_rng = _saved_rng(checkpoint.metadata, device)
+) -> RecoverInfo | None:
+    optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
+
+    def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
+        checkpoint = PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint)
+        if flags.finetune:
+            return checkpoint, None
+        return checkpoint, RunData.read(flags, schedule, state, checkpoint.train_state, store, name)
+
+    checkpoint, run = on_all_ranks(open_it)
     contents = collect(
         state.model,
         optimizer,
-        with_states=plain.loads_optimizer,
-        private={} if own_rng is None else private_rng(own_rng),
+        with_states=with_states,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    skip = [*flags.load_skip_keys, *(() if own_rng is not None else ("rng.*",))]
-    if not plain.loads_optimizer:
-        skip.append("optimizer.*")
+    # Random states and options are read on their own, where they are wanted.
+    skip = [*flags.load_skip_keys, "rng.*", PARAM_GROUPS if with_states else "optimizer.*"]
 
-    def check() -> tuple[list[Entry], list[dict[str, Any]] | None]:
+    def check() -> tuple[list[Entry], Extras]:
         entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
         options = None
-        if PARAM_GROUPS in contents.plain and not is_skipped(PARAM_GROUPS, skip):
+        if with_states and not is_skipped(PARAM_GROUPS, flags.load_skip_keys):
             loaded = {entry.key for entry in entries}
             names = {p: own for p, own in contents.names.items() if all(f"model.{name}" in loaded for name in own)}
-            saved: Any = checkpoint.read_plain(PARAM_GROUPS)
-            options = match_param_groups(optimizer, names, saved)
+            options = options_to_load(schedule, optimizer, names, lambda: saved_param_groups(checkpoint))
+        extras = Extras(run, options, rng_to_load(checkpoint, device, flags))
         if flags.verify_checkpoint:
             check_data(checkpoint, entries)
-        return entries, options
+        return entries, extras
 
-    entries, options = on_all_ranks(check)
+    entries, extras = on_all_ranks(check)
     on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
-    if options is not None:
-        with _own_constants(optimizer):
-            install_options(optimizer, options)
-    plain.install(state)
-    if own_rng is not None:
-        set_rng_state(device, own_rng)
-    return plain.info
+    extras.install(state, device)
+    return None if run is None else run.info
 
 
 def _load_torch_dcp(
     flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
-) -> RecoverInfo:
-    if not store.is_rename_atomic:
-        raise CheckpointError(f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}.")
-    folder = Path(store.root) / name
+) -> RecoverInfo | None:
+    folder = _local_folder(store, name)
     for flag, is_given in (
         ("--load-skip-keys", bool(flags.load_skip_keys)),
         ("--dist-ckpt-strictness", flags.dist_ckpt_strictness != "raise_all"),
     ):
         expect(not is_given, flag, f"a checkpoint of the format {FSDP_DTENSOR}", f"{folder}, which is {TORCH_DCP}")
+    optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
+    app = DCPState(state.model, optimizer if with_states else None)
 
-    def check() -> tuple[_Plain, Metadata]:
-        plain = _Plain.read(flags, schedule, state, read_train_state(store, name), str(folder))
+    def check() -> tuple[Metadata, Extras]:
         metadata = read_metadata(folder)
+        run, options = None, None
+        if not flags.finetune:
+            train_state = _train_state(store, name, metadata)
+            run = RunData.read(flags, schedule, state, train_state, store, name)
+        # What the flags do not ask for may be damaged, or be what only another program understands.
+        keys = None
+        if not with_states:
+            keys = weight_keys(folder, metadata, state.model)
+            keys.update(key for key in metadata.state_dict_metadata if RNG_KEY.fullmatch(key))
         check_files(
             folder,
             metadata,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             checks_data=flags.verify_checkpoint,
+            keys=keys,
         )
-        return plain, metadata
+        checkpoint = TorchDcpCheckpoint(store, name, metadata, {})
+        if with_states:
+            check_steps(folder, metadata, verify=flags.verify_checkpoint)
+            names: dict[torch.Tensor, list[str]] = {
+                parameter: [fqn] for fqn, parameter in state.model.named_parameters()
+            }
+            options = options_to_load(schedule, optimizer, names, lambda: dcp_param_groups(checkpoint))
+        return metadata, Extras(run, options, rng_to_load(checkpoint, device, flags))
 
-    plain, metadata = on_all_ranks(check)
-    app = DCPState(state.model, state.optimizer.optimizer if plain.loads_optimizer else None)
-    tensors = app.state_dict()
-    own_rng = None if flags.finetune or not flags.load_rng else _saved_rng(metadata, device)
-    if own_rng is not None:
-        tensors |= rng_entry(own_rng)
-    load_tensors(folder, metadata, tensors, ("rng.",) if plain.loads_optimizer else ("rng.", "optim."))
-    with _own_constants(state.optimizer.optimizer):
+    metadata, extras = on_all_ranks(check)
+    if with_states:
+        tensors = app.state_dict()
+        # PyTorch installs states and options together. These are this run's own: the checkpoint's
+        # are not read here.
+        own_groups = tensors["optim"].pop("param_groups")
+        ignored = ("rng.", "optim.param_groups.")
+        load_tensors(folder, metadata, tensors, ignored, verify=flags.verify_checkpoint)
+        tensors["optim"]["param_groups"] = own_groups
         app.load_state_dict(tensors)
-    plain.install(state)
-    if own_rng is not None:
-        set_rng_state(device, own_rng)
-    return plain.info
+    else:
+        load_model_weights(folder, metadata, state.model, verify=flags.verify_checkpoint)
+    extras.install(state, device)
+    return None if extras.run is None else extras.run.info
 
 
-@contextmanager
-def _own_constants(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """What the flags say of weight decay, betas and the like holds; a checkpoint's groups would silently undo it."""
-    constants = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    try:
-        yield
-    finally:
-        _take_back(optimizer, constants)
+def _local_folder(store: Store, name: str) -> Path:
+    if not store.is_rename_atomic:
+        raise CheckpointError(f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}.")
+    return Path(store.root) / name
 
 
-def _take_back(optimizer: torch.optim.Optimizer, constants: list[dict[str, Any]]) -> None:
-    for group, own_constants in zip(optimizer.param_groups, constants, strict=True):
-        group.update(own_constants)
-
-
-def _schedule(config: LRScheduleConfig, own: LRSchedule, saved: LRSchedule) -> LRSchedule:
-    """This run's schedule or the checkpoint's, as the flags say; ConfigError if they differ and no flag says."""
-    if saved == own or config.override_opt_param_scheduler:
-        return own
-    if config.use_checkpoint_opt_param_scheduler:
-        return saved
-    differences = ", ".join(
-        f"{name} {saved_value} (checkpoint) and {own.state()[name]} (this run)"
-        for name, saved_value in saved.state().items()
-        if saved_value != own.state()[name]
-    )
-    raise ConfigError(
-        f"Expected the learning-rate schedule of the checkpoint, got {differences}. "
-        "Choose with --override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
-    )
-
-
-def _loss_scaler(own: LossScaler | None, info: RecoverInfo, folder: str) -> LossScaler | None:
-    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had none."""
-    if own is None or info.loss_scaler is None:
-        return own
-    try:
-        return own.from_state(info.loss_scaler)
-    except (AttributeError, ValueError) as failure:
-        raise CheckpointError(f"Expected the state of a loss scaler in {folder}, got {failure}.") from None
-
-
-def _saved_rng(metadata: Metadata, device: Device) -> dict[str, torch.Tensor] | None:
-    """Tensors to load this rank's generators into, if the checkpoint has states of as many ranks as run now."""
-    keys = metadata.state_dict_metadata
-    saved_ranks = {key.split(".")[1] for key in keys if key.startswith("rng.")}
-    saved_kinds = {key.split(".", 2)[2] for key in keys if key.startswith("rng.")}
-    own = rng_state(device)
-    if len(saved_ranks) == dist.get_world_size() and saved_kinds == own.keys():
-        return own
-    logger.info(
-        "the checkpoint has random states of %d ranks (%s), this run wants %d (%s): dropout goes on with fresh ones",
-        len(saved_ranks),
-        ", ".join(sorted(saved_kinds)) or "none",
-        dist.get_world_size(),
-        ", ".join(sorted(own)),
-    )
-    return None
+def _train_state(store: Store, name: str, metadata: Metadata) -> dict[str, Any]:
+    """The plain data of a `torch_dcp` checkpoint. CheckpointError for a folder that has none."""
+    # A run's checkpoint that has lost the file is damaged, and has random states to tell it by.
+    is_ours = any(RNG_KEY.fullmatch(key) for key in metadata.state_dict_metadata)
+    if not is_ours and not store.exists(f"{name}/{TRAIN_STATE_FILE}"):
+        reason = f"it has no {TRAIN_STATE_FILE}, like all that torch.distributed.checkpoint saves"
+        raise no_run_error(path_of(store, name), reason)
+    return read_train_state(store, name)

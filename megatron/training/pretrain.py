@@ -26,6 +26,7 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
+from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpointing import place_of, split_path
 from megatron.training.config import RunConfig
@@ -34,11 +35,13 @@ from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.events import EventLog
 from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.inject import Injections
+from megatron.training.job_secret import Signer
 from megatron.training.launch import Launch, process_group
 from megatron.training.loading import Loaded
 from megatron.training.loop import NoWatch, Surroundings, Watch, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.recover import Frequency, RecoverHandler
+from megatron.training.recover_info import RecoverInfo
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
 from megatron.training.stop import Stop, StopConditions
@@ -95,7 +98,7 @@ def pretrain(
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
     with (
-        process_group(launch, device, config.parallel.distributed_timeout_minutes),
+        process_group(launch, device, config.parallel.distributed_timeout_minutes) as signer,
         StopConditions(config.stop, rank=launch.rank) as stop,
     ):
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
@@ -110,7 +113,7 @@ def pretrain(
                 command=sys.argv,
                 max_restarts=_max_restarts(),
             )
-        with _watch(config, launch, events, is_embedded) as watch:
+        with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
                 outcome = run.run()
@@ -170,8 +173,9 @@ class _Run:
         self._watch.status(iteration=engine.step_info().iteration, train_iters=config.training.train_iters)
         self._mark("data", engine.step_info().iteration)
         datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
-        own_run = loaded if loaded is not None and loaded.info.step_info == engine.step_info() else None
-        with self._metrics(engine.step_info(), own_run) as metrics, recover:
+        # What the run that goes on here has left; nothing, where weights alone were loaded.
+        info = None if loaded is None else loaded.info
+        with self._metrics(engine.step_info(), loaded) as metrics, recover:
             surroundings = Surroundings(
                 config,
                 self._providers.forward_step,
@@ -183,8 +187,8 @@ class _Run:
                 self._watch,
                 self._injections,
                 self._mark,
-                data=_described(config, datasets.train, own_run),
-                evaluated=_evaluated(engine.step_info(), own_run),
+                data=_described(config, datasets.train, info),
+                evaluated=_evaluated(engine.step_info(), info),
             )
             # Told here, while a save that is under way can still be: leaving the context gives it up.
             with self.told_how_it_ends():
@@ -238,7 +242,7 @@ class _Run:
         self._injections.at(phase, iteration)
 
     @contextmanager
-    def _metrics(self, step_info: StepInfo, own_run: Loaded | None) -> Iterator[Metrics]:
+    def _metrics(self, step_info: StepInfo, loaded: Loaded | None) -> Iterator[Metrics]:
         config, is_first = self._config, self._launch.rank == 0
         rates = Rates(
             train_iters=config.training.train_iters,
@@ -247,10 +251,11 @@ class _Run:
             flops_per_sequence=self._providers.flops_per_sequence,
             num_devices=self._launch.world_size,
         )
-        state = None if own_run is None else own_run.info.logger
-        # A branch of another run has reports of its own.
-        save = config.checkpoint.save
-        goes_on = own_run is not None and save is not None and split_path(own_run.path)[0] == place_of(save)
+        state, goes_on, save = None, False, config.checkpoint.save
+        if loaded is not None and loaded.info is not None:
+            state = loaded.info.logger
+            # A branch of another run has reports of its own.
+            goes_on = save is not None and split_path(loaded.path)[0] == place_of(save)
         metrics = Metrics(
             rates,
             config.logging,
@@ -273,6 +278,7 @@ def _max_restarts() -> int | None:
     return int(text) if text.isdigit() else None
 
 
+@waits_for_ranks
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
     """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)
@@ -288,7 +294,7 @@ def _num_samples(config: RunConfig, step_info: StepInfo) -> tuple[int, int, int]
 
 
 def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency:
-    """When to save. ConfigError for epochs of data that has none."""
+    """When to save, but for seconds. ConfigError for epochs of data that has none."""
     checkpoint, samples = config.checkpoint, None
     if checkpoint.save_interval_epochs is not None and train_data is not None:
         epoch = _samples_per_epoch(train_data)
@@ -298,7 +304,7 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
                 f"{type(train_data).__name__}."
             )
         samples = max(1, round(checkpoint.save_interval_epochs * epoch))
-    return Frequency(checkpoint.save_interval, checkpoint.save_interval_seconds, samples)
+    return Frequency(checkpoint.save_interval, samples)
 
 
 def _samples_per_epoch(train_data: SampleDataset | None) -> int | None:
@@ -306,7 +312,11 @@ def _samples_per_epoch(train_data: SampleDataset | None) -> int | None:
     return getattr(train_data, "samples_per_epoch", None)
 
 
-def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loaded | None) -> dict[str, Any]:
+def _described(
+    config: RunConfig,
+    train_data: SampleDataset | None,
+    info: RecoverInfo | None,
+) -> dict[str, Any]:
     """What tells the training data from others. Data that has changed since the checkpoint is a loud line."""
     data = {
         "kind": type(train_data).__name__,
@@ -316,20 +326,22 @@ def _described(config: RunConfig, train_data: SampleDataset | None, own_run: Loa
         "seed": config.training.seed,
         "samples_per_epoch": _samples_per_epoch(train_data),
     }
-    saved = {} if own_run is None else own_run.info.data
+    saved = {} if info is None else info.data
     if train_data is not None and any(data[name] != saved[name] for name in data.keys() & saved.keys()):
         logger.warning("the training data is not what it was: %s in the checkpoint, %s now", saved, data)
     return data
 
 
-def _evaluated(step_info: StepInfo, own_run: Loaded | None) -> dict[str, Any]:
+def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
     """The last evaluation; of checkpoints that do not tell, taken for one that has been."""
-    evaluated = {} if own_run is None else dict(own_run.info.evaluator)
+    evaluated = {} if info is None else dict(info.evaluator)
     return evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
 
 
 @contextmanager
-def _watch(config: RunConfig, launch: Launch, events: EventLog, is_embedded: bool) -> Iterator[Watchdog | NoWatch]:
+def _watch(
+    config: RunConfig, launch: Launch, events: EventLog, signer: Signer, is_embedded: bool
+) -> Iterator[Watchdog | NoWatch]:
     """The watchdog, unless this is part of a program that minds its own processes."""
     if is_embedded:
         yield NoWatch()
@@ -339,6 +351,7 @@ def _watch(config: RunConfig, launch: Launch, events: EventLog, is_embedded: boo
     with Watchdog(
         launch=launch,
         store=_get_default_store() if launch.world_size > 1 else None,
+        signer=signer,
         events=events,
         hang_timeout_seconds=limit,
         # What a save may take besides: ranks wait for each other, and for the save before.

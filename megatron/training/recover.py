@@ -29,23 +29,27 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import latest_iteration
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.options import ConfigError
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError, options_of
 from megatron.training.checkpointing import (
     check_save_folder,
     checkpoint_path,
     make_save_folder,
+    named_checkpoint,
     place_of,
     save_torch_dcp,
 )
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
-from megatron.training.events import EventLog, read_events
+from megatron.training.events import EventLog
 from megatron.training.exits import ExitCode, ExitError
 from megatron.training.loading import Loaded, load_run
+from megatron.training.memory import Memory
 from megatron.training.recover_info import RecoverInfo
 
 logger = logging.getLogger(__name__)
+
 
 # Settings that may differ between a checkpoint and the run that loads it without a word.
 _UNREMARKABLE = {
@@ -72,13 +76,25 @@ _UNREMARKABLE = {
     "inject",
 }
 
+# Settings that --use-checkpoint-opt-param-scheduler takes from the checkpoint. The load logs them.
+_OF_SCHEDULE_AND_OPTIONS = {
+    *(field.name for field in options_of(LRScheduleConfig)),
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+}
+
 
 @dataclass(frozen=True)
 class Frequency:
-    """When the state is saved: every so many steps, seconds or samples, whichever comes first; None: not by that."""
+    """When the state is saved: every so many steps or samples; None: not by that.
+
+    Seconds (`--save-interval-seconds`) are not here: clocks differ, so ranks vote; see `Votes.late`.
+    """
 
     steps: int | None = None
-    seconds: float | None = None
     samples: int | None = None
 
     def is_due(self, step_info: StepInfo, num_samples: int, num_late: float) -> bool:
@@ -153,11 +169,9 @@ class RecoverHandler:
         start, save = self._clock(), self._config.checkpoint.save
         if save is not None and not self._config.training.skip_train:
             if not self._config.checkpoint.save_optim:
-                logger.warning(
-                    "--no-save-optim: what is saved in %s cannot be gone on with, only loaded as weights", save
-                )
+                logger.warning("--no-save-optim: what is saved in %s cannot be resumed, only loaded as weights", save)
             on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
-        known = on_first_rank(self._memory, "reading the event log")
+        known = Memory.from_plain(on_first_rank(lambda: self._memory().to_plain(), "reading the event log"))
         flags = self._flags(known)
         loaded = None
         if flags is not None:
@@ -169,7 +183,7 @@ class RecoverHandler:
                 known_damage=known.damaged,
                 on_damage=self._on_damage,
             )
-            if loaded is not None and not flags.finetune:
+            if loaded is not None and loaded.info is not None:
                 self._report_differences(loaded.info)
         if loaded is None:
             looked_at = flags.load if flags is not None else save
@@ -193,45 +207,32 @@ class RecoverHandler:
         for path, what in check_save_folder(self._config.checkpoint, engine.step_info().iteration, damaged):
             self._on_rank_0("set_aside", checkpoint=path, what=what)
 
-    def _flags(self, known: _Memory) -> CheckpointConfig | None:
+    def _flags(self, known: Memory) -> CheckpointConfig | None:
         """What to load, and how; None: nothing."""
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
         begins_as_told = checkpoint if checkpoint.load is not None else None
         save = checkpoint.save
         if mode == "off" or save is None or (self._config.training.skip_train and mode == "auto"):
             return begins_as_told
-        newest = on_first_rank(lambda: latest_iteration(open_store(save)), f"looking for checkpoints in {save}")
+
+        def look() -> list[Any]:
+            load = checkpoint.load
+            is_from_save = load is not None and _folder_of(load) == place_of(save)
+            return [latest_iteration(open_store(save)), is_from_save]  # ranks tell each other JSON
+
+        newest, is_from_save = on_first_rank(look, f"looking for checkpoints in {save}")
         if newest is None and mode == "on":
             raise ConfigError(f"--recover-mode on: expected a checkpoint in {save}, got none.")
         # Whoever loads from the run's own folder, a step of it or weights alone, means what they say; but once, and not
         # again when the job is relaunched.
-        is_load = checkpoint.load is not None and place_of(checkpoint.load) == place_of(save)
         has_saved = known.has_saved or (newest is not None and known.begun is not None and newest > known.begun)
-        if newest is None or (is_load and not has_saved):
+        if newest is None or (is_from_save and not has_saved):
             return begins_as_told
         return _everything_from(checkpoint, save)
 
-    def _memory(self) -> _Memory:
-        """What the processes of this job, up to the last relaunch by hand, have found out. On rank 0."""
+    def _memory(self) -> Memory:
         folder = self._config.events_dir
-        if folder is None or self._restart_count == 0:
-            return _Memory({}, {}, False, None)
-        events = read_events(folder)
-        starts = [n for n, event in enumerate(events) if event.get("event") == "start" and event.get("restart") == 0]
-        damaged: dict[str, str] = {}
-        attempts: dict[int, int] = {}
-        has_saved = False
-        for event in events[starts[-1] if starts else 0 :]:
-            kind, path = event.get("event"), str(event.get("checkpoint"))
-            if kind == "damaged":
-                damaged[path] = str(event.get("reason"))
-            elif kind in ("save_published", "set_aside"):
-                damaged.pop(path, None)  # what is there now is another one, or nothing
-                has_saved |= kind == "save_published"
-            elif kind == "resume":
-                iteration = int(event.get("iteration") or 0)
-                attempts[iteration] = attempts.get(iteration, 0) + 1
-        return _Memory(damaged, attempts, has_saved, next(iter(attempts), None))
+        return Memory.read(folder) if folder is not None and self._restart_count else Memory()
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries
@@ -255,8 +256,11 @@ class RecoverHandler:
                 batch,
                 saved_batch,
             )
+        left_out = _UNREMARKABLE
+        if self._config.schedule.use_checkpoint_opt_param_scheduler:
+            left_out = left_out | _OF_SCHEDULE_AND_OPTIONS
         for name in own:
-            if name not in _UNREMARKABLE and name in info.config and info.config[name] != own[name]:
+            if name not in left_out and name in info.config and info.config[name] != own[name]:
                 logger.info(
                     "resuming with another %s: %s in the checkpoint, %s now", name, info.config[name], own[name]
                 )
@@ -402,13 +406,10 @@ class RecoverHandler:
             self._events.write(kind, **fields)
 
 
-class _Memory(NamedTuple):
-    """What the event log remembers for a job that has been relaunched."""
-
-    damaged: dict[str, str]  # why, by path
-    attempts: dict[int, int]  # resumes, by iteration
-    has_saved: bool  # whether a checkpoint of this job's own is there
-    begun: int | None  # the iteration that the job has begun at
+def _folder_of(load: str) -> str:
+    """The folder of checkpoints that `--load` means: it may name one checkpoint in it."""
+    named = named_checkpoint(load)
+    return place_of(load if named is None else named[0])
 
 
 def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:

@@ -8,14 +8,19 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.training.engine import StepInfo
 
 FORMAT_VERSION = 1
+
+_DICTS = ("data", "logger", "evaluator", "versions", "config")  # empty where they are missing
+_FIELDS = {"format_version", "progress", "schedule", "world_size", "loss_scaler", *_DICTS}
+_COUNTERS = [counter.name for counter in dataclasses.fields(StepInfo)]
+_MAX_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class RecoverInfo:
 
     Attributes:
         step_info: how far the run had come.
-        schedule: of the learning rate.
+        schedule: of the learning rate: what `LRSchedule.state` gave.
         loss_scaler: the scaler's state; None: the loss was not scaled.
         data: of the training data, what tells whether it is the same again.
         logger, evaluator: what they gave; empty in checkpoints of engines without them.
@@ -34,7 +39,7 @@ class RecoverInfo:
     """
 
     step_info: StepInfo
-    schedule: LRSchedule
+    schedule: dict[str, Any]
     loss_scaler: dict[str, Any] | None = None
     data: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +53,7 @@ class RecoverInfo:
         plain: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "progress": dataclasses.asdict(self.step_info),
-            "schedule": self.schedule.state(),
+            "schedule": self.schedule,
             "world_size": self.world_size,
             "versions": self.versions,
             "data": self.data,
@@ -61,32 +66,64 @@ class RecoverInfo:
         return plain
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any], folder: str) -> RecoverInfo:
+    def from_plain(cls, plain: dict[str, Any], source: str) -> RecoverInfo:
         """Takes back what `to_plain` gave.
 
+        The schedule and the loss scaler's state are left to those that take them over, if they do.
+
         Args:
-            folder: the checkpoint, for messages.
+            source: the file, for messages.
 
         Raises:
-            CheckpointError: for another version, and for what it cannot be without.
+            CheckpointError: for another version, and for anything that `to_plain` does not give. It
+                names the field.
         """
-        if plain.get("format_version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"Expected format version {FORMAT_VERSION} in {folder}, got {plain.get('format_version')!r}."
-            )
-        try:
-            step_info = StepInfo(**plain["progress"])
-        except (KeyError, TypeError) as failure:
-            raise CheckpointError(f"Expected the run's counters in {folder}, got {failure}.") from None
-        try:
-            schedule = LRSchedule.from_state(plain["schedule"])
-        except (KeyError, TypeError) as failure:
-            raise CheckpointError(f"Expected a learning-rate schedule in {folder}, got {failure}.") from None
-        others = {name: plain.get(name) or {} for name in ("data", "logger", "evaluator", "versions", "config")}
-        for name, value in others.items():
-            if not isinstance(value, dict):
-                raise CheckpointError(f"Expected {name} as a dict in {folder}, got {type(value).__name__}.")
-        world_size = plain.get("world_size", 1)
-        if type(world_size) is not int:
-            raise CheckpointError(f"Expected the number of ranks in {folder}, got {world_size!r}.")
-        return cls(step_info, schedule, plain.get("loss_scaler"), world_size=world_size, **others)
+        version = plain.get("format_version")
+        is_known = type(version) is int and version == FORMAT_VERSION
+        _check(is_known, "format_version", str(FORMAT_VERSION), version, source)
+        if unknown := sorted(plain.keys() - _FIELDS):
+            raise CheckpointError(f"Expected the fields of a run in {source}, got {reprlib.repr(unknown)} besides.")
+
+        progress, schedule = plain.get("progress"), plain.get("schedule")
+        is_whole = isinstance(progress, dict) and progress.keys() == set(_COUNTERS)
+        _check(is_whole, "progress", f"the counters {', '.join(_COUNTERS)}", progress, source)
+        assert isinstance(progress, dict), "as just checked"
+        for name, value in progress.items():
+            is_count = type(value) is int and 0 <= value <= _MAX_COUNT
+            _check(is_count, f"progress.{name}", "an integer from 0 to 2**63 - 1", value, source)
+        _check(isinstance(schedule, dict), "schedule", "an object", schedule, source)
+        assert isinstance(schedule, dict), "as just checked"
+
+        dicts = {name: plain.get(name, {}) for name in _DICTS}
+        for name, value in dicts.items():
+            _check(isinstance(value, dict), name, "an object", value, source)
+        scaler, world_size = plain.get("loss_scaler"), plain.get("world_size", 1)
+        is_state = scaler is None or isinstance(scaler, dict)
+        _check(is_state, "loss_scaler", "an object", scaler, source)
+        is_number = type(world_size) is int and 0 < world_size <= _MAX_COUNT
+        _check(is_number, "world_size", "a number of ranks", world_size, source)
+        return cls(StepInfo(**progress), schedule, scaler, world_size=world_size, **dicts)
+
+
+def is_of_a_run(plain: dict[str, Any]) -> bool:
+    """Whether this `train_state.json` is a run's. That of imported weights has no schedule."""
+    return "schedule" in plain
+
+
+def no_run_error(path: str, reason: str) -> CheckpointError:
+    """The error for a checkpoint from which no run can go on, though its weights may be whole.
+
+    Args:
+        path: the checkpoint.
+        reason: what it is instead, or lacks, as a clause.
+    """
+    return CheckpointError(
+        f"Expected the checkpoint of a run in {path}, got one without a run's state: {reason}. "
+        "--finetune loads its weights, and begins at iteration 0 (in a program: with_optim=False)."
+    )
+
+
+def _check(is_met: bool, name: str, expected: str, got: object, source: str) -> None:
+    if not is_met:
+        shown = reprlib.repr(got)
+        raise CheckpointError(f"Expected {name} in {source} to be {expected}, got {shown}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -11,6 +12,9 @@ from megatron.core.device import Device
 
 # A prime, so that the ranks' seeds of neighbouring runs do not coincide.
 _SEED_STRIDE = 1009
+
+_NUM_WORDS = 624  # of a Mersenne Twister's state, which all three generators on the CPU are
+_PYTHON_VERSION = 3  # of what random.getstate() gives; the same since Python 3.2
 
 
 def seed_all(seed: int, rank: int) -> None:
@@ -37,7 +41,7 @@ def rng_state(device: Device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(device: Device, states: dict[str, torch.Tensor]) -> None:
-    """Takes back what `rng_state` gave."""
+    """Takes back what `rng_state` gave, and `check_rng_state` has found to be that."""
     torch.set_rng_state(states["torch"])
     *keys, position, has_gauss = states["numpy"].tolist()
     words_of_numpy = np.array(keys, dtype=np.uint32)
@@ -49,3 +53,68 @@ def set_rng_state(device: Device, states: dict[str, torch.Tensor]) -> None:
     random.setstate((version, tuple(words), gauss if has_python_gauss else None))
     if "device" in states:
         device.set_rng_state(states["device"])
+
+
+def check_rng_state(states: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+    """Proves that states which were read from somewhere are what `rng_state` can give.
+
+    Changes no generator. numpy in particular believes the position that it is given, and reads
+    outside of its state there, which may end the process.
+
+    Args:
+        own: what `rng_state` gives here.
+
+    Raises:
+        ValueError: naming the state, what was expected and what was got.
+    """
+    _check(states.keys() == own.keys(), "the random states", ", ".join(own), ", ".join(states))
+    for name, like in own.items():
+        expected = f"{like.dtype} of shape {tuple(like.shape)}"
+        got = f"{states[name].dtype} of shape {tuple(states[name].shape)}"
+        _check(expected == got, name, expected, got)
+
+    _check_torch(states["torch"])
+
+    *words, position, has_gauss = states["numpy"].tolist()
+    _check_words("numpy", words)
+    _check(0 <= position <= _NUM_WORDS, "numpy", f"a position of at most {_NUM_WORDS}", position)
+    _check(has_gauss in (0, 1), "numpy", "0 or 1 for whether a value is cached", has_gauss)
+    gauss = float(states["numpy_gauss"])
+    _check(math.isfinite(gauss), "numpy_gauss", "a finite number", gauss)
+
+    version, *words, position = states["python"].tolist()
+    _check(version == _PYTHON_VERSION, "python", f"version {_PYTHON_VERSION}", version)
+    _check_words("python", words)
+    _check(0 <= position <= _NUM_WORDS, "python", f"a position of at most {_NUM_WORDS}", position)
+    has_gauss, gauss = states["python_gauss"].tolist()
+    is_gauss = has_gauss in (0.0, 1.0) and math.isfinite(gauss)
+    _check(is_gauss, "python_gauss", "0 or 1 and a finite number", [has_gauss, gauss])
+
+
+def _check_torch(state: torch.Tensor) -> None:
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"Expected torch to be the state of a generator, got one that torch refuses: {reason}"
+        ) from None
+
+    # torch has looked at how many words are left and at which one comes next, but not at their sum
+    # (ATen/core/MT19937RNGEngine.h). A fresh generator has one left, and begins anew after it.
+    left = int(state[8:12].view(torch.int32))
+    following = int(state[16:24].view(torch.int64))
+    is_consistent = (left, following) == (1, 0) or left + following == _NUM_WORDS + 1
+    _check(is_consistent, "torch", f"{_NUM_WORDS + 1 - left} as the next of its words", following)
+
+
+def _check_words(name: str, words: list[int]) -> None:
+    is_within = all(0 <= word < 2**32 for word in words)
+    _check(is_within, name, "words of 32 bits", f"{min(words)} to {max(words)}")
+    # From there all that it ever draws is zero.
+    _check(any(words), name, "a word that is not 0", "none")
+
+
+def _check(is_met: bool, name: str, expected: str, got: object) -> None:
+    if not is_met:
+        raise ValueError(f"Expected {name} to be {expected}, got {got}.")

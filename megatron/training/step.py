@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import microbatch_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.exits import ExitCode, ExitError
 
 Batch = dict[str, torch.Tensor]
@@ -134,8 +135,14 @@ def evaluate(
             loss += forward_step(model, _to_device(_next(microbatches, number, num_microbatches), device))
     finally:
         model.train(was_training)
+    return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
+
+
+@waits_for_ranks
+def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
+    """The sum of a scalar over the ranks, in place, and brought to the host."""
     dist.all_reduce(loss, group=mesh.get_group())
-    return float(loss) / (num_microbatches * mesh.size())
+    return float(loss)
 
 
 def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
@@ -150,6 +157,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
+@waits_for_ranks
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
@@ -169,6 +177,7 @@ def _agree(
     return tuple(torch.cat([shared, *known]).tolist())
 
 
+@waits_for_ranks
 def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks whose own loss is not finite. A collective, so all ranks call it or none."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)

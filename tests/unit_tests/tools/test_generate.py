@@ -4,15 +4,23 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
 from tests.ranks import run_ranks
-from tools import generate
+from tools import checkpoint, generate
 
+MODEL = {
+    "--num-layers": "1",
+    "--hidden-size": "32",
+    "--num-attention-heads": "2",
+    "--seq-length": "16",
+    "--tokenizer-type": "ByteTokenizer",
+}
 SETTINGS = [
-    *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
-    *("--tokenizer-type", "ByteTokenizer", "--num-workers", "0", "--micro-batch-size", "2", "--train-iters", "2"),
+    *(word for flag in MODEL.items() for word in flag),
+    *("--mock-data", "--num-workers", "0", "--micro-batch-size", "2", "--train-iters", "2"),
     *("--lr", "1e-2", "--eval-iters", "0"),
 ]
 
@@ -98,10 +106,43 @@ def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     state_file.write_text(json.dumps(state))
     assert generate.main(["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "2"]) == 0
     assert "--- prompt: 'ab'" in capsys.readouterr().out
+    for value in ("16", True, 0, 2.5):
+        state_file.write_text(json.dumps({**state, "config": state["config"] | {"seq_length": value}}))
+        assert generate.main(["--load", str(tmp_path)]) == 2
+        assert f"to be an integer >= 1, got {value!r}." in capsys.readouterr().err
     del state["config"]
     state_file.write_text(json.dumps(state))
     assert generate.main(["--load", str(tmp_path)]) == 2
     assert "Expected the run's configuration" in capsys.readouterr().err
+
+
+def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what_they_are(tmp_path, capsys):
+    run_ranks(1, _train, [*SETTINGS, "--save", str(tmp_path / "run")])
+    asked = ["--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
+    assert generate.main(["--load", str(tmp_path / "run"), *asked]) == 0
+    written = capsys.readouterr().out
+    model, _, _ = generate.load_model(str(tmp_path / "run"), None)
+
+    # By our own tool, and by PyTorch's.
+    tool = checkpoint.main(["convert", str(tmp_path / "run" / "iter_0000002"), str(tmp_path / "all.pt")])
+    weights = {key: value for key, value in torch.load(tmp_path / "all.pt").items() if key.startswith("model.")}
+    torch.save(weights, tmp_path / "weights.pt")
+    imported = tmp_path / "imported" / "iter_0000001"
+    assert tool == checkpoint.main(["convert", str(tmp_path / "weights.pt"), str(imported)]) == 0
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    capsys.readouterr()
+
+    settings = tmp_path / "run.yaml"
+    settings.write_text("\n".join(f"{flag[2:]}: {value}" for flag, value in MODEL.items()))
+    for load in (imported.parent, imported, tmp_path / "plain"):
+        assert generate.main(["--load", str(load), *asked]) == 2
+        assert (
+            "name a YAML file with the settings of the model and its tokenizer by --config" in capsys.readouterr().err
+        )
+        assert generate.main(["--load", str(load), "--config", str(settings), *asked]) == 0
+        assert capsys.readouterr().out == written
+    assert generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
+    assert "Expected a folder of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--top-k", "-3"], ["--temperature", "-1"], ["--temperature", "nan"]])

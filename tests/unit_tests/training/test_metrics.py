@@ -359,3 +359,11 @@ def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(
     make(now, sink).timings(timings._replace(host_bytes=0.0), 8)
     assert "host 10.0, h2d 0.9;" in shown.messages[-1]
     assert "host_gb_per_second" not in sink.records[1][1]
+
+
+def test_metrics_are_not_appended_to_what_a_link_points_to(tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "elsewhere"
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl: expected a file .*, got .* got a symbolic link"):
+        JsonlSink(str(path))
+    assert not target.exists()

@@ -1,0 +1,340 @@
+"""Whose options an optimizer has once a run's checkpoint is loaded, and what of it is read for that: both formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, check_param_groups, install_param_groups
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError
+from megatron.training import checkpointing
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.rng import rng_state
+from tests.ranks import run_ranks
+
+FORMATS = {"fsdp_dtensor": DataParallelConfig(), "torch_dcp": DataParallelConfig(use_torch_fsdp2=True)}
+SAVED = OptimizerConfig(weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4)
+OWN = OptimizerConfig(weight_decay=0.25, adam_beta1=0.7, adam_beta2=0.9, adam_eps=1e-6)
+OVERRIDE, USE = {"override_opt_param_scheduler": True}, {"use_checkpoint_opt_param_scheduler": True}
+SCHEDULE = LRScheduleConfig(lr=1e-2, lr_decay_style="cosine")
+
+
+class Net(nn.Module):
+    """Matrices and vectors: two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(6, 10)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def make(ckpt_format: str, optimizer: OptimizerConfig, **flags: Any) -> ModuleEngine:
+    config = EngineConfig(optimizer, replace(SCHEDULE, **flags), FORMATS[ckpt_format], train_iters=8)
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+    engine.initialize(Net())
+    return engine
+
+
+def step(engine: ModuleEngine) -> float:
+    x = torch.arange(24, dtype=torch.float32).reshape(4, 6) / 24
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]), batch["x"].sum(1, keepdim=True))
+
+    return engine.train_batch([{"x": x}], loss).loss
+
+
+def options(engine: ModuleEngine) -> list[dict[str, Any]]:
+    groups = engine.state.optimizer.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def few(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(group["weight_decay"], tuple(group["betas"]), group["eps"]) for group in found]
+
+
+def weights(engine: ModuleEngine) -> list[torch.Tensor]:
+    engine.state.optimizer.synchronize()
+    return [local_tensor(parameter).detach().clone() for parameter in engine.model.parameters()]
+
+
+def _save(folder: str, ckpt_format: str, change: Callable[[list[dict[str, Any]]], None] | None) -> SaveLoadMeta:
+    """One step with the saved options, and a checkpoint of it, whose groups have been changed."""
+    meta = SaveLoadMeta(f"{folder}/saved", with_optim=True)
+    engine = make(ckpt_format, SAVED)
+    step(engine)
+    if change is not None:
+        change(engine.state.optimizer.param_groups)
+    engine.save(meta)
+    return meta
+
+
+def _load(folder: str, ckpt_format: str, change: Any, flags: dict[str, Any]) -> tuple[list[Any], list[Any], str]:
+    """(the options before, those after, what loading was refused with)"""
+    meta = _save(folder, ckpt_format, change)
+    engine = make(ckpt_format, OWN, **flags)
+    before, own = weights(engine), options(engine)
+    try:
+        engine.load(meta)
+    except CheckpointError as error:
+        assert all(map(torch.equal, before, weights(engine))), "nothing has been touched"
+        return own, options(engine), str(error)
+    assert not all(map(torch.equal, before, weights(engine)))
+    assert engine.step_info().iteration == 1
+    return own, options(engine), ""
+
+
+MINE = [(0.25, (0.7, 0.9), 1e-6), (0.0, (0.7, 0.9), 1e-6)]
+THEIRS = [(0.5, (0.8, 0.95), 1e-4), (0.0, (0.8, 0.95), 1e-4)]
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize(("flags", "expected"), [({}, MINE), (OVERRIDE, MINE), (USE, THEIRS)], ids=str)
+def test_options_are_this_runs_unless_the_flag_says_that_the_checkpoints_hold(tmp_path, ckpt_format, flags, expected):
+    for before, after, refusal in run_ranks(2, _load, str(tmp_path), ckpt_format, None, flags):
+        assert refusal == ""
+        assert few(before) == MINE
+        assert few(after) == expected
+        assert [group.keys() for group in after] == [group.keys() for group in before]
+
+
+def _other_rates(groups: list[dict[str, Any]]) -> None:
+    groups[0]["lr"], groups[1]["lr"] = 0.3, 0.4
+
+
+def _unknown(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        group |= {"lr_mult": 0.1, "wd_mult": 1.0, "maximize_more": [True, None]}
+
+
+def _ill_typed(groups: list[dict[str, Any]]) -> None:
+    groups[0]["weight_decay"] = "heavy"
+
+
+def _ill_shaped(groups: list[dict[str, Any]]) -> None:
+    groups[0]["betas"] = (0.8, 0.95, 0.99)
+
+
+def _not_finite(groups: list[dict[str, Any]]) -> None:
+    groups[1]["eps"] = float("nan")
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize("change", [_other_rates, _unknown, _ill_typed, _ill_shaped, _not_finite])
+def test_options_that_are_not_to_be_used_are_no_reason_to_refuse_a_checkpoint(tmp_path, ckpt_format, change):
+    ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, {})
+    assert refusal == ""
+    assert after == before
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_ill_typed, "Expected the saved weight_decay of parameter group 0 to be a finite number, got 'heavy'."),
+        (_ill_shaped, "Expected the saved betas of parameter group 0 to be like (0.7, 0.9), got "),
+        (_not_finite, "Expected the saved eps of parameter group 1 to be a finite number, got nan."),
+    ],
+)
+def test_options_that_are_to_be_used_must_be_right_and_are_looked_at_first(tmp_path, ckpt_format, change, expected):
+    ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, USE)
+    assert expected in refusal
+    assert after == before
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize("change", [_other_rates, _unknown])
+def test_the_rate_is_the_schedules_and_options_that_are_unknown_here_are_left_out(tmp_path, ckpt_format, change):
+    ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, USE)
+    assert refusal == ""
+    assert few(after) == THEIRS
+    assert [group["lr"] for group in after] == [group["lr"] for group in before]
+    assert [group.keys() for group in after] == [group.keys() for group in before]
+
+
+def _load_mixed(folder: str, ckpt_format: str, option: str, flags: dict[str, Any]) -> str:
+    """Two parameters of one group here had groups of their own, which differed in one option."""
+    meta = SaveLoadMeta(f"{folder}/saved", with_optim=True)
+    engine = make(ckpt_format, SAVED)
+    groups = engine.state.optimizer.param_groups
+    step(engine)
+    *rest, last = groups[0]["params"]
+    groups[0]["params"] = rest
+    groups.append({**groups[0], "params": [last], option: 0.125})
+    engine.save(meta)
+    other = make(ckpt_format, OWN, **flags)
+    try:
+        other.load(meta)
+    except CheckpointError as error:
+        return str(error)
+    return step(other) > 0 and few(options(other)) == (THEIRS if flags else MINE) and "loaded"
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize(
+    ("option", "flags", "outcome"),
+    [
+        ("weight_decay", {}, "loaded"),
+        ("weight_decay", USE, "Expected saved options that are alike for the parameters of group 0"),
+        ("lr", USE, "loaded"),
+    ],
+)
+def test_groups_that_were_cut_otherwise_matter_where_their_options_are_used(
+    tmp_path, ckpt_format, option, flags, outcome
+):
+    (found,) = run_ranks(1, _load_mixed, str(tmp_path), ckpt_format, option, flags)
+    assert outcome in found
+
+
+def _another_schedule(folder: str, ckpt_format: str) -> list[Any]:
+    meta = _save(folder, ckpt_format, None)
+    found: list[Any] = []
+    for flags in ({}, OVERRIDE, USE):
+        engine = make(ckpt_format, OWN, lr=2e-2, **flags)
+        try:
+            engine.load(meta)
+        except ConfigError as error:
+            assert engine.step_info().iteration == 0
+            found.append(str(error))
+        else:
+            found.append((engine.state.schedule.peak, few(options(engine)) == THEIRS))
+    return found
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_a_schedule_that_differs_is_refused_until_a_flag_chooses_and_the_options_follow(tmp_path, ckpt_format):
+    for refusal, own, saved in run_ranks(2, _another_schedule, str(tmp_path), ckpt_format):
+        assert "peak 0.01 (checkpoint) and 0.02 (this run)" in refusal
+        assert own == (2e-2, False)
+        assert saved == (1e-2, True)
+
+
+def _load_without_groups(folder: str) -> list[str]:
+    """The plain data is not even read where it is not used."""
+    meta = _save(folder, "fsdp_dtensor", None)
+    found = []
+    real = PublishedCheckpoint.read_plain
+
+    def no_read(_: PublishedCheckpoint, key: str) -> object:
+        raise CheckpointError(f"{key} was read")
+
+    PublishedCheckpoint.read_plain = no_read
+    try:
+        for flags in ({}, OVERRIDE, USE):
+            try:
+                make("fsdp_dtensor", OWN, **flags).load(meta)
+                found.append("loaded")
+            except CheckpointError as error:
+                found.append(str(error))
+    finally:
+        PublishedCheckpoint.read_plain = real
+    return found
+
+
+def test_options_are_read_only_where_they_are_used(tmp_path):
+    (found,) = run_ranks(1, _load_without_groups, str(tmp_path))
+    assert found == ["loaded", "loaded", f"{PARAM_GROUPS} was read"]
+
+
+# Random states
+
+
+def _load_random_states(folder: str, ckpt_format: str, name: str, value: int) -> tuple[str, bool]:
+    """A checkpoint, well formed to the last digest, with a random state that no generator gives."""
+    meta = SaveLoadMeta(f"{folder}/saved", with_optim=True)
+    engine = make(ckpt_format, SAVED)
+    step(engine)
+
+    def changed(device: Device) -> dict[str, torch.Tensor]:
+        states = rng_state(device)
+        states[name] = states[name].clone()
+        states[name].view(-1)[-2] = value
+        return states
+
+    checkpointing.rng_state = changed
+    try:
+        engine.save(meta)
+    finally:
+        checkpointing.rng_state = rng_state
+    other = make(ckpt_format, SAVED)
+    before, states = weights(other), rng_state(Device("cpu"))
+    try:
+        other.load(meta)
+    except CheckpointError as error:
+        after = rng_state(Device("cpu"))
+        is_same = all(torch.equal(states[kind], after[kind]) for kind in states)
+        return str(error), is_same and all(map(torch.equal, before, weights(other)))
+    return "loaded", False
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize(("name", "value"), [("numpy", 10**6), ("python", 2**40), ("python_gauss", 7)])
+def test_a_random_state_that_no_generator_gives_is_an_error_before_anything_is_touched(
+    tmp_path, ckpt_format, name, value
+):
+    """numpy would read a million words further: the process ends with a signal."""
+    for message, is_untouched in run_ranks(2, _load_random_states, str(tmp_path), ckpt_format, name, value):
+        assert f"Expected {name} to be" in message
+        assert str(tmp_path) in message
+        assert is_untouched
+
+
+# A program's own loop
+
+
+def test_a_program_without_the_training_loop_gets_all_options_back_as_from_torch():
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "lr": 0.5}])
+    expected = torch.optim.AdamW([{"params": [parameter], "lr": 0.5}])
+    saved = {**expected.state_dict()["param_groups"][0], "lr": 0.125, "betas": (0.5, 0.75), "lr_mult": 0.1}
+    expected.load_state_dict({"state": {}, "param_groups": [saved]})
+    install_param_groups(optimizer, {parameter: ["w"]}, [{**saved, "params": ["w"], "betas": [0.5, 0.75]}])
+    assert optimizer.param_groups == expected.param_groups
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.param_groups[0]["lr_mult"] == 0.1
+
+
+def test_options_that_hold_tensors_are_refused_by_name():
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    saved = [{"params": [name], "betas": [torch.ones(2), 0.5]} for name in ("v", "w")]
+    names = {parameter: [name] for parameter, name in zip(parameters, ("v", "w"), strict=True)}
+    with pytest.raises(CheckpointError, match="plain data as the saved 'betas' of a parameter group"):
+        install_param_groups(optimizer, names, saved)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [None, 7, "groups", [7], [{}], [{"params": "w"}], [{"params": [1]}], [{"params": ["w"], 3: 4}]],
+    ids=str,
+)
+def test_what_is_no_parameter_group_is_refused(saved):
+    with pytest.raises(CheckpointError, match="Expected parameter groups in there, with options and the names of"):
+        check_param_groups(saved, "there")
+
+
+def test_the_plain_data_of_a_checkpoint_is_what_is_checked(tmp_path):
+    run_ranks(1, _save, str(tmp_path), "fsdp_dtensor", None)
+    checkpoint = PublishedCheckpoint.open(open_store(tmp_path), "saved")
+    assert [group["weight_decay"] for group in check_param_groups(checkpoint.read_plain(PARAM_GROUPS), "")] == [0.5, 0]
