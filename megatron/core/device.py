@@ -13,14 +13,23 @@ The work begins when everything before it on the lane and all events it waits fo
 done when the work is. On a GPU a lane is a stream: enqueueing issues the work at once, and the device keeps the order.
 On the CPU a lane is a worker thread, so that overlap and order are real there too, and tests exercise them: under
 `delays(seed)` each piece of work begins after a random pause, which must not change any result.
+
+[Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead may keep it for ever.
+But Python ends a daemon that comes back from C++ while the interpreter shuts down by unwinding its stack, and through
+torch's frames that is std::terminate: a program that did all its work would exit with SIGABRT. Before the interpreter
+shuts down, what is queued is therefore given time to end. A program that fails has no reason to wait: its peers may be
+waiting for it.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import platform
 import queue
 import random
 import resource
+import sys
 import threading
 import time
 import weakref
@@ -28,11 +37,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from megatron.core.options import ConfigError, check_options, option
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 10.0  # that work on lanes may still take when the program has ended
+_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -334,9 +348,9 @@ class _ThreadEvent:
     def synchronize(self) -> None:
         self.wait()
 
-    def wait_quietly(self) -> None:
-        """Waits, and leaves an error to others."""
-        self._is_done.wait()
+    def wait_quietly(self, seconds: float | None = None) -> bool:
+        """Waits, at most so long, and leaves an error to others. Returns whether the event is done."""
+        return self._is_done.wait(seconds)
 
 
 class _Queued(NamedTuple):
@@ -349,14 +363,54 @@ class _Queued(NamedTuple):
     is_inference: bool  # whether it was queued in inference mode, which is a property of threads
 
 
+# What a worker's thread serves: work, an event that only marks a place, None as the sign to end.
+_Queue: TypeAlias = "queue.SimpleQueue[_Queued | _ThreadEvent | None]"
+
+
 class _Worker:
     """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it any more."""
 
     def __init__(self, name: str) -> None:
-        self.queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self.queue: _Queue = queue.SimpleQueue()
         # The thread knows the queue only, so that it keeps neither the worker nor lanes alive.
-        threading.Thread(target=_serve, args=(self.queue,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(self.queue,), name=name, daemon=True)
+        thread.start()
+        _queues[thread] = self.queue
         weakref.finalize(self, self.queue.put, None).atexit = False
+
+
+# The queue of each thread that runs, also of one whose worker nobody has any more.
+_queues: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _finish_lanes() -> None:
+    """See [Note: the end of the program]. The threads stay: other handlers may yet queue something and wait for it."""
+    # Set once the traceback of an uncaught exception has been printed.
+    if hasattr(sys, "last_value"):
+        return
+
+    # In a forked process the threads are not alive.
+    ends = {thread: _ThreadEvent() for thread in list(_queues) if thread.is_alive()}
+    for thread, end in ends.items():
+        _queues[thread].put(end)
+
+    # A thread whose worker nobody has any more ends instead, once it comes to that sign in its queue.
+    deadline = time.monotonic() + _EXIT_SECONDS
+    late = []
+    for thread, end in ends.items():
+        while not end.wait_quietly(_POLL_SECONDS) and thread.is_alive():
+            if time.monotonic() > deadline:
+                late.append(thread.name)
+                break
+
+    if late:
+        logger.warning(
+            "The program ended while work was under way on the lane(s) %s, which did not end within %g s. Another rank "
+            "may have gone before; this process may be ended by a signal.",
+            ", ".join(late),
+            _EXIT_SECONDS,
+        )
 
 
 _thread = threading.local()
@@ -367,16 +421,18 @@ def is_lane_thread() -> bool:
     return getattr(_thread, "is_worker", False)
 
 
-def _serve(items: queue.SimpleQueue[_Queued | None]) -> None:
+def _serve(items: _Queue) -> None:
     _thread.is_worker = True
     # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
     while _carry_out(items.get()):
         pass
 
 
-def _carry_out(item: _Queued | None) -> bool:
+def _carry_out(item: _Queued | _ThreadEvent | None) -> bool:
     """Runs one piece of work; False if it was the sign to end."""
-    if item is not None:
+    if isinstance(item, _ThreadEvent):
+        item.finish(None)
+    elif item is not None:
         item.lane.carry_out(item)
     return item is not None
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -224,3 +227,53 @@ def test_a_thread_ends_when_the_last_lane_on_it_is_let_go_of():
     thread.join(timeout=10)
     assert not thread.is_alive()
     CPU.lane("let go", is_shared=True).enqueue(lambda: None).wait()
+
+
+_PROGRAMS = """
+import json, os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from megatron.core import device
+
+class SlowToGo:  # holds the interpreter in its shutdown, in which the thread comes back from C++
+    def __del__(self, sleep=time.sleep):
+        sleep(0.8)
+
+def wait_in_cpp(seconds):
+    dist.HashStore().wait(["never"], timedelta(seconds=seconds))
+
+results, name = {}, "none"
+for name in ("queued", "let go", "stuck", "failed", "none"):
+    if name == "none" or (child := os.fork()) == 0:
+        break
+    begin = time.monotonic()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    results[name] = [status, time.monotonic() - begin]
+
+if name == "none":
+    print(json.dumps(results))
+else:
+    slow_to_go = SlowToGo()
+    lane = device.Device("cpu").lane("the lane")
+    lane.enqueue(lambda: wait_in_cpp(0.3 if name in ("queued", "let go") else 60))
+    time.sleep(0.05)
+if name == "let go":
+    del lane
+if name == "stuck":
+    device._EXIT_SECONDS = 0.1
+if name == "failed":
+    raise ValueError("the program's own")
+"""
+
+
+def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_by_it():
+    """See [Note: the end of the program]. Each is forked, since importing torch takes seconds."""
+    run = subprocess.run([sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, timeout=120)
+    results = json.loads(run.stdout)
+    assert {name: status for name, (status, _) in results.items()} == {
+        "queued": 0, "let go": 0, "stuck": 0, "failed": 1,
+    }  # fmt: skip
+    assert results["stuck"][1] < 10, "a program does not wait for ever"
+    assert results["failed"][1] < 10, "nor one that fails at all: its peers may wait for it"
+    assert run.stderr.count("The program ended while work was under way on the lane(s) the lane") == 1
+    assert "ValueError: the program's own" in run.stderr
