@@ -1,0 +1,326 @@
+"""Files that somebody has prepared: programs where data belongs, lies about sizes and places."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import struct
+import warnings
+import zipfile
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from tests.fuzzing.edits import damaged, pick, text
+
+# Programs: pickles.
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+_PROGRAMS = [
+    _global("os", "system") + b"(X\x04\x00\x00\x00truetR",
+    _global("posix", "mkdir") + b"(X\x06\x00\x00\x00canarytR",
+    _global("builtins", "exec") + b"(X\x04\x00\x00\x001+11tR",
+    _global("builtins", "eval") + b"(X\x01\x00\x00\x001tR",
+    _global("builtins", "bytearray") + b"(J\xff\xff\xff\x7ftR",
+    _global("torch", "empty") + b"(J\xff\xff\xff\x7ftR",
+    _global("torch._utils", "_rebuild_tensor_v2") + b"(NK\x00(t(tI00\n}tR",
+    _global("torch.serialization", "load") + b"(X\x01\x00\x00\x00xtR",
+    _global("importlib", "import_module") + b"(X\x0b\x00\x00\x00antigravitytR",
+    _global("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81",
+    _global("collections", "OrderedDict") + b")R",
+    _global("torch", "Size") + b"(" + b"J\xff\xff\xff\x7f" * 20 + b"t\x85R",
+    _global("_codecs", "encode") + b"(X\x01\x00\x00\x00xX\x06\x00\x00\x00rot_13tR",
+    b"(S'os'\ni__main__\nSystem\n",
+    b"r\xff\xff\xff\x7f",  # LONG_BINPUT
+    b"j\xff\xff\xff\x7f",  # LONG_BINGET
+    b"X\xff\xff\xff\xff",  # BINUNICODE of 4 GiB
+    b"\x8d" + (2**62).to_bytes(8, "little"),  # BINUNICODE8
+    b"\x8e" + (2**40).to_bytes(8, "little"),  # BINBYTES8
+    b"\x96" + (2**40).to_bytes(8, "little"),  # BYTEARRAY8
+    b"\x95" + (2**63).to_bytes(8, "little"),  # FRAME
+    b"\x8b" + (2**31 - 1).to_bytes(4, "little"),  # LONG4
+    b"\x8a\xff" + b"\x7f" * 255,  # LONG1 of 255 bytes
+    b"L" + b"9" * 5000 + b"L\n",
+    b"I" + b"9" * 5000 + b"\n",
+    b"(" * 5000,
+    b"]" * 5000 + b"a" * 4999,
+    b"]\x94h\x00a",
+    b"].\x94",
+    b")" + b"\x85" * 5000,
+    b"]q\x00" + b"h\x00h\x00\x86q\x00" * 40,
+    b"}q\x00(" + b"h\x00" * 2 + b"u",
+    b"K\x00Q",
+    b"0" * 10,
+    b"\x82\x01",  # EXT1
+    b"N",
+    b"\x88",
+    b"G\x7f\xf8\x00\x00\x00\x00\x00\x00",
+    b"\x80\xff",
+    b".",
+    b"",
+]
+
+
+def program(draw: st.DrawFn, content: bytes) -> bytes:
+    """A pickle with something else where an opcode begins, or with opcodes moved."""
+    try:
+        begins = [place for _, _, place in pickletools.genops(content) if place is not None]
+    except Exception:  # it has been damaged before
+        return content + pick(draw, _PROGRAMS)
+    for _ in range(pick(draw, [1, 1, 2])):
+        places = [*(begin for begin in begins if begin < len(content)), len(content)]
+        number = draw(st.integers(0, len(places) - 2))
+        begin, end = places[number], places[number + 1]
+        other = draw(st.integers(0, len(places) - 2))
+        kind = pick(draw, ["insert", "replace", "move", "alone"])
+        if kind == "insert":
+            content = content[:begin] + pick(draw, _PROGRAMS) + content[begin:]
+        elif kind == "replace":
+            content = content[:begin] + pick(draw, _PROGRAMS) + content[end:]
+        elif kind == "move":
+            content = content[:begin] + content[places[other] : places[other + 1]] + content[end:]
+        else:
+            content = b"\x80\x02" + pick(draw, _PROGRAMS) + b"."
+    return content
+
+
+_JUNK: list[Any] = [
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1,
+        2**31,
+        2**40,
+        2**62,
+        2**63,
+        2**100,
+        0.5,
+        float("nan"),
+        "",
+        "x",
+        "../../etc/passwd",
+        "/dev/zero",
+    ),
+    *(
+        (),
+        [],
+        {},
+        (0,),
+        (-1, 2),
+        (2**40, 2**40),
+        torch.Size((2**31, 2**31)),
+        torch.Size(()),
+        [[[[]]]],
+        "\x1b[31m\n",
+    ),
+    *(
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "published.json",
+        "." * 300,
+        "a." * 100_000,
+        "\0",
+        torch.float64,
+        torch.int8,
+        {"a": (1,)},
+    ),
+]
+
+
+def metadata(draw: st.DrawFn, content: bytes) -> bytes:
+    """DCP's metadata with something else in a field: what is announced, where it lies."""
+    found = pickle.loads(content)
+    for _ in range(pick(draw, [1, 1, 2])):
+        if found.state_dict_metadata and found.storage_data:
+            _set_somewhere(draw, found)
+    if draw(st.sampled_from([False] * 9 + [True])):
+        names = ["planner_data", "storage_data", "storage_meta", "state_dict_metadata", "version"]
+        _force(found, pick(draw, names), pick(draw, _JUNK))
+    try:
+        return pickle.dumps(found, protocol=pick(draw, [2, 4]))
+    except RuntimeError:  # a memory format that torch does not know
+        return content
+
+
+def _set_somewhere(draw: st.DrawFn, found: Any) -> None:
+    entries, places = found.state_dict_metadata, found.storage_data
+    junk = pick(draw, _JUNK)
+    key = pick(draw, list(entries))
+    entry = entries[key]
+    indices = [index for index in places if getattr(index, "fqn", None) == key]
+    index = indices[0] if indices else pick(draw, list(places))
+    info = places[index]
+    kinds = ["place", "place", "remove key", "remove place", "key", "entry", "exchange"]
+    kinds += ["size", "chunk", "dtype", "more chunks"] if getattr(entry, "chunks", None) else []
+    kind = pick(draw, kinds)
+    if kind == "place":
+        field = pick(draw, ["relative_path", "offset", "length", "transform_descriptors"])
+        _force(info, field, junk)
+    elif kind == "remove key":
+        del entries[key]
+    elif kind == "remove place":
+        places.pop(index)
+    elif kind == "key":
+        name = junk if isinstance(junk, str | int | tuple) else "other"
+        entries[name] = entries.pop(key)
+    elif kind == "entry":
+        entries[key] = junk
+    elif kind == "exchange":
+        other = pick(draw, list(places))
+        places[index], places[other] = places[other], places[index]
+    elif kind == "size":
+        size = junk if isinstance(junk, tuple) else torch.Size((pick(draw, [0, 1, 2**20, 2**40]),))
+        _force(entry, "size", size)
+        if draw(st.booleans()):
+            _force(entry.chunks[0], "sizes", size)
+    elif kind == "chunk":
+        _force(entry.chunks[0], pick(draw, ["offsets", "sizes"]), junk)
+    elif kind == "dtype":
+        field = pick(draw, ["dtype", "layout", "requires_grad", "memory_format", "pin_memory"])
+        _force(entry.properties, field, junk)
+    else:
+        entry.chunks.extend(entry.chunks * pick(draw, [1, 3000]))
+
+
+def _force(found: Any, field: str, value: object) -> None:
+    """Sets a field, also of a frozen object."""
+    object.__setattr__(found, field, value)
+
+
+# Archives: what torch.save writes.
+
+
+def archive(draw: st.DrawFn, content: bytes) -> bytes:
+    """A zip file whose parts have been changed and packed again, with checksums that fit."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as source:
+            parts = {info.filename: source.read(info) for info in source.infolist()}
+    except (zipfile.BadZipFile, NotImplementedError, zlib.error):
+        return content
+    name = draw(st.sampled_from(sorted(parts)))
+    kinds = ["part", "part", "program", "remove", "name", "deflate", "bomb", "twice", "endian"]
+    kind = pick(draw, kinds)
+    stored = zipfile.ZIP_STORED
+    pickled = next((each for each in parts if each.endswith("data.pkl")), name)
+    if kind == "part":
+        parts[name] = damaged(draw, parts[name])
+    elif kind == "program":
+        parts[pickled] = program(draw, parts[pickled])
+    elif kind == "remove":
+        del parts[name]
+    elif kind == "name":
+        other = pick(draw, ["../x", "/etc/passwd", "archive/../data.pkl", "x" * 5000])
+        parts[other] = parts.pop(name)
+    elif kind == "deflate":
+        stored = zipfile.ZIP_DEFLATED
+    elif kind == "bomb":
+        parts[name], stored = bytes(1 << 24), zipfile.ZIP_DEFLATED
+    elif kind == "endian":
+        order = pickled.replace("data.pkl", "byteorder")
+        parts[order] = pick(draw, [b"big", b"", b"little" * 1000])
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", stored) as target:
+        for each, part in parts.items():
+            target.writestr(each, part)
+        if kind == "twice":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this is no good idea
+                target.writestr(name, parts[pickled])
+    return stream.getvalue()
+
+
+def exchanged(draw: st.DrawFn, described: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """Metadata and data of DCP's, where one entry is another archive, at the end of the file."""
+    found = pickle.loads(described)
+    info = found.storage_data[pick(draw, list(found.storage_data))]
+    saved = data[info.offset : info.offset + info.length]
+    blob = archive(draw, saved)
+    if pick(draw, [True, False, False]):
+        blob = b"\x80\x02" + pick(draw, _PROGRAMS) + b"."
+    info.offset, info.length = len(data), len(blob)
+    return pickle.dumps(found), data + blob
+
+
+# numpy's.
+
+_ARRAYS = [
+    ("|O", (1,), b"\x80\x02" + _PROGRAMS[0] + b"."),
+    ("<i8", (2**40,), b""),
+    ("<i8", (2**62, 4), b""),
+    ("<i8", (-1,), bytes(8)),
+    ("<U1000000000", (1,), b""),
+    ("<f8", (3, 46, 2), bytes(8 * 3 * 46 * 2)),
+    (">i8", (3, 46, 2), bytes(8 * 3 * 46 * 2)),
+    ([("a", "<i8"), ("b", "|O")], (1,), bytes(16)),
+]
+
+
+def array(draw: st.DrawFn, content: bytes) -> bytes:
+    """A file of numpy's with another header, or wrong numbers."""
+    if draw(st.booleans()):
+        # The numbers are the last part; each is plausible by itself.
+        at = 128 + 8 * draw(st.integers(0, (len(content) - 128) // 8 - 1))
+        number = draw(st.one_of(st.integers(-2, 50), st.sampled_from([2**31, 2**62, -(2**63)])))
+        return content[:at] + number.to_bytes(8, "little", signed=True) + content[at + 8 :]
+    descr, shape, data = pick(draw, _ARRAYS)
+    header = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
+    others = [b"(" * 5000, b"9" * 5000, b"__import__('os').system('true')"]
+    header = pick(draw, [header, header, *others])
+    header = header.ljust(118) + b"\n"
+    version = pick(draw, [1, 2, 3, 9])
+    length = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + header + data
+
+
+# Megatron's index of token files.
+
+
+def index(draw: st.DrawFn, content: bytes) -> bytes:
+    """Another length, or another document, and all that follows from it: a consistent lie."""
+    head = "<9sQBQQ"
+    magic, version, code, num_sequences, num_documents = struct.unpack_from(head, content)
+    begin = struct.calcsize(head)
+    lengths = np.frombuffer(content, "<i4", num_sequences, begin).astype(np.int64)
+    documents = np.frombuffer(content, "<i8", num_documents, begin + 12 * num_sequences).copy()
+
+    at = draw(st.integers(0, num_sequences - 1))
+    kind = pick(draw, ["length", "length", "move", "document", "code", "more"])
+    if kind == "length":
+        lengths[at] = pick(draw, [0, 1, -1, 29, 1000, 2**31 - 1])
+    elif kind == "move":  # the same number of tokens
+        lengths[at - 1], lengths[at] = lengths[at - 1] + lengths[at], 0
+    elif kind == "document":
+        documents[at] = pick(draw, [0, 1, -1, at + 1, 2**40])
+    elif kind == "code":
+        code = pick(draw, [1, 2, 3, 4, 5, 6, 7, 8, 0, 9, 255])
+    else:
+        extra = pick(draw, [1, 5000])
+        lengths = np.append(lengths, np.full(extra, pick(draw, [0, 1, 2**31 - 1])))
+        documents = np.arange(len(lengths) + 1)
+
+    pointers = 2 * np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    header = struct.pack(head, magic, version, code, len(lengths), len(documents))
+    parts = (lengths.astype("<i4"), pointers.astype("<i8"), documents.astype("<i8"))
+    return header + b"".join(part.tobytes() for part in parts)
+
+
+# Safetensors.
+
+
+def safetensors(draw: st.DrawFn, content: bytes) -> bytes:
+    """Another header, with a length that fits."""
+    nbytes = int.from_bytes(content[:8], "little")
+    if not 0 <= nbytes <= len(content):
+        return content
+    header = text(draw, content[8 : 8 + nbytes])
+    return len(header).to_bytes(8, "little") + header + content[8 + nbytes :]

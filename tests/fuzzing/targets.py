@@ -1,0 +1,463 @@
+"""What is read from prepared files, as runs and tools read it. In the worker's process.
+
+A target makes its intact files with the code that a run makes them with, and reads them through the
+entrance that a run uses. What it gives back stands for the bits that have been loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron.core.datasets.builder import build_gpt_datasets
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.data_files import IndexedDatasetError
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.config import CheckpointConfig
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import checkpoint_name, track
+from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.arguments import parse_config
+from megatron.training.checkpointing import save_torch_dcp
+from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.events import EventLog, read_events, read_heartbeat
+from megatron.training.hf_weights import load_hf, save_hf
+from megatron.training.loading import load_run
+from megatron.training.memory import Memory
+from megatron.training.rng import rng_state, seed_all
+from megatron.training.tokenizer import (
+    HuggingFaceTokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    padded_vocab_size,
+    train_bpe,
+)
+from tests.fuzzing.target import Target
+from tools import checkpoint as checkpoint_tool
+from tools import run_status
+
+ITERATION = 3
+NAME = checkpoint_name(ITERATION)
+CPU = Device("cpu")
+SCHEDULE = LRScheduleConfig(
+    lr=1e-2,
+    lr_decay_style="cosine",
+    use_checkpoint_opt_param_scheduler=True,
+)
+POISON = 7.0  # what every number is before a load
+
+
+def start() -> None:
+    """Once in the process, before anything is limited."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def digest(value: object) -> str:
+    """Of plain data and tensors, in order."""
+    state = hashlib.sha256()
+    _update(state, value)
+    return state.hexdigest()[:32]
+
+
+def _update(state: Any, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+        state.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            state.update(repr(key).encode())
+            _update(state, item)
+    elif isinstance(value, list | tuple):
+        state.update(str(len(value)).encode())
+        for item in value:
+            _update(state, item)
+    else:
+        state.update(repr(value).encode())
+
+
+# Checkpoints of a run.
+
+
+class Net(nn.Module):
+    """Matrices and vectors: two groups of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(6, 10)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+class Run(Target):
+    """`--load` of a folder of checkpoints."""
+
+    errors = (CheckpointError, ConfigError)
+
+    def __init__(self, name: str, ckpt_format: str, **flags: Any) -> None:
+        super().__init__(name)
+        self._format = ckpt_format
+        self._flags = flags
+
+    @functools.cached_property
+    def _engine(self) -> ModuleEngine:
+        parallel = DataParallelConfig(use_torch_fsdp2=self._format == "torch_dcp")
+        config = EngineConfig(OptimizerConfig(), SCHEDULE, parallel, train_iters=8)
+        engine = build_engine(config, CPU, build_mesh("cpu", 1))
+        engine.initialize(Net())
+        x = torch.arange(24, dtype=torch.float32).reshape(4, 6) / 24
+        seed_all(3, 0)
+
+        def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return F.mse_loss(model(batch["x"]), batch["x"].sum(1, keepdim=True))
+
+        for _ in range(ITERATION):
+            engine.train_batch([{"x": x}], loss)
+        return engine
+
+    def prepare(self) -> None:
+        _ = self._engine
+
+    def make(self, folder: Path) -> None:
+        state = self._engine.state
+        if self._format == "torch_dcp":
+            save_torch_dcp(str(folder), state, CPU, state.info(), with_optim=True)
+            return
+        store = LocalStore(folder)
+        with CheckpointManager(store, CPU, 0, 1, "0123456789abcdef") as manager:
+            manager.save(ITERATION, state.contents(CPU, with_optim=True), state.info().to_plain())
+            manager.finish()
+        track(store, ITERATION)
+
+    def reset(self) -> None:
+        state = self._engine.state
+        for tensor in self._tensors().values():
+            with torch.no_grad():
+                tensor.fill_(POISON)
+        for group in state.optimizer.optimizer.param_groups:
+            group["weight_decay"], group["betas"], group["eps"] = 0.25, (0.7, 0.9), 1e-6
+        vars(state.step_info).update(dict.fromkeys(vars(state.step_info), 70))
+        seed_all(99, 0)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Of the model and the optimizer, as they lie in memory."""
+        state, found = self._engine.state, {}
+        for name, parameter in state.model.named_parameters():
+            found[name] = local_tensor(parameter)
+            for kind, value in state.optimizer.optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}.{kind}"] = local_tensor(value)
+        return found
+
+    def read(self, folder: Path) -> Any:
+        config = CheckpointConfig(load=str(folder), **self._flags)
+        loaded = load_run(config, SCHEDULE, self._engine.state, CPU)
+        if loaded is None:
+            return {"nothing": True}
+        info = None if loaded.info is None else digest(loaded.info.to_plain())
+        return {"state": self.left(), "info": info, "path": Path(loaded.path).name}
+
+    def left(self) -> str:
+        state = self._engine.state
+        groups = state.optimizer.optimizer.param_groups
+        options = [{**group, "params": None} for group in groups]
+        counters, schedule = vars(state.step_info), state.schedule.state()
+        return digest([self._tensors(), rng_state(CPU), options, counters, schedule])
+
+
+class CheckpointTool(Target):
+    """Each command of tools/checkpoint.py on the same files."""
+
+    def __init__(self, name: str, ckpt_format: str) -> None:
+        super().__init__(name)
+        self._run = Run(name, ckpt_format)
+        self._format = ckpt_format
+
+    def prepare(self) -> None:
+        self._run.prepare()
+
+    def make(self, folder: Path) -> None:
+        self._run.make(folder)
+
+    def read(self, folder: Path) -> Any:
+        checkpoint = str(folder / NAME)
+        commands = [["show", checkpoint], ["list", str(folder)], ["diff", checkpoint, checkpoint]]
+        commands += [["convert", checkpoint, str(folder / "all.safetensors")]]
+        if self._format == "fsdp_dtensor":
+            commands += [["verify", checkpoint]]
+        codes = {command[0]: called(checkpoint_tool, command) for command in commands}
+        found: dict[str, Any] = dict(codes)
+        if found["convert"] == 0:
+            with safe_open(folder / "all.safetensors", framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
+                found["content"] = digest([tensors, sorted(file.metadata().items())])
+        return found
+
+
+def called(tool: Any, arguments: list[str]) -> int:
+    """The exit code of a tool: 2 with one line on stderr, or another with none."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        code: int = tool.main(arguments)
+    lines = err.getvalue().splitlines()
+    assert len(lines) == (code == 2), f"one line for exit code 2, got {code} and {lines}"
+    assert all(line.isprintable() for line in lines), lines
+    return code
+
+
+class SingleFile(Target):
+    """`tools/checkpoint.py convert` from a file to a checkpoint."""
+
+    def __init__(self, name: str, suffix: str) -> None:
+        super().__init__(name)
+        self._file = f"source.{suffix}"
+
+    def make(self, folder: Path) -> None:
+        generator = torch.Generator().manual_seed(1)
+        tensors = {
+            "model.w": torch.randn(5, 3, generator=generator),
+            "model.b": torch.randn(4, generator=generator).bfloat16(),
+            "model.n": torch.arange(3),
+        }
+        path = folder / self._file
+        if path.suffix == ".safetensors":
+            save_file(tensors, str(path), metadata={"format": "pt", "extra": '{"lr": [0.5, null]}'})
+        else:
+            nested = {key.removeprefix("model."): value for key, value in tensors.items()}
+            torch.save({"model": nested, "extra": {"lr": [0.5, None]}}, path)
+
+    def read(self, folder: Path) -> Any:
+        target = folder / "imported" / NAME
+        code = called(checkpoint_tool, ["convert", str(folder / self._file), str(target)])
+        if code:
+            assert code == 2, "errors of a conversion"
+            assert not target.exists(), "nothing half"
+            return {"code": code}
+        written = hashlib.sha256()
+        for path in sorted(target.iterdir()):
+            if path.suffix == ".distcp":
+                written.update(path.read_bytes())
+        return {"code": 0, "content": written.hexdigest()[:32]}
+
+
+class Weights(Target):
+    """Weights as the transformers library keeps them: two files, their index and config.json."""
+
+    errors = (CheckpointError, ConfigError)
+
+    @functools.cached_property
+    def _model(self) -> GPTModel:
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=2,
+            ffn_hidden_size=16,
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=False,
+            qk_layernorm=True,
+        )
+        model = GPTModel(config, 11)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        return model
+
+    def prepare(self) -> None:
+        _ = self._model
+
+    def make(self, folder: Path) -> None:
+        save_hf(self._model, folder / "weights", CPU, max_shard_bytes=2000)
+
+    def reset(self) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.fill_(POISON)
+
+    def read(self, folder: Path) -> Any:
+        load_hf(self._model, folder / "weights")
+        return {"state": self.left()}
+
+    def left(self) -> str:
+        return digest(dict(self._model.named_parameters()))
+
+
+# Data.
+
+
+class DataSet(Target):
+    """Every sample of a data set: `.idx`, `.bin` and the cache of the sample index."""
+
+    errors = (IndexedDatasetError, ConfigError)
+
+    def make(self, folder: Path) -> None:
+        generator = np.random.default_rng(0)
+        with IndexedDatasetBuilder(folder / "tokens", np.uint16) as builder:
+            for _ in range(40):
+                length = generator.integers(0, 30)
+                builder.add_document(generator.integers(0, 50, size=length).tolist())
+        for path in folder.iterdir():
+            os.utime(path, (1_700_000_000, 1_700_000_000))  # part of the name of the cache
+        self.read(folder)
+
+    def read(self, folder: Path) -> Any:
+        prefix = str(folder / "tokens")
+        config = GPTDatasetConfig(seq_length=8, data_path=(prefix,), split="90,10,0")
+        datasets = build_gpt_datasets(config, (90, 5, 0), 50, seed=1)
+        samples = [datasets.train[number] for number in range(90)]
+        samples += [datasets.valid[number] for number in range(5)]
+        for sample in samples:
+            for tokens in sample.values():
+                assert tokens.shape == (8,), "tokens of a sample"
+                assert 0 <= int(tokens.min()) <= int(tokens.max()) < 50, "ids of the vocabulary"
+        return {"samples": digest(samples)}
+
+
+TEXT = "def spam(eggs):\n    return eggs + 1  # \u00e9t\u00e9 \U0001f40d <|endoftext|>\n"
+
+
+class TokenizerFiles(Target):
+    """A tokenizer.json and the tokenizer_config.json beside it."""
+
+    errors = (ConfigError,)
+
+    def make(self, folder: Path) -> None:
+        train_bpe([TEXT * 20], 280, folder / "tokenizer.json")
+        content = {"eos_token": "<|endoftext|>", "model_max_length": 10**30}
+        (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+    def read(self, folder: Path) -> Any:
+        config = TokenizerConfig(tokenizer_model=str(folder))
+        tokenizer = build_tokenizer(config)
+        rows = padded_vocab_size(config, tokenizer)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        assert 0 <= tokenizer.eod < tokenizer.vocab_size <= rows, "ids have rows"
+        try:
+            ids = tokenizer.tokenize(TEXT)
+        except ValueError as error:  # documented: a text that it has no tokens for
+            return {"rows": rows, "text": str(error)[:50]}
+        assert all(0 <= each < rows for each in ids), "ids have rows"
+        return {"rows": rows, "ids": digest(ids), "text": digest(tokenizer.detokenize(ids))}
+
+
+class Settings(Target):
+    """The YAML file of `--config`."""
+
+    errors = (ConfigError,)
+
+    def make(self, folder: Path) -> None:
+        (folder / "run.yaml").write_text(
+            "# A run.\n"
+            "mock-data: true\n"
+            "seq-length: 64\n"
+            "num-layers: 2\n"
+            "hidden-size: 64\n"
+            "num-attention-heads: 4\n"
+            "micro-batch-size: 2\n"
+            "global-batch-size: 4\n"
+            "train-iters: 10\n"
+            "lr: 1.0e-3\n"
+            'split: "90,10"\n'
+            "load: /nowhere\n"
+            "load-skip-keys: [a.*, 'b.*']\n"
+            "tokenizer-type: ByteTokenizer\n"
+            "async_save: no\n"
+            "eval-interval: null\n"
+        )
+
+    def read(self, folder: Path) -> Any:
+        config = parse_config(["--config", str(folder / "run.yaml")], world_size=1)
+        return {"values": digest(config.values())}
+
+
+# What a run says of itself.
+
+
+class Events(Target):
+    """`events.jsonl` and `heartbeat.json`, as a relaunch and tools/run_status.py read them."""
+
+    errors = (CheckpointError, OSError)  # the latter of `read_events`
+
+    def make(self, folder: Path) -> None:
+        moments = iter(range(1_700_000_000, 1_800_000_000))
+        for restart in (0, 1):
+            log = EventLog(folder, restart=restart, clock=lambda: float(next(moments)))
+            log.write("start", pid=1, host="elsewhere", max_restarts=3)
+            log.write("resume", iteration=10 * restart, world_size=2)
+            log.write(
+                "damaged",
+                checkpoint="/runs/iter_0000020",
+                reason="Expected it to be whole, got half.",
+            )
+            log.write("save_begun", iteration=12)
+            log.write("save_published", iteration=12, checkpoint="/runs/iter_0000012", seconds=0.25)
+            log.write("nan", iteration=13)
+            log.write("signal", signal="SIGTERM")
+            log.write(
+                "exit",
+                code=5,
+                name="HANG",
+                reason="nothing happened",
+                iteration=14,
+                train_iters=500,
+            )
+        known = {"pid": 1, "host": "elsewhere", "iteration": 14, "phase": "forward"}
+        log.beat(**known, loss=2.5, ms_per_iteration=10.0)
+
+    def read(self, folder: Path) -> Any:
+        commands = ([str(folder)], [str(folder), "--json"])
+        status: dict[str, Any] = {"codes": [called(run_status, command) for command in commands]}
+        memory = Memory.read(folder)
+        sent = json.loads(json.dumps(memory.to_plain()))
+        assert Memory.from_plain(sent) == memory, "what other ranks get"
+        status["memory"] = digest(memory.to_plain())
+        status["events"] = digest([read_events(folder), read_heartbeat(folder)])
+        return status
+
+
+_TARGETS: list[Target] = [
+    Run("run", "fsdp_dtensor"),
+    Run("run without verification", "fsdp_dtensor", verify_checkpoint=False),
+    Run("torch_dcp", "torch_dcp"),
+    Run("torch_dcp without verification", "torch_dcp", verify_checkpoint=False),
+    Run("torch_dcp weights", "torch_dcp", finetune=True),
+    CheckpointTool("tool", "fsdp_dtensor"),
+    CheckpointTool("tool on torch_dcp", "torch_dcp"),
+    SingleFile("pt", "pt"),
+    SingleFile("safetensors", "safetensors"),
+    Weights("weights"),
+    DataSet("data set"),
+    TokenizerFiles("tokenizer"),
+    Settings("settings"),
+    Events("events"),
+]
+TARGETS = {target.name: target for target in _TARGETS}
