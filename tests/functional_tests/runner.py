@@ -115,15 +115,18 @@ def execute(
 def read_checkpoint(root: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint but the random states, whole, through DCP alone; none if there is none."""
     folders = sorted(path for path in root.glob("iter_*") if not path.suffix)
-    if not folders:
-        return {}
-    entries = FileSystemReader(folders[-1]).read_metadata().state_dict_metadata
+    return read_tensors(folders[-1]) if folders else {}
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint but the random states, whole, through DCP alone."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng.")
     }
-    load(tensors, storage_reader=FileSystemReader(folders[-1]), no_dist=True)
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.runner import assert_same_tensors, read_checkpoint, read_tensors
 from tests.ranks import RankError, run_ranks
+from tools import checkpoint
 
 SETTINGS = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
@@ -236,6 +239,131 @@ def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path)
     assert "it lacks optimizer." in message
 
 
+def weights_of(root: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in read_checkpoint(root).items() if key.startswith("model.")}
+
+
+@pytest.fixture(scope="module")
+def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of iteration 2, and nothing else, as our own tool makes a checkpoint of a file."""
+    root = tmp_path_factory.mktemp("imported")
+    assert checkpoint.main(["convert", str(saved / "iter_0000002"), str(root / "all.pt")]) == 0
+    state = torch.load(root / "all.pt", weights_only=True)
+    torch.save({key: value for key, value in state.items() if key.startswith("model.")}, root / "weights.pt")
+    assert checkpoint.main(["convert", str(root / "weights.pt"), str(root / "runs" / "iter_0000001")]) == 0
+    return root / "runs"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a program with PyTorch FSDP2 saves it, an optimizer beside it: no file of ours."""
+    root = tmp_path_factory.mktemp("plain")
+    pretrain("--exit-interval", 2, "--ckpt-format", "torch_dcp", "--save", root / "dcp")
+    weights = {key.removeprefix("model."): tensor for key, tensor in weights_of(root / "dcp").items()}
+    state = {"app": {"model": weights, "optim": {"state": {"a": torch.ones(3)}, "lr": 0.5}}, "step": 2}
+    dcp.save(state, checkpoint_id=root / "runs" / "iter_0000001", no_dist=True)
+    return root / "runs"
+
+
+@pytest.mark.parametrize("name", ["imported", "plain"])
+def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(name, saved, tmp_path, request):
+    root = request.getfixturevalue(name)
+    frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
+    # From the folder of checkpoints, and from the checkpoint's own.
+    pretrain("--load", root, *frozen, "--save", tmp_path / "one", world_size=2)
+    pretrain("--load", root / "iter_0000001", *frozen, "--save", tmp_path / "other")
+    expected = {key: tensor for key, tensor in read_tensors(saved / "iter_0000002").items() if key.startswith("model.")}
+    for found in (tmp_path / "one", tmp_path / "other"):
+        assert_same_tensors(weights_of(found), expected)
+        assert train_state(found, 1)["progress"]["iteration"] == 1
+
+
+@pytest.mark.parametrize("name", ["imported", "plain"])
+def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_checkpoint(name, saved, tmp_path, request):
+    root = request.getfixturevalue(name)
+    shutil.copytree(saved, tmp_path / "run")
+    shutil.copytree(root / "iter_0000001", tmp_path / "run" / "iter_0000005")
+    (tmp_path / "run" / "events.jsonl").unlink()
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    missing = {"imported": "its train_state.json has no schedule", "plain": "it has no train_state.json"}[name]
+    for flags in (["--load", root], ["--load", root / "iter_0000001"], ["--save", tmp_path / "run"]):
+        kind, message = refusal(*flags)
+        assert kind == "CheckpointError"
+        assert message.startswith("Expected the checkpoint of a run in ")
+        assert f"got one without a run's state: {missing}" in message
+        assert "--finetune loads its weights" in message
+        assert "whole" not in message
+    names = sorted(path.name for path in (tmp_path / "run").iterdir() if path.name != "events.jsonl")
+    assert names == before
+    assert '"damaged"' not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_weights_are_loaded_beside_what_only_another_program_understands(tmp_path):
+    in_theirs = ["--ckpt-format", "torch_dcp", "--save"]
+    pretrain("--exit-interval", 2, *in_theirs, tmp_path / "run")
+    weights = weights_of(tmp_path / "run")
+    state = {f"app.{key}": tensor for key, tensor in weights.items()} | {"arguments": argparse.Namespace(a=1)}
+    dcp.save(state, checkpoint_id=tmp_path / "runs" / "iter_0000001", no_dist=True)
+    frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
+    pretrain("--load", tmp_path / "runs", *frozen, *in_theirs, tmp_path / "new")
+    assert_same_tensors(weights_of(tmp_path / "new"), weights)
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
+def test_a_checkpoint_with_another_iterations_name_is_no_run_to_resume_but_its_weights_are_there(ckpt_format, tmp_path):
+    root = tmp_path / "run"
+    pretrain("--ckpt-format", ckpt_format, "--save", root, "--save-interval", 2)
+    (root / "iter_0000004").rename(root / "iter_0000009")
+    (root / "latest_checkpointed_iteration.txt").write_text("9\n")
+    kind, message = refusal("--load", root)
+    assert kind == "CheckpointError"
+    assert "to be that of iter_0000009, got 4" in message
+    assert (root / "iter_0000009").is_dir(), "it is not set aside"
+    frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
+    pretrain("--load", root, *frozen, "--ckpt-format", ckpt_format, "--save", tmp_path / "new")
+    assert_same_tensors(weights_of(tmp_path / "new"), weights_of(root))
+
+
+def test_weights_of_another_model_are_refused_by_name(imported, plain, tmp_path):
+    more = ["--finetune", "--untie-embeddings-and-output-weights"]
+    assert "it lacks model.output_layer.weight" in refusal("--load", imported, *more)[1]
+    assert "it lacks app.model.output_layer.weight" in refusal("--load", plain, *more)[1]
+    wider = ["--finetune", "--hidden-size", 24]
+    assert "where the model has (128, 24)" in refusal("--load", imported, *wider)[1]
+    assert "where the model has (128, 24)" in refusal("--load", plain, *wider)[1]
+    dcp.save({"mine": torch.ones(3)}, checkpoint_id=tmp_path / "iter_0000001", no_dist=True)
+    kind, message = refusal("--load", tmp_path, "--finetune")
+    assert kind == "CheckpointError"
+    assert "Expected the weights of this model in" in message
+    assert "as model.<name> or under any other prefix, got mine" in message
+
+
+def test_a_run_of_ours_that_has_lost_its_state_is_damaged_all_the_same(tmp_path):
+    pretrain("--ckpt-format", "torch_dcp", "--save", tmp_path / "run", "--save-interval", 2)
+    (tmp_path / "run" / "iter_0000004" / "train_state.json").unlink()
+    metrics = tmp_path / "metrics.jsonl"
+    pretrain("--load", tmp_path / "run", "--save", tmp_path / "new", "--metrics-jsonl", metrics)
+    assert sorted(losses(metrics)) == [3, 4], "it went on from iteration 2"
+
+
+def test_a_checkpoint_that_is_named_itself_is_the_one_that_is_loaded(saved, tmp_path):
+    """A folder without checkpoints means a fresh start; one that is a checkpoint has none in it."""
+    pretrain("--load", saved / "iter_0000002", "--save", tmp_path / "again")
+    assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
+    kind, message = refusal("--load", saved / "iter_0000002", "--ckpt-step", 2)
+    assert kind == "ConfigError"
+    assert message.startswith("--ckpt-step: expected a folder of checkpoints as --load, got")
+    # Beside newer ones it is no place to go on from, as with --ckpt-step.
+    kind, message = refusal("--load", saved / "iter_0000002", "--save", saved)
+    assert "beyond iteration 2" in message
+    shutil.copytree(saved / "iter_0000004", tmp_path / "damaged" / "iter_0000004")
+    shutil.copytree(saved / "iter_0000002", tmp_path / "damaged" / "iter_0000002")
+    (tmp_path / "damaged" / "iter_0000004" / "__0_0.distcp").write_bytes(b"")
+    kind, message = refusal("--load", tmp_path / "damaged" / "iter_0000004")
+    assert kind == "CheckpointError"
+    assert "that is whole, got: Expected" in message
+
+
 def test_this_runs_weight_decay_holds_over_the_checkpoints(saved, tmp_path):
     """The optimizer's groups are saved with their constants; loading must not silently undo a flag."""
     both = ["--load", saved, "--ckpt-step", 2]
@@ -277,18 +405,31 @@ def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused
 def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, ckpt_format):
     pretrain("--load", saved, "--ckpt-step", 2, "--ckpt-format", ckpt_format, "--save", tmp_path / "copy")
     state_file = tmp_path / "copy" / "iter_0000004" / "train_state.json"
-    state_file.write_text(state_file.read_text()[:-20])
+    whole_text = state_file.read_text()
+    state_file.write_text(whole_text[:-20])
     kind, message = refusal("--load", tmp_path / "copy")
     assert kind == "CheckpointError"
     assert "train_state.json" in message
     if ckpt_format == "fsdp_dtensor":
         return  # whatever is in the file, it is not what was written
-    state_file.write_text('{"format_version": 1, "progress": {}}')
-    kind, message = refusal("--load", tmp_path / "copy")
-    assert "Expected a learning-rate schedule in" in message
-    state_file.write_text("{}")
-    kind, message = refusal("--load", tmp_path / "copy")
-    assert "format version 1" in message
+    whole = json.loads(whole_text)
+    iteration = {"progress": {**whole["progress"], "iteration": 10**6}}
+    for changes, expected in (
+        (iteration, f"Expected progress.iteration in {state_file} to be that of iter_0000004, got 1000000."),
+        ({"progress": {**whole["progress"], "consumed_samples": 8.0}}, "Expected progress.consumed_samples in"),
+        ({"schedule": {**whole["schedule"], "peak": "1e-2"}}, "Expected peak to be a finite number >= 0, got '1e-2'"),
+        ({"world_size": True}, f"Expected world_size in {state_file} to be a number of ranks, got True."),
+        ({"format_version": 2}, f"Expected format_version in {state_file} to be 1, got 2."),
+    ):
+        state_file.write_text(json.dumps(whole | changes))
+        kind, message = refusal("--load", tmp_path / "copy")
+        assert kind == "CheckpointError"
+        assert expected in message
+    # What is replaced by this run's own, or not asked for, need not be right.
+    state_file.write_text(json.dumps(whole | {"schedule": {"peak": "1e-2"}}))
+    pretrain("--load", tmp_path / "copy", "--override-opt-param-scheduler", "--train-iters", 5)
+    state_file.write_text("[")
+    pretrain("--load", tmp_path / "copy", "--finetune", "--train-iters", 1)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_only_if_asked_to(tmp_path):

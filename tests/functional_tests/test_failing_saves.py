@@ -17,8 +17,10 @@ from typing import NamedTuple
 import pytest
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.store import DataSink, LocalStore
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.files import Sync
 from megatron.core.options import ConfigError
 from megatron.training.engines import ModuleEngine
 from megatron.training.exits import ExitError
@@ -200,9 +202,9 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     """The first save has read all that it writes, so that the training can go on, and ends once another is due."""
     was_due, real_write, real_dump = threading.Event(), LocalStore.write, RecoverHandler.dump
 
-    def write(store: LocalStore, path: str, content: bytes) -> None:
+    def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         assert was_due.wait(60), "the run waits for this save"
-        real_write(store, path, content)
+        real_write(store, path, content, sync)
 
     def dump(handler: RecoverHandler, engine: ModuleEngine, info: RecoverInfo, num_busy: float) -> None:
         real_dump(handler, engine, info, num_busy)
@@ -233,9 +235,9 @@ def test_a_run_that_ends_in_an_error_gives_up_its_save_and_tells_that_error(tmp_
         patch.setattr("megatron.core.dist_checkpointing.publisher._is_published", lambda _: False)
         real = LocalStore.write
 
-        def write(store: LocalStore, path: str, content: bytes) -> None:
+        def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
             if "manifest_1" not in path:
-                real(store, path, content)
+                real(store, path, content, sync)
 
         patch.setattr(LocalStore, "write", write)
 
