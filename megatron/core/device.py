@@ -1,52 +1,37 @@
-"""The device a rank computes on, and the lanes that work beside it. The only file that names cuda.
+"""The device a rank computes on. Everything else asks it, so the rest of the project has no branches.
 
-Everything else asks a `Device`: which `torch.device`, which collective backend, how much memory was used at most, the
-state of its random generator, a lane. The CPU answers all of it too, so the rest of the project has no branches.
-
-[Note: lanes] A lane is an ordered queue of work that runs beside the computation:
-
-    event = lane.enqueue(work, after=[event, ...])
-
-Work whose end is work on another lane goes through `relay`: a host lane's kernel, then the copy of what it wrote.
-
-The work begins when everything before it on the lane and all events it waits for are done; the event it answers is
-done when the work is. On a GPU a lane is a stream: enqueueing issues the work at once, and the device keeps the order.
-On the CPU a lane is a worker thread, so that overlap and order are real there too, and tests exercise them: under
-`delays(seed)` each piece of work begins after a random pause, which must not change any result.
-
-[Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead may keep it for ever.
-But Python ends a daemon that comes back from C++ while the interpreter shuts down by unwinding its stack, and through
-torch's frames that is std::terminate: a program that did all its work would exit with SIGABRT. Before the interpreter
-shuts down, what is queued is therefore given time to end. A program that fails has no reason to wait: its peers may be
-waiting for it.
+A `Device` answers: which `torch.device`, which collective backend, how much memory was used at most, the state of its
+random generator, a lane (lanes.py). The CPU answers all of it too. What differs between kinds of accelerators is in
+drivers.py.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
 import platform
-import queue
-import random
 import resource
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NamedTuple, Protocol, TypeAlias
+from pathlib import Path
 
 import torch
 
+from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
+from megatron.core.lanes import (
+    ClockSpan,
+    Event,
+    Lane,
+    Span,
+    StreamEvent,
+    StreamLane,
+    StreamSpan,
+    ThreadEvent,
+    ThreadLane,
+)
 from megatron.core.options import ConfigError, check_options, option
 
-logger = logging.getLogger(__name__)
-
-_EXIT_SECONDS = 10.0  # that work on lanes may still take when the program has ended
-_POLL_SECONDS = 0.01
+_CPU = "cpu"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -54,81 +39,114 @@ class DeviceConfig:
     """Which kind of device to compute on."""
 
     device: str = option(
-        "auto", "device to compute on; auto takes the GPU if there is one", choices=("auto", "cpu", "cuda")
+        "auto", f"device to compute on: auto (a GPU, if there is one), cpu, {', '.join(kinds_of_accelerators())}"
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device: expected a device that this machine has, got 'cuda' without a usable GPU.")
+        kinds = kinds_of_accelerators()
+        if self.device not in ("auto", _CPU, *kinds):
+            raise ConfigError(f"--device: expected one of auto, cpu, {', '.join(kinds)}, got {self.device!r}.")
+        if self.device in kinds and not driver_of(self.device).is_available():
+            raise ConfigError(
+                f"--device: expected a device that this machine has, got {self.device!r} without a usable GPU."
+            )
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`, `auto` resolved."""
+        """`cpu`, or the kind of an accelerator; `auto` resolved."""
         if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
+            available = (kind for kind in kinds_of_accelerators() if driver_of(kind).is_available())
+            return next(available, _CPU)
         return self.device
-
-
-class PinError(RuntimeError):
-    """Host memory could not be pinned."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device: its kind and, on a GPU, its index among the machine's."""
+    """One rank's device: its kind and, on an accelerator, its index among the machine's."""
 
-    kind: str  # "cpu" or "cuda"
+    kind: str  # "cpu", or one that drivers.py knows
     index: int = 0
 
     @classmethod
     def for_rank(cls, kind: str, local_rank: int, local_world_size: int) -> Device:
         """The device of the rank with this number on its machine. ConfigError, on all of them, if there are too few."""
-        if kind == "cuda":
-            count = torch.cuda.device_count()
-            if local_world_size > count:
-                raise ConfigError(
-                    f"--nproc-per-node: expected at most one process for each of the {count} GPUs of this machine, "
-                    f"got {local_world_size}."
-                )
-            torch.cuda.set_device(local_rank)
-        return cls(kind, local_rank if kind == "cuda" else 0)
+        if kind == _CPU:
+            return cls(kind)
+        count = driver_of(kind).device_count()
+        if local_world_size > count:
+            raise ConfigError(
+                f"--nproc-per-node: expected at most one process for each of the {count} GPUs of this machine, "
+                f"got {local_world_size}."
+            )
+        device = cls(kind, local_rank)
+        device.make_current()
+        return device
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether work is issued to streams, and memory of its own: a GPU, say."""
+        return self.kind != _CPU
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
+        return torch.device(self.kind, self.index) if self.is_accelerator else torch.device(_CPU)
+
+    @property
+    def _driver(self) -> Driver:
+        return driver_of(self.kind)
 
     @property
     def runs_collectives_side_by_side(self) -> bool:
         """Whether collectives of one group may run on two lanes. On the CPU they would mix up their messages."""
-        return self.kind == "cuda"
+        return self.is_accelerator
 
     @property
     def collective_backend(self) -> str:
-        """The backend for `init_process_group`: gloo carries CPU tensors on either kind of device."""
-        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+        """The backend for `init_process_group`: it carries CPU tensors on any kind of device."""
+        return self._driver.collective_backend if self.is_accelerator else "gloo"
 
     @property
     def pins_batches(self) -> bool:
         """Whether batches should lie in pinned memory before they are copied to the device."""
-        return self.kind == "cuda"
+        return self.is_accelerator
 
     @property
     def pins_host_memory(self) -> bool:
         """Whether `pin` makes a difference: copies reach pinned memory directly, beside the computation."""
-        return self.kind == "cuda"
+        return self.is_accelerator
 
     @property
     def description(self) -> str:
         """The device's name as a log or a result file shows it."""
-        if self.kind == "cuda":
-            return torch.cuda.get_device_name(self.index)
+        if self.is_accelerator:
+            return self._driver.description(self.index)
         return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) a rank"
 
+    @property
+    def numa_node(self) -> int | None:
+        """The node of the host's memory that is nearest to the device; None on the CPU, or where that is not known."""
+        address = self._driver.pci_address(self.index) if self.is_accelerator else None
+        if address is None:
+            return None
+        try:
+            node = int((_PCI_DEVICES / address / "numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None  # -1 on machines that have one
+
+    def make_current(self) -> None:
+        """What this thread does on an accelerator from here on, it does on this one.
+
+        Every thread begins on the first one, and would open a context there: half a gigabyte on a GPU.
+        """
+        if self.is_accelerator:
+            self._driver.make_current(self.index)
+
     def peak_memory_bytes(self) -> int:
-        """The most memory this rank has held: allocated on the GPU, or resident on the CPU."""
-        if self.kind == "cuda":
-            return torch.cuda.max_memory_allocated(self.index)
+        """The most memory this rank has held: allocated on the accelerator, or resident on the CPU."""
+        if self.is_accelerator:
+            return self._driver.peak_memory_bytes(self.index)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -143,443 +161,50 @@ class Device:
         Raises:
             PinError: if the driver refuses.
         """
-        if self.kind == "cuda":
-            with torch.cuda.device(self.index):
-                status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-            if int(status) != 0:
-                raise _pin_error(nbytes, torch.cuda.cudart().cudaGetErrorString(status))
+        if self.is_accelerator:
+            self._driver.pin(self.index, address, nbytes)
 
     def unpin(self, address: int) -> None:
         """Takes back `pin` of the memory that begins at `address`; copies from and to it must be done."""
-        if self.kind == "cuda":
-            with torch.cuda.device(self.index):
-                torch.cuda.cudart().cudaHostUnregister(address)
+        if self.is_accelerator:
+            self._driver.unpin(self.index, address)
 
     def rng_state(self) -> torch.Tensor | None:
         """The state of the device's own random generator, uint8 on the CPU; None where it is the CPU's."""
-        return torch.cuda.get_rng_state(self.index) if self.kind == "cuda" else None
+        return self._driver.rng_state(self.index) if self.is_accelerator else None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Takes back what `rng_state` gave."""
-        if self.kind != "cuda":
+        if not self.is_accelerator:
             raise RuntimeError(f"Expected a device with a random generator of its own, got {self.kind}.")
-        torch.cuda.set_rng_state(state, self.index)
+        self._driver.set_rng_state(state, self.index)
 
-    def lane(self, name: str, *, is_shared: bool = False) -> Lane:
+    def lane(self, name: str, *, is_shared: bool = False, is_urgent: bool = False) -> Lane:
         """A new lane. See [Note: lanes].
 
         Args:
             name: shows in profiles and among the threads.
             is_shared: on the CPU, lanes of this name have one thread, so that what is queued on any of them runs in the
                 order in which it was queued. An error ends only its own lane.
+            is_urgent: on an accelerator, what is issued to the lane goes before what others have waiting: for short
+                work that much waits for.
         """
-        return _StreamLane(self.torch_device, name) if self.kind == "cuda" else _ThreadLane.make(name, is_shared)
+        if self.is_accelerator:
+            return StreamLane(self._driver, self.index, name, is_urgent=is_urgent)
+        return ThreadLane.make(name, is_shared)
 
     def host_lane(self, name: str) -> Lane:
-        """A new lane of work that the host does itself: a worker thread on any device."""
-        return _ThreadLane.make(name, is_shared=False)
+        """A new lane of work that the host does itself: a worker thread on any device, which is its current one."""
+        return ThreadLane.make(name, is_shared=False, prepare=self.make_current)
 
     def span(self, clock: Callable[[], float] = time.perf_counter) -> Span:
-        """What measures how long something takes that this thread does, or issues to a GPU's current stream.
+        """What measures how long something takes that this thread does, or issues to an accelerator's current stream.
 
         Args:
-            clock: seconds, for the CPU. A GPU has its own, and its spans have not been run on one.
+            clock: seconds, for the CPU. An accelerator has its own.
         """
-        return _StreamSpan(self.index) if self.kind == "cuda" else ClockSpan(clock)
+        return StreamSpan(self._driver, self.index) if self.is_accelerator else ClockSpan(clock)
 
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
-        return _StreamEvent(torch.cuda.current_stream(self.index)) if self.kind == "cuda" else _ThreadEvent.done()
-
-
-def _pin_error(nbytes: int, reason: str) -> PinError:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-    return PinError(
-        f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some systems apply to "
-        f"it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on unpinned."
-    )
-
-
-class Event(Protocol):
-    """A moment in a lane's or a thread's work."""
-
-    def wait(self) -> None:
-        """What this thread does from here on comes after the event. Raises what the work raised, if it failed.
-
-        On the CPU the thread itself waits; on a GPU its current stream does, and the thread goes on.
-        """
-
-    def synchronize(self) -> None:
-        """This thread waits for the event, on any device. Raises what the work raised, if it failed."""
-
-
-class Span(Protocol):
-    """A duration: of what is done, or issued, while it is open. Used once."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    @property
-    def seconds(self) -> float | None:
-        """How long it took; None while that is not known. Waits for nothing."""
-
-
-class ClockSpan:
-    """What a thread itself does, by a clock in seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begin = 0.0
-        self._seconds: float | None = None
-
-    def __enter__(self) -> None:
-        self._begin = self._clock()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds = self._clock() - self._begin
-
-    @property
-    def seconds(self) -> float | None:
-        return self._seconds
-
-
-class Lane(Protocol):
-    """An ordered queue of work beside the computation. See [Note: lanes]."""
-
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """Queues `work`, to begin after the events in `after`; autograd does not record it.
-
-        On the CPU, work that fails, or waits for an event of work that failed, fails the lane: nothing on it runs any
-        more, and all its events fail with the same error. A rank that has missed one collective must not send what its
-        peers would take for it. On a GPU the work is issued at once, and errors of issuing it are raised here.
-        """
-
-    def close(self) -> None:
-        """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their events.
-
-        A lane that is let go of without it does what is queued and ends.
-        """
-
-
-def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> RelayedEvent:
-    """Queues work on a worker thread's lane that ends with an event of another lane, and answers one of both.
-
-    So a host lane may compute something and then begin to copy it to the device, and neither waits for the caller.
-    """
-    ends: list[Event] = []
-    return RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
-
-
-class InlineLane:
-    """A lane that does its work at once, in the thread that queues it: the order of the program, and no overlap."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._error: BaseException | None = None
-
-    @torch.no_grad()
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`, but done when it returns. Errors are raised here, and by whatever comes after."""
-        if self._error is not None:
-            raise self._error
-        try:
-            for earlier in after:
-                earlier.synchronize()
-            work()
-        except BaseException as error:
-            self._error = error
-            raise
-        event = self._device.event()
-        event.synchronize()
-        return event
-
-    def close(self) -> None:
-        """Nothing is queued."""
-
-
-class RelayedEvent:
-    """Done when work on one lane is, and then the work on another with which it ended. What `relay` answers."""
-
-    def __init__(self, first: Event, ends: list[Event]) -> None:
-        self._first = first
-        self._ends = ends
-
-    @property
-    def first(self) -> Event:
-        """Done when the work on the first lane is."""
-        return self._first
-
-    def wait(self) -> None:
-        self._first.synchronize()
-        self._ends[0].wait()
-
-    def synchronize(self) -> None:
-        self._first.synchronize()
-        self._ends[0].synchronize()
-
-
-class _ThreadEvent:
-    """An event on the CPU."""
-
-    def __init__(self) -> None:
-        self._is_done = threading.Event()
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-
-    @classmethod
-    def done(cls) -> _ThreadEvent:
-        event = cls()
-        event.finish(None)
-        return event
-
-    def finish(self, error: BaseException | None) -> None:
-        self._error = error
-        self._traceback = None if error is None else error.__traceback__
-        self._is_done.set()
-
-    def wait(self) -> None:
-        self._is_done.wait()
-        if self._error is not None:
-            # The traceback of the work alone: each raising would otherwise add the waiter's to it.
-            raise self._error.with_traceback(self._traceback)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def wait_quietly(self, seconds: float | None = None) -> bool:
-        """Waits, at most so long, and leaves an error to others. Returns whether the event is done."""
-        return self._is_done.wait(seconds)
-
-
-class _Queued(NamedTuple):
-    """A piece of work on a CPU lane."""
-
-    lane: _ThreadLane
-    work: Callable[[], object]
-    after: tuple[Event, ...]
-    event: _ThreadEvent
-    is_inference: bool  # whether it was queued in inference mode, which is a property of threads
-
-
-# What a worker's thread serves: work, an event that only marks a place, None as the sign to end.
-_Queue: TypeAlias = "queue.SimpleQueue[_Queued | _ThreadEvent | None]"
-
-
-class _Worker:
-    """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it any more."""
-
-    def __init__(self, name: str) -> None:
-        self.queue: _Queue = queue.SimpleQueue()
-        # The thread knows the queue only, so that it keeps neither the worker nor lanes alive.
-        thread = threading.Thread(target=_serve, args=(self.queue,), name=name, daemon=True)
-        thread.start()
-        _queues[thread] = self.queue
-        weakref.finalize(self, self.queue.put, None).atexit = False
-
-
-# The queue of each thread that runs, also of one whose worker nobody has any more.
-_queues: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
-
-
-@atexit.register
-def _finish_lanes() -> None:
-    """See [Note: the end of the program]. The threads stay: other handlers may yet queue something and wait for it."""
-    # Set once the traceback of an uncaught exception has been printed.
-    if hasattr(sys, "last_value"):
-        return
-
-    # In a forked process the threads are not alive.
-    ends = {thread: _ThreadEvent() for thread in list(_queues) if thread.is_alive()}
-    for thread, end in ends.items():
-        _queues[thread].put(end)
-
-    # A thread whose worker nobody has any more ends instead, once it comes to that sign in its queue.
-    deadline = time.monotonic() + _EXIT_SECONDS
-    late = []
-    for thread, end in ends.items():
-        while not end.wait_quietly(_POLL_SECONDS) and thread.is_alive():
-            if time.monotonic() > deadline:
-                late.append(thread.name)
-                break
-
-    if late:
-        logger.warning(
-            "The program ended while work was under way on the lane(s) %s, which did not end within %g s. Another rank "
-            "may have gone before; this process may be ended by a signal.",
-            ", ".join(late),
-            _EXIT_SECONDS,
-        )
-
-
-_thread = threading.local()
-
-
-def is_lane_thread() -> bool:
-    """Whether this thread is a worker's, in which garbage is collected too, and which must not wait for any lane."""
-    return getattr(_thread, "is_worker", False)
-
-
-def _serve(items: _Queue) -> None:
-    _thread.is_worker = True
-    # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
-    while _carry_out(items.get()):
-        pass
-
-
-def _carry_out(item: _Queued | _ThreadEvent | None) -> bool:
-    """Runs one piece of work; False if it was the sign to end."""
-    if isinstance(item, _ThreadEvent):
-        item.finish(None)
-    elif item is not None:
-        item.lane.carry_out(item)
-    return item is not None
-
-
-# Workers that lanes share by name, for as long as one has them.
-_shared_workers: weakref.WeakValueDictionary[str, _Worker] = weakref.WeakValueDictionary()
-
-
-class _ThreadLane:
-    """A lane on the CPU: a place in a worker's queue, and the error that has ended the lane, if one has."""
-
-    def __init__(self, name: str, worker: _Worker) -> None:
-        self._name = name
-        self._worker = worker
-        self._error: BaseException | None = None
-        self._is_closed = False
-
-    @classmethod
-    def make(cls, name: str, is_shared: bool) -> _ThreadLane:
-        if not is_shared:
-            return cls(name, _Worker(name))
-        worker = _shared_workers.get(name)
-        if worker is None:
-            worker = _shared_workers[name] = _Worker(name)
-        return cls(name, worker)
-
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        if self._is_closed:
-            raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
-        return self._put(work, tuple(after))
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._put(lambda: None, ()).wait_quietly()
-
-    def carry_out(self, item: _Queued) -> None:
-        """For the worker: does what has been queued, unless something before it has failed."""
-        if self._error is None:
-            try:
-                for earlier in item.after:
-                    earlier.synchronize()
-                _pause(self._name)
-                with torch.inference_mode(item.is_inference), torch.no_grad():
-                    item.work()
-            except BaseException as error:
-                self._error = error
-        item.event.finish(self._error)
-
-    def _put(self, work: Callable[[], object], after: tuple[Event, ...]) -> _ThreadEvent:
-        event = _ThreadEvent()
-        self._worker.queue.put(_Queued(self, work, after, event, torch.is_inference_mode_enabled()))
-        return event
-
-
-class _StreamEvent:
-    """An event on a GPU, recorded on a stream when it is made."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # threads that wait for it leave their core to others
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-class _StreamSpan:
-    """What is issued to the current stream of a GPU, from one of its events to another. Not run on one yet."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._is_closed = False
-
-    def __enter__(self) -> None:
-        self._events[0].record(torch.cuda.current_stream(self._index))
-
-    def __exit__(self, *error: object) -> None:
-        self._events[1].record(torch.cuda.current_stream(self._index))
-        self._is_closed = True
-
-    @property
-    def seconds(self) -> float | None:
-        # An event that was never recorded would count as done.
-        if not self._is_closed or not self._events[1].query():
-            return None
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
-
-
-class _StreamLane:
-    """A lane on a GPU: a stream.
-
-    Memory that work on it allocates belongs to its stream. Who reads it on another must let go of it only after that
-    stream's event, and keep what the work reads until the event of the work: nothing here calls `record_stream`.
-    """
-
-    def __init__(self, device: torch.device, name: str) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._name = name
-        self._is_closed = False
-
-    @torch.no_grad()
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        if self._is_closed:
-            raise RuntimeError(f"Expected an open lane, got {self._name}, which is closed.")
-        with torch.cuda.stream(self._stream):
-            for earlier in after:
-                earlier.wait()
-            work()
-        return _StreamEvent(self._stream)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._stream.synchronize()
-
-
-class _Delays:
-    """Random pauses; each lane's depend on the seed and its name alone, not on how the lanes' threads happen to run."""
-
-    _MOST_SECONDS = 0.004
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[str, random.Random] = {}
-
-    def pause(self, lane: str) -> None:
-        generator = self._generators.setdefault(lane, random.Random(f"{self._seed}:{lane}"))
-        time.sleep(generator.random() * self._MOST_SECONDS)
-
-
-# For tests, which reach lanes that others have made: the one thing here that is not passed.
-_injected: list[_Delays] = []
-
-
-@contextmanager
-def delays(seed: int) -> Iterator[None]:
-    """While open, every piece of work on a CPU lane begins after a random pause of up to 4 ms."""
-    _injected.append(_Delays(seed))
-    try:
-        yield
-    finally:
-        _injected.pop()
-
-
-def _pause(lane: str) -> None:
-    for injected in _injected[-1:]:
-        injected.pause(lane)
+        return StreamEvent(self._driver, self.index) if self.is_accelerator else ThreadEvent.done()

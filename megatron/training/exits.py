@@ -10,8 +10,8 @@ import threading
 from typing import NoReturn
 
 from megatron.core.datasets.data_files import IndexedDatasetError
-from megatron.core.device import PinError
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.options import ConfigError
 
@@ -78,7 +78,7 @@ def exit_process(status: int, patience_seconds: float | None = None) -> NoReturn
 
     gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the interpreter is being
     finalised ends in std::terminate: a run that went well would now and then exit with SIGABRT. Everything has been
-    closed and saved by now. (Lanes are safe without this: [Note: the end of the program] in device.py.)
+    closed and saved by now. (Lanes are safe without this: [Note: the end of the program] in lanes.py.)
 
     Args:
         status: what the process ends with, 0 to 255.

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.core.device import Device, Event, Lane
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.host_memory import HostSlab
+from megatron.core.lanes import Event, Lane
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster
 BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one write and the next

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from megatron.core.device import Device, Event, Lane, is_lane_thread
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.publisher import abandon, await_outcome, p
 from megatron.core.dist_checkpointing.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.writer import Draft, RankWriter
+from megatron.core.lanes import Event, Lane, is_lane_thread
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.device import Lane
 from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
 from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.entries import Contents, Entry
@@ -43,6 +42,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
+from megatron.core.lanes import Lane
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ import torch
 
 from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.drivers import driver_of
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray, Update, carry_out
 from megatron.core.optimizer.gradient_source import (
@@ -37,7 +38,7 @@ from megatron.core.optimizer.gradient_source import (
     clear_gradients,
     gradient_of,
 )
-from megatron.core.optimizer.kernels import device_adam
+from megatron.core.optimizer.kernels import device_adam, torch_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep, merged
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import STEP, check_state, checked_states
@@ -364,7 +365,7 @@ class FusedAdam(torch.optim.Optimizer):
                 raise ValueError(f"Expected {name} of {place} on {device}, got {local_tensor(tensor).device}.")
             if name in dtypes and tensor.dtype != dtypes[name]:
                 raise ValueError(f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}.")
-        if device.type != "cpu":
+        if _takes_triton(device):
             device_adam.check_available()
 
     def _run(self, pieces: Sequence[AdamPiece]) -> None:
@@ -375,7 +376,8 @@ class FusedAdam(torch.optim.Optimizer):
                 self._host = HostAdam(self._num_host_threads)
             self._host.run(merged(on_host))
         if on_device:
-            device_adam.run(merged(on_device))
+            kernel = device_adam if _takes_triton(on_device[0].weight.device) else torch_adam
+            kernel.run(merged(on_device))
 
     def _arrays(self, planned: _Planned) -> dict[str, LocalArray]:
         """The local tensors of a step, by their names in AdamPiece."""
@@ -392,6 +394,10 @@ class FusedAdam(torch.optim.Optimizer):
         if master.tensor.dtype == torch.int16:
             return {**arrays, "weight": own, "remainder": master}
         return {**arrays, "weight": master, "out": own}
+
+
+def _takes_triton(device: torch.device) -> bool:
+    return device.type != "cpu" and driver_of(device.type).has_triton
 
 
 def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

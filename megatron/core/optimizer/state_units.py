@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from megatron.core.device import Event
+from megatron.core.lanes import Event
 
 # The attribute of an optimizer that keeps what its next step waits for; read it with `_reads_of`.
 _READS = "_pending_reads"

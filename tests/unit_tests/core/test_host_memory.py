@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.device import Device, PinError
+from megatron.core.device import Device
+from megatron.core.drivers import CudaDriver, PinError
 from megatron.core.host_memory import (
     ARRAY_ALIGNMENT,
     HostLimits,
@@ -229,6 +230,7 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
         cudaHostUnregister=lambda address: calls.append(address),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(CudaDriver, "_clear_error", lambda *_: None)  # needs a GPU
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     with pytest.raises(

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.device import Device, delays
+from megatron.core.device import Device
+from megatron.core.lanes import delays
 
 CPU = Device("cpu")
 
@@ -163,7 +164,7 @@ def test_delays_change_when_work_runs_but_never_what_it_sees(seed, plan):
 
 def test_a_seed_gives_each_lane_the_same_pauses_again(lanes, monkeypatch):
     pauses = []
-    monkeypatch.setattr("megatron.core.device.time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr("megatron.core.lanes.time", SimpleNamespace(sleep=pauses.append))
     runs = []
     for order in ((0, 1), (1, 0)):
         pauses.clear()
@@ -233,7 +234,7 @@ _PROGRAMS = """
 import json, os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from megatron.core import device
+from megatron.core import device, lanes
 
 class SlowToGo:  # holds the interpreter in its shutdown, in which the thread comes back from C++
     def __del__(self, sleep=time.sleep):
@@ -260,7 +261,7 @@ else:
 if name == "let go":
     del lane
 if name == "stuck":
-    device._EXIT_SECONDS = 0.1
+    lanes._EXIT_SECONDS = 0.1
 if name == "failed":
     raise ValueError("the program's own")
 """

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetError
-from megatron.core.device import PinError
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.options import ConfigError
 from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen, process_status

@@ -18,10 +18,11 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron.core.device import Device, Event, Lane
+from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.lanes import Event, Lane
 from megatron.core.rank_waits import waits_for_ranks
 
 # Contexts are numbered, alike on all ranks, so that notes of two of them differ.

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.device import Device, Event, Lane
+from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
@@ -37,6 +37,7 @@ from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.host_memory import HostSlab
+from megatron.core.lanes import Event, Lane
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"

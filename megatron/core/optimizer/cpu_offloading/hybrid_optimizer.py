@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from megatron.core.device import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import check_whole
+from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks

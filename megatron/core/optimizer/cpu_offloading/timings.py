@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megatron.core.device import ClockSpan, Device, Event, RelayedEvent, Span
+from megatron.core.device import Device
+from megatron.core.lanes import ClockSpan, Event, RelayedEvent, Span
 
 D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
 
@@ -114,6 +115,9 @@ class _Awaited:
 
     def synchronize(self) -> None:
         self._updated.synchronize()
+
+    def is_done(self) -> bool:
+        return self._updated.is_done()
 
 
 class TimingRecorder:

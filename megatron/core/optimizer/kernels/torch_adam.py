@@ -1,9 +1,9 @@
-"""Adam over flat CPU arrays, and their squared norm, with torch alone: no compiler needed, the kernel's bits.
+"""Adam over flat arrays, and their squared norm, with torch alone: no compiler needed, the kernel's bits.
 
 [Note: chunks] torch's fused AdamW computes what [Note: arithmetic] in adam.py says, on fp32 arrays only, and its scalar
 tail rounds otherwise than its vectors. So what is not fp32 is widened into scratch memory, a chunk at a time that stays
 in the caches, and what does not fill whole vectors is padded there with zeros. Equal bits need a CPU whose torch has
-fused multiply-add (AVX2 or later).
+fused multiply-add (AVX2 or later). On accelerators without Triton the bits are those of their own fused kernel.
 
 [Note: squares in fp64] The square of a fp32 value is exact in fp64. Rows of 1024 squares, the last filled up with
 zeros, are halved ten times, element i of the first half added to element i of the second; the rows' sums, filled up
@@ -28,7 +28,7 @@ _VECTOR_NUMEL = 64  # a multiple of every width that torch's vectors have
 
 @torch.no_grad()
 def run(pieces: Iterable[AdamPiece]) -> None:
-    """Carries the pieces' steps out, in place. CPU tensors that `AdamPiece.check` accepts."""
+    """Carries the pieces' steps out, in place. Tensors of any one device, which `AdamPiece.check` accepts."""
     scratch = _Scratch()
     for piece in pieces:
         for start in range(0, piece.numel, CHUNK_NUMEL):
@@ -54,7 +54,7 @@ class _Scratch:
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in fp32, zeros behind it up to whole vectors."""
         if name not in self._memory:
-            self._memory[name] = torch.empty(CHUNK_NUMEL)
+            self._memory[name] = torch.empty(CHUNK_NUMEL, device=tensor.device)
         numel = tensor.numel()
         padded = self._memory[name][: -(-numel // _VECTOR_NUMEL) * _VECTOR_NUMEL]
         padded[:numel].copy_(tensor)
@@ -98,7 +98,7 @@ def _fused_step(
     """torch's fused kernel on fp32 arrays of whole vectors."""
     fused = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
     # beta to the power of infinity is zero, so both corrections are one.
-    state_step = torch.tensor(float(step.step) if step.bias_correction else float("inf"))
+    state_step = weight.new_full((), float(step.step) if step.bias_correction else float("inf"))
     fused(
         [weight],
         [grad],

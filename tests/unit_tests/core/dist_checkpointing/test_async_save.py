@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.device import Device, delays
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.entries import Contents
@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_context,
 )
+from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.device import Device, Lane, delays
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES, NUM_BUFFERS, BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.lanes import Lane, delays
 
 CPU = Device("cpu")
 SMALL = BLOCK_BYTES + 3 * DATA_ALIGNMENT  # bytes of a buffer that a block does not divide

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import fsspec
 import pytest
 
-from megatron.core.device import delays
 from megatron.core.dist_checkpointing import publisher
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.lanes import delays
 from tests.unit_tests.core.dist_checkpointing.crashes import (
     KILLED,
     At,

@@ -37,13 +37,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.device import delays
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.lanes import delays
 from tests.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.models import (
     DELAY,

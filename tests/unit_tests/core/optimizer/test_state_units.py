@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.device import Device, Lane
+from megatron.core.device import Device
+from megatron.core.lanes import Lane
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_units import StateUnit, state_units

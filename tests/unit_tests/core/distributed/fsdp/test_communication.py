@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.device import Event
 from megatron.core.distributed.fsdp import (
     Flat,
     FsdpContext,
@@ -27,6 +26,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
+from megatron.core.lanes import Event
 from tests.ranks import run_ranks
 
 DIM = 8

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from megatron.core.device import delays
 from megatron.core.distributed.fsdp import (
     Placements,
     fully_shard,
@@ -21,6 +20,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
 )
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.ranks import run_ranks
 

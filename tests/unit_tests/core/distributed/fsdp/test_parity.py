@@ -18,7 +18,6 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.device import delays
 from megatron.core.distributed.fsdp import (
     DBuffer,
     Flat,
@@ -35,6 +34,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.lanes import delays
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize, seeded_reset

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.device import delays
 from megatron.core.distributed.fsdp import (
     Flat,
     FsdpContext,
@@ -30,6 +29,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.device import Device, delays
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.distributed.fsdp import OffloadPolicy, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.ranks import run_ranks

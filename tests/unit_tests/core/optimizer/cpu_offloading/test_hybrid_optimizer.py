@@ -23,7 +23,6 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.core.device import delays
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.distributed.fsdp import (
     FsdpContext,
@@ -38,6 +37,7 @@ from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab
+from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam

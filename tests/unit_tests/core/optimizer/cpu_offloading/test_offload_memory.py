@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megatron.core.device
+import megatron.core.lanes
 from megatron.core.distributed.fsdp import (
     FsdpContext,
     MixedPrecisionPolicy,
@@ -331,7 +331,7 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
 @contextmanager
 def allocations_of_lanes(least_bytes: int) -> Iterator[dict[str, Counter[int]]]:
     """What lanes allocate, by the names of their threads' lanes."""
-    lane = megatron.core.device._ThreadLane
+    lane = megatron.core.lanes.ThreadLane
     original = lane.carry_out
     seen: dict[str, Counter[int]] = {}
 

@@ -1,0 +1,185 @@
+"""What PyTorch asks of each kind of accelerator in another way. Only this file names cuda.
+
+`Driver` answers through PyTorch's common interface (`torch.accelerator`, `torch.Stream`, `torch.Event`), which is all
+that most kinds need. A kind of its own is made known with `register_driver`, and is then a device like any other: the
+tests do so with a simulated one.
+"""
+
+from __future__ import annotations
+
+import resource
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+
+
+class PinError(RuntimeError):
+    """Host memory could not be pinned."""
+
+
+class Driver:
+    """One kind of accelerator.
+
+    Attributes:
+        kind: as in `torch.device(kind)`.
+        collective_backend: for `init_process_group`; carries CPU tensors, too.
+        has_triton: whether Triton compiles for it.
+    """
+
+    collective_backend = ""
+    has_triton = False
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @property
+    def module(self) -> Any:
+        """What torch calls the device's module: `torch.cuda` and its like."""
+        return torch.get_device_module(self.kind)
+
+    def is_available(self) -> bool:
+        """Whether this machine has one that can be used."""
+        return bool(self.module.is_available())
+
+    def device_count(self) -> int:
+        """How many of them this process sees."""
+        return int(self.module.device_count())
+
+    def make_current(self, index: int) -> None:
+        """From here on, what this thread does without saying where is done on the device with this index."""
+        self.module.set_device(index)
+
+    def description(self, index: int) -> str:
+        """Its name, for logs and result files."""
+        return f"{self.kind}:{index}"
+
+    def peak_memory_bytes(self, index: int) -> int:
+        """The most memory that tensors have held at once."""
+        return int(self.module.max_memory_allocated(index))
+
+    def rng_state(self, index: int) -> torch.Tensor:
+        """The state of the random generator, uint8 on the CPU."""
+        state: torch.Tensor = self.module.get_rng_state(index)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        """Takes back what `rng_state` gave."""
+        self.module.set_rng_state(state, index)
+
+    def pci_address(self, index: int) -> str | None:  # noqa: ARG002
+        """Where the device is, as sysfs writes it: `0000:3b:00.0`; None if that is not known."""
+        return None
+
+    # Pinned memory
+
+    def pin(self, index: int, address: int, nbytes: int) -> None:  # noqa: ARG002
+        """See `Device.pin`. PinError unless a kind of device says how."""
+        raise pin_error(nbytes, f"no way to pin memory for {self.kind}")
+
+    def unpin(self, index: int, address: int) -> None:
+        """See `Device.unpin`."""
+
+    # Streams
+
+    def new_stream(self, index: int, *, is_urgent: bool) -> torch.Stream:
+        """A stream. What is issued to an urgent one goes before what waits on others."""
+        return torch.Stream(torch.device(self.kind, index), priority=-1 if is_urgent else 0)
+
+    def current_stream(self, index: int) -> torch.Stream:
+        """The stream to which this thread issues what it does on the device."""
+        return torch.accelerator.current_stream(index)
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """While open, this thread issues to `stream`."""
+        return stream
+
+    def new_event(self, index: int, *, is_timed: bool = False) -> torch.Event:
+        """An event. Threads that wait for one that is not timed leave their core to others, where that can be had."""
+        return torch.Event(torch.device(self.kind, index), enable_timing=is_timed)
+
+
+class CudaDriver(Driver):
+    """NVIDIA's. None of it has been run on one."""
+
+    collective_backend = "cpu:gloo,cuda:nccl"
+    has_triton = True
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    def description(self, index: int) -> str:
+        return torch.cuda.get_device_name(index)
+
+    def pci_address(self, index: int) -> str | None:
+        found = torch.cuda.get_device_properties(index)
+        parts = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        if None in parts:
+            return None
+        domain, bus, device = parts
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+    def pin(self, index: int, address: int, nbytes: int) -> None:
+        with torch.cuda.device(index):
+            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+            if int(status) != 0:
+                self._clear_error(index)
+                raise pin_error(nbytes, torch.cuda.cudart().cudaGetErrorString(status))
+
+    def unpin(self, index: int, address: int) -> None:
+        with torch.cuda.device(index):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    @staticmethod
+    def _clear_error(index: int) -> None:
+        """The runtime keeps the last error, and whoever launches the next kernel is told of it: that is done here."""
+        with suppress(RuntimeError):
+            torch.ones(1, device=torch.device("cuda", index)).add_(1)
+
+    # torch's generic events spin while they wait, and its CUDA events take CUDA streams only.
+
+    def new_stream(self, index: int, *, is_urgent: bool) -> torch.Stream:
+        return torch.cuda.Stream(index, priority=-1 if is_urgent else 0)
+
+    def current_stream(self, index: int) -> torch.Stream:
+        return torch.cuda.current_stream(index)
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        assert isinstance(stream, torch.cuda.Stream), "made here"
+        return torch.cuda.stream(stream)
+
+    def new_event(self, index: int, *, is_timed: bool = False) -> torch.Event:  # noqa: ARG002
+        return torch.cuda.Event(enable_timing=is_timed, blocking=not is_timed)
+
+
+def pin_error(nbytes: int, reason: str) -> PinError:
+    """The error of memory that could not be pinned, with what may be the cause."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return PinError(
+        f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some systems apply to "
+        f"it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on unpinned."
+    )
+
+
+_drivers: dict[str, Driver] = {}
+
+
+def register_driver(driver: Driver) -> None:
+    """Makes a kind of accelerator known, in the place of one of the same name. `auto` prefers those known first."""
+    _drivers[driver.kind] = driver
+
+
+def driver_of(kind: str) -> Driver:
+    """The driver of this kind of accelerator. ValueError if none is known."""
+    if kind not in _drivers:
+        raise ValueError(f"Expected a device of kind cpu, {', '.join(_drivers)}, got {kind!r}.")
+    return _drivers[kind]
+
+
+def kinds_of_accelerators() -> list[str]:
+    """Those that have been made known, in that order."""
+    return list(_drivers)
+
+
+register_driver(CudaDriver())

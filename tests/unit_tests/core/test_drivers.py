@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core import device as device_module
+from megatron.core import drivers
+from megatron.core.device import Device, DeviceConfig
+from megatron.core.drivers import CudaDriver, Driver, PinError, driver_of, kinds_of_accelerators, register_driver
+from megatron.core.options import ConfigError
+
+
+class Pretended(Driver):
+    """A kind of accelerator that answers what a test says."""
+
+    collective_backend = "its own"
+
+    def __init__(self, count: int = 2, address: str | None = None) -> None:
+        super().__init__("pretended")
+        self.count, self.address = count, address
+        self.current: list[int] = []
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def make_current(self, index: int) -> None:
+        self.current.append(index)
+
+    def pci_address(self, index: int) -> str | None:  # noqa: ARG002
+        return self.address
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    monkeypatch.setattr(drivers, "_drivers", dict(drivers._drivers))
+    driver = Pretended()
+    register_driver(driver)
+    return driver
+
+
+def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
+    assert kinds_of_accelerators() == ["cuda", "pretended"]
+    assert DeviceConfig(device="pretended").kind == "pretended"
+    device = Device.for_rank("pretended", 1, 2)
+    assert device == Device("pretended", 1)
+    assert device.collective_backend == "its own"
+    assert device.runs_collectives_side_by_side
+    assert pretended.current == [1]
+
+
+def test_auto_takes_what_is_there(pretended, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert DeviceConfig().kind == "pretended"
+    pretended.count = 0
+    assert DeviceConfig().kind == "cpu"
+
+
+def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match="--device: expected one of auto, cpu, cuda, got 'tpu'"):
+        DeviceConfig(device="tpu")
+    with pytest.raises(ValueError, match="Expected a device of kind cpu, cuda, got 'tpu'"):
+        driver_of("tpu")
+
+
+def test_a_worker_of_a_device_has_it_as_its_current_one(pretended):
+    lane = Device("pretended", 1).host_lane("of the second device")
+    lane.enqueue(lambda: pretended.current.append(-1)).synchronize()
+    assert pretended.current == [1, -1], "before any work"
+    lane.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_pinning_for_a_kind_that_cannot_says_so():
+    with pytest.raises(PinError, match="pin 4096 bytes of host memory, got: no way to pin memory for pretended"):
+        Device("pretended").pin(8192, 4096)
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("none\n", None), (None, None)])
+def test_the_node_nearest_to_a_device_is_what_sysfs_says(pretended, tmp_path, monkeypatch, text, node):
+    monkeypatch.setattr(device_module, "_PCI_DEVICES", tmp_path)
+    pretended.address = "0000:3b:00.0"
+    if text is not None:
+        (tmp_path / pretended.address).mkdir()
+        (tmp_path / pretended.address / "numa_node").write_text(text)
+    assert Device("pretended").numa_node == node
+    assert Device("cpu").numa_node is None
+
+
+def test_a_gpu_is_found_in_sysfs_by_its_place_on_the_bus(monkeypatch):
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    assert CudaDriver().pci_address(0) == "0000:3b:00.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
+    assert CudaDriver().pci_address(0) is None, "what torch does not tell"
+
+
+def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
+    """CUDA keeps the last error until somebody asks for it, and every launch does."""
+    left = ["out of memory"]
+
+    class Number:
+        def add_(self, _):
+            if left:
+                raise RuntimeError(left.pop())
+
+    def refuse(*_):
+        return 2
+
+    runtime = SimpleNamespace(cudaHostRegister=refuse, cudaGetErrorString=lambda status: f"error {status}")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: Number())
+    with pytest.raises(PinError, match="error 2"):
+        Device("cuda").pin(8192, 4096)
+    assert left == []
