@@ -4,6 +4,9 @@ A pool of ranks per world size lives as long as the test session: each is a proc
 runs the functions it is handed. Importing torch anew would cost every test seconds per rank. A function that raises or
 hangs on any rank takes its pool down, and the next call starts a fresh one.
 
+With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the process group carries
+its tensors, too; rank r's current device is the one with index r.
+
 Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the function themselves; tests
 for other world sizes are skipped.
 """
@@ -26,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.simulated_accelerator import build
+
 DEFAULT_TIMEOUT = 120.0  # seconds
 
 
@@ -33,28 +38,45 @@ class RankError(AssertionError):
     """What went wrong on the ranks, with their tracebacks."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = DEFAULT_TIMEOUT,
+    device: str = "cpu",
+) -> list[Any]:
     """Calls `function(*args)` on every rank of a process group of `world_size`; returns what each rank returned.
 
     The function is sent by value, so it may be a local one; results must be picklable.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _run_under_torchrun(world_size, function, args)
-    pool = _pools.get(world_size)
+        return _run_under_torchrun(world_size, function, args, device)
+    if device != "cpu":
+        prepare_simulator()
+    pool = _pools.get((world_size, device))
     if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
+        pool = _pools[world_size, device] = _Pool(world_size, device)
     try:
         return pool.run(function, args, timeout)
     except BaseException:
-        _pools.pop(world_size, None)
+        _pools.pop((world_size, device), None)
         pool.kill()
         raise
+
+
+def prepare_simulator() -> None:
+    """Builds the simulated accelerator, if that has not been done; skips the test where it cannot be."""
+    missing = build.missing_for_build()
+    if missing is not None:
+        pytest.skip(missing)
+    # Here, so that it takes none of the ranks' time.
+    build.ensure_built()
 
 
 class _Pool:
     """The processes of one process group."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str) -> None:
         context = mp.get_context("spawn")
         self._store = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
@@ -62,7 +84,9 @@ class _Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, str(Path(self._store.name) / "store"), theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, device, str(Path(self._store.name) / "store"), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -106,13 +130,14 @@ class _Pool:
         self._store.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection) -> None:
     """A rank's life: join the group, then run what comes."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    backend = "gloo" if device == "cpu" else _start_device(device, rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         try:
             function, args = cloudpickle.loads(pipe.recv_bytes())
@@ -125,7 +150,20 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
-def _run_under_torchrun(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+def _start_device(kind: str, rank: int) -> str:
+    """Makes the simulator known to this process; answers its backend for `init_process_group`."""
+    # Not before: with it, torch has an accelerator.
+    from megatron.core.device import Device
+    from tests.simulated_accelerator import device as _  # noqa: F401
+
+    device = Device(kind, rank)
+    device.make_current()
+    return device.collective_backend
+
+
+def _run_under_torchrun(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], device: str) -> list[Any]:
+    if device != "cpu":
+        pytest.skip("torchrun's ranks have no simulated accelerator")
     if int(os.environ["WORLD_SIZE"]) != world_size:
         pytest.skip(f"needs {world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
     if not dist.is_initialized():
@@ -135,7 +173,7 @@ def _run_under_torchrun(world_size: int, function: Callable[..., Any], args: tup
     return results
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[tuple[int, str], _Pool] = {}
 
 
 @atexit.register
