@@ -4,8 +4,8 @@ A pool of ranks per world size lives as long as the test session: each is a proc
 runs the functions it is handed. Importing torch anew would cost every test seconds per rank. A function that raises or
 hangs on any rank takes its pool down, and the next call starts a fresh one.
 
-With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the process group carries
-its tensors, too; rank r's current device is the one with index r.
+With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the process group
+carries its tensors, too; rank r's current device is the one with index r.
 
 Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the function themselves; tests
 for other world sizes are skipped.

@@ -93,10 +93,9 @@ def _build(library: Path) -> None:
 
         linked = Path(folder) / library.name
         libraries = Path(torch.__file__).parent / "lib"
-        names = ("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10")
+        linking = (f"-L{libraries}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{libraries}")
         done = subprocess.run(
-            [compiler, *_compile_flags(), "-shared", str(unit), "-o", str(linked), f"-L{libraries}", *names]
-            + [f"-Wl,-rpath,{libraries}"],
+            [compiler, *_compile_flags(), "-shared", str(unit), "-o", str(linked), *linking],
             capture_output=True,
             text=True,
         )

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._meta_registrations  # noqa: F401  shapes of operators that have theirs in Python
+import torch._meta_registrations  # shapes of operators that have theirs in Python
 import torch.distributed as dist
 
 from megatron.core.drivers import Driver, pin_error, register_driver

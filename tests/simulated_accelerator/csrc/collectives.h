@@ -42,12 +42,15 @@ class Communicator final : public c10d::Backend {
   // How many collectives have been issued, for messages and tests.
   int64_t num_issued() const { return num_issued_; }
 
+  // Closes the connections, as the death of this rank would. Nothing may be issued any more.
+  void close() { gloo_.reset(); }
+
  private:
   // Queues `run`, which may use gloo and wait for it, and answers the work.
   c10::intrusive_ptr<c10d::Work> launch(
       c10d::OpType type, std::vector<at::Tensor> tensors, bool is_async, std::function<void()> run);
 
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;
   std::mutex mutex_;
   std::optional<Marker> last_;
   Stream* own_stream_ = nullptr;

@@ -85,5 +85,6 @@ PYBIND11_MODULE(_sim, module) {
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) {
         return c10::make_intrusive<sim::Communicator>(std::move(gloo), rank, size);
       }))
-      .def_property_readonly("num_issued", &sim::Communicator::num_issued);
+      .def_property_readonly("num_issued", &sim::Communicator::num_issued)
+      .def("close", &sim::Communicator::close);
 }

@@ -1,0 +1,141 @@
+"""The engines that are trained here, by name, and how: the same on every kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+
+Batch = dict[str, torch.Tensor]
+
+_VOCABULARY = 64
+
+
+class Case(NamedTuple):
+    """One engine's configuration."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: DataParallelConfig = DataParallelConfig()
+    dtype: str = "bf16"
+    model: dict[str, Any] = {}  # noqa: RUF012  options of TransformerConfig, only read
+
+
+def _offloaded(fraction: float = 1.0, **options: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer_cpu_offload=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        optimizer_offload_fraction=fraction,
+        **options,
+    )
+
+
+_ALL_OVERLAPS = {"overlap_optimizer_with_forward": True}
+_TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
+_SHORT_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}
+
+CASES = {
+    "zero3": Case(),
+    "zero3 fp32": Case(dtype="fp32"),
+    "zero3 kept": Case(parallel=DataParallelConfig(megatron_fsdp_reshard_after_forward=False)),
+    "zero2": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim_grads")),
+    "zero1": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim")),
+    "zero1 fp32": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim"), dtype="fp32"),
+    "no_shard": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="no_shard")),
+    "hsdp": Case(parallel=DataParallelConfig(**_TWO_INSTANCES)),
+    "hfsdp": Case(parallel=DataParallelConfig(**_TWO_INSTANCES, outer_dp_sharding_strategy="optim")),
+    "recomputed": Case(model={"recompute_granularity": "full"}),
+    "selective": Case(model={"recompute_granularity": "selective"}),
+    "fp16": Case(OptimizerConfig(initial_loss_scale=2.0**12), dtype="fp16"),
+    "fp16 moments": Case(OptimizerConfig(**_SHORT_MOMENTS)),
+    "offload": Case(_offloaded()),
+    "offload half": Case(_offloaded(0.5)),
+    "offload forward": Case(_offloaded(**_ALL_OVERLAPS)),
+    "offload forward half": Case(_offloaded(0.5, **_ALL_OVERLAPS)),
+    "offload zero1": Case(_offloaded(0.5, **_ALL_OVERLAPS), DataParallelConfig(data_parallel_sharding_strategy="optim")),
+    "offload hsdp": Case(_offloaded(**_ALL_OVERLAPS), DataParallelConfig(**_TWO_INSTANCES)),
+    "offload fp16": Case(_offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"),
+    "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
+    "offload unpinned": Case(_offloaded(pin_cpu_grads=False, pin_cpu_params=False)),
+    "fsdp2": Case(parallel=DataParallelConfig(use_torch_fsdp2=True)),
+    "offload fsdp2": Case(_offloaded(0.5), DataParallelConfig(use_torch_fsdp2=True)),
+}
+
+
+def make_engine(name: str, kind: str) -> ModuleEngine:
+    """The engine of this case, on this rank's device."""
+    case, world_size = CASES[name], dist.get_world_size()
+    device = Device(kind, dist.get_rank() if kind != "cpu" else 0)
+    config = EngineConfig(
+        case.optimizer,
+        LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+        case.parallel,
+        train_iters=99,
+        compute_dtype=case.dtype,
+    )
+    engine = build_engine(config, device, build_mesh(kind, world_size), num_local_ranks=world_size)
+    engine.initialize(lambda: _gpt(case))
+    return engine
+
+
+def _gpt(case: Case) -> nn.Module:
+    config = TransformerConfig(
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        swiglu=True,
+        normalization="RMSNorm",
+        **case.model,
+    )
+    return GPTModel(config, _VOCABULARY)
+
+
+def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch["tokens"], batch["labels"]).mean()
+
+
+def batches(step: int, kind: str, num_microbatches: int = 2) -> list[Batch]:
+    """This rank's of one step; pinned for an accelerator, as the loop's are."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    windows = torch.randint(_VOCABULARY, (num_microbatches, 2, 17), generator=generator)
+    made = [{"tokens": w[:, :-1].contiguous(), "labels": w[:, 1:].contiguous()} for w in windows]
+    if kind == "cpu":
+        return made
+    return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made]
+
+
+class Course(NamedTuple):
+    """What a training came to on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+
+
+def train(engine: ModuleEngine, kind: str, steps: range, after_step: Callable[[], None] = lambda: None) -> Course:
+    """Some steps, and an evaluation in the middle. `after_step` is called after each step."""
+    losses, norms, evaluated = [], [], 0.0
+    # The CPU's own kernel rounds otherwise than the one that the simulator has.
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in steps:
+            result = engine.train_batch(batches(step, kind), forward_step)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            after_step()
+            if step == steps[len(steps) // 2]:
+                evaluated = engine.eval_batch(batches(step, kind), forward_step)
+    return Course(losses, norms, evaluated)

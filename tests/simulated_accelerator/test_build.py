@@ -1,0 +1,75 @@
+"""Building the simulated accelerator: once, by whoever comes first, or not at all with a reason."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.simulated_accelerator import build
+
+COMPILER = """#!{python}
+import sys, time
+with open({log!r}, "a") as log:
+    log.write("compiled\\n")
+time.sleep(0.1)
+open(sys.argv[sys.argv.index("-o") + 1], "w").write("a library")
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and a compiler that takes no time."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(python=sys.executable, log=str(tmp_path / "log")))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SIMULATED_ACCELERATOR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_processes_that_build_at_once_all_find_a_whole_library(cache):
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(build.ensure_built().read_text())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == ["a library"] * 4
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "nothing else is left"
+
+
+def test_it_is_built_again_for_other_sources_only(cache, monkeypatch, tmp_path):
+    first = build.ensure_built()
+    assert build.ensure_built() == first
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "other.cpp").write_text("// other")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    assert build.ensure_built() != first
+    assert (tmp_path / "log").read_text().count("compiled") == 2
+
+
+def test_without_a_compiler_there_is_a_reason_to_skip(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "g++" in build.missing_for_build()
+    with pytest.raises(build.BuildError):
+        build.ensure_built()
+
+
+def test_what_was_built_needs_no_compiler(cache, monkeypatch):
+    build.ensure_built()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.missing_for_build() is None
+
+
+def test_a_failing_compiler_is_quoted(cache, monkeypatch):
+    monkeypatch.setattr(build, "_FLAGS", ("--no-output",))
+    broken = Path(cache.parent / "broken")
+    broken.write_text("#!/bin/sh\necho the words >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.BuildError, match="the words"):
+        build.ensure_built()
