@@ -18,7 +18,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron.core.lanes import delays
 from tests.simulated_accelerator import build
 
 DEFAULT_TIMEOUT = 120.0  # seconds
@@ -71,6 +73,27 @@ def prepare_simulator() -> None:
         pytest.skip(missing)
     # Here, so that it takes none of the ranks' time.
     build.ensure_built()
+
+
+def rank_device() -> torch.device:
+    """In a function that ranks run: the device of this rank, where a test's tensors belong."""
+    return _rank_device[0]
+
+
+@contextmanager
+def random_delays(seed: int) -> Iterator[None]:
+    """While open, what runs beside the host begins after random pauses: work on lanes, and on a device's streams."""
+    with ExitStack() as stack:
+        stack.enter_context(delays(seed))
+        if rank_device().type != "cpu":
+            from tests.simulated_accelerator import device
+
+            stack.enter_context(device.configured(max_pause_us=300, seed=seed))
+        yield
+
+
+# The device of the ranks that this process is one of.
+_rank_device = [torch.device("cpu")]
 
 
 class _Pool:
@@ -158,6 +181,7 @@ def _start_device(kind: str, rank: int) -> str:
 
     device = Device(kind, rank)
     device.make_current()
+    _rank_device[0] = device.torch_device
     return device.collective_backend
 
 

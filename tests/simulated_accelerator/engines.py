@@ -64,7 +64,9 @@ CASES = {
     "offload half": Case(_offloaded(0.5)),
     "offload forward": Case(_offloaded(**_ALL_OVERLAPS)),
     "offload forward half": Case(_offloaded(0.5, **_ALL_OVERLAPS)),
-    "offload zero1": Case(_offloaded(0.5, **_ALL_OVERLAPS), DataParallelConfig(data_parallel_sharding_strategy="optim")),
+    "offload zero1": Case(
+        _offloaded(0.5, **_ALL_OVERLAPS), DataParallelConfig(data_parallel_sharding_strategy="optim")
+    ),
     "offload hsdp": Case(_offloaded(**_ALL_OVERLAPS), DataParallelConfig(**_TWO_INSTANCES)),
     "offload fp16": Case(_offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
@@ -119,23 +121,29 @@ def batches(step: int, kind: str, num_microbatches: int = 2) -> list[Batch]:
 
 
 class Course(NamedTuple):
-    """What a training came to on one rank."""
+    """What a training came to on one rank, and what was looked at before and after each step."""
 
     losses: list[float]
     norms: list[float]
     evaluated: float
+    seen: list[tuple[Any, Any]]
+
+    @property
+    def numbers(self) -> tuple[list[float], list[float], float]:
+        return self.losses, self.norms, self.evaluated
 
 
-def train(engine: ModuleEngine, kind: str, steps: range, after_step: Callable[[], None] = lambda: None) -> Course:
-    """Some steps, and an evaluation in the middle. `after_step` is called after each step."""
-    losses, norms, evaluated = [], [], 0.0
+def train(engine: ModuleEngine, kind: str, steps: range, look: Callable[[], Any] = lambda: None) -> Course:
+    """Some steps, and an evaluation in the middle."""
+    losses, norms, evaluated, seen = [], [], 0.0, []
     # The CPU's own kernel rounds otherwise than the one that the simulator has.
     with sdpa_kernel(SDPBackend.MATH):
         for step in steps:
-            result = engine.train_batch(batches(step, kind), forward_step)
+            prepared, before = batches(step, kind), look()
+            result = engine.train_batch(prepared, forward_step)
+            seen.append((before, look()))
             losses.append(result.loss)
             norms.append(result.grad_norm)
-            after_step()
             if step == steps[len(steps) // 2]:
                 evaluated = engine.eval_batch(batches(step, kind), forward_step)
-    return Course(losses, norms, evaluated)
+    return Course(losses, norms, evaluated, seen)

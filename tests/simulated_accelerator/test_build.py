@@ -41,7 +41,8 @@ def test_processes_that_build_at_once_all_find_a_whole_library(cache):
     assert [path.suffix for path in cache.iterdir()] == [".so"], "nothing else is left"
 
 
-def test_it_is_built_again_for_other_sources_only(cache, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("cache")
+def test_it_is_built_again_for_other_sources_only(monkeypatch, tmp_path):
     first = build.ensure_built()
     assert build.ensure_built() == first
     sources = tmp_path / "sources"
@@ -52,14 +53,16 @@ def test_it_is_built_again_for_other_sources_only(cache, monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text().count("compiled") == 2
 
 
-def test_without_a_compiler_there_is_a_reason_to_skip(cache, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_without_a_compiler_there_is_a_reason_to_skip(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "g++" in build.missing_for_build()
     with pytest.raises(build.BuildError):
         build.ensure_built()
 
 
-def test_what_was_built_needs_no_compiler(cache, monkeypatch):
+@pytest.mark.usefixtures("cache")
+def test_what_was_built_needs_no_compiler(monkeypatch):
     build.ensure_built()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.missing_for_build() is None

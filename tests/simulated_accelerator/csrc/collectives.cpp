@@ -1,7 +1,6 @@
 #include "collectives.h"
 
 #include "device.h"
-#include "gil.h"
 #include "operators.h"
 
 #include <ATen/ATen.h>

@@ -1,7 +1,6 @@
 // Devices, streams and events as torch asks for them, and the random generators of the devices.
 #include "device.h"
 
-#include "gil.h"
 #include "memory.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,7 +1,5 @@
 #include "memory.h"
 
-#include "gil.h"
-
 #include <cstdlib>
 #include <cstring>
 #include <map>

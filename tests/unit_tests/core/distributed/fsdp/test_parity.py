@@ -38,7 +38,7 @@ from megatron.core.lanes import delays
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize, seeded_reset
-from tests.ranks import run_ranks
+from tests.ranks import random_delays, rank_device, run_ranks
 
 AVG = Partial("avg")
 ON_TWO_AXES = {
@@ -54,9 +54,10 @@ VOCAB = 40
 
 def mesh_and_placements(sharding: str) -> tuple[DeviceMesh, Placements]:
     """What a strategy on all ranks, or a kind of sharding on two axes of two ranks, is."""
+    kind = rank_device().type
     if sharding in ON_TWO_AXES:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), ON_TWO_AXES[sharding]
-    return init_device_mesh("cpu", (dist.get_world_size(),)), Placements.for_strategy(sharding)
+        return init_device_mesh(kind, (2, 2), mesh_dim_names=("outer", "inner")), ON_TWO_AXES[sharding]
+    return init_device_mesh(kind, (dist.get_world_size(),)), Placements.for_strategy(sharding)
 
 
 def mean_over_ranks(value: float) -> float:
@@ -127,7 +128,8 @@ class Run:
         """The tokens and labels of a rank in a microbatch. The same in every step, so only learning changes losses."""
         generator = torch.Generator().manual_seed(number * self.world_size + rank)
         text = torch.randint(VOCAB, (2, 9), generator=generator)
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        device = rank_device()
+        return text[:, :-1].contiguous().to(device), text[:, 1:].contiguous().to(device)
 
     def loss(self, model: nn.Module, number: int, rank: int) -> Tensor:
         return model(*self.batch(number, rank)).mean() / self.num_microbatches
@@ -152,7 +154,8 @@ def sharded_gpt(sharding: str, dtype: torch.dtype, **changes: Any) -> tuple[GPTM
     mesh, placements = mesh_and_placements(sharding)
     model = gpt_on_meta(**changes).to(dtype)
     policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=FP32)
-    with fully_shard_context("cpu", reset_parameters=seeded_reset(model, "cpu", SEED)) as context:
+    device = rank_device()
+    with fully_shard_context(device, reset_parameters=seeded_reset(model, device, SEED)) as context:
         for layer in model.decoder.layers:
             fully_shard(layer, mesh, placements, policy)
         fully_shard(model, mesh, placements, policy)
@@ -267,6 +270,25 @@ def test_losses_equal_those_of_one_rank_with_the_same_global_batch_and_of_fsdp2(
         assert losses == pytest.approx(losses_of_fsdp2(run), rel=tolerance, abs=0)
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("run", "sharding"),
+    [
+        (Run(2, 3, "adamw", FP32), "optim_grads_params"),
+        *(
+            pytest.param(Run(size, 3, "adamw", dtype), sharding, marks=pytest.mark.wide)
+            for size, dtype in itertools.product((2, 4), (FP32, BF16))
+            for sharding in (*SHARDING_STRATEGIES, *(ON_TWO_AXES if size == 4 else ()))
+            if (size, dtype, sharding) != (2, FP32, "optim_grads_params")
+        ),
+    ],
+)
+def test_losses_on_accelerators_equal_those_of_one_rank_of_the_cpu(run, sharding):
+    expected = losses_on_one_rank(run)
+    for losses in run_ranks(run.world_size, _train_sharded, run, sharding, device="sim"):
+        assert losses == pytest.approx(expected, rel=TOLERANCES[run.dtype], abs=0)
+
+
 def _train_delayed(run: Run, shardings: Sequence[str], seeds: Sequence[int]) -> None:
     for sharding in shardings:
         model, context = sharded_gpt(sharding, run.dtype)
@@ -276,7 +298,7 @@ def _train_delayed(run: Run, shardings: Sequence[str], seeds: Sequence[int]) -> 
         for seed in seeds:
             delayed, context = sharded_gpt(sharding, run.dtype)
             # Another seed on every rank, or they would pause in step.
-            with delays(seed * run.world_size + dist.get_rank()):
+            with random_delays(seed * run.world_size + dist.get_rank()):
                 assert train_sharded_gpt(run, delayed, context) == losses, (sharding, seed)
             assert all(map(torch.equal, main_weights(delayed), weights)), (sharding, seed)
 
@@ -294,6 +316,20 @@ def _train_delayed(run: Run, shardings: Sequence[str], seeds: Sequence[int]) -> 
 )
 def test_lanes_that_pause_at_random_change_no_bit_of_losses_and_weights(run, shardings, seeds):
     run_ranks(run.world_size, _train_delayed, run, shardings, seeds)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("run", "shardings", "seeds"),
+    [
+        (Run(2, 2, "adamw", BF16, num_steps=2), ["optim_grads"], (1,)),
+        pytest.param(Run(2, 2, "adamw", BF16), SHARDING_STRATEGIES, (1, 2, 3), marks=pytest.mark.wide),
+        pytest.param(Run(4, 3, "adamw", BF16), list(ON_TWO_AXES), (4, 5, 6), marks=pytest.mark.wide),
+    ],
+    ids=["2-zero2", "2-strategies", "4-two-axes"],
+)
+def test_streams_that_pause_at_random_change_no_bit_of_losses_and_weights(run, shardings, seeds):
+    run_ranks(run.world_size, _train_delayed, run, shardings, seeds, device="sim", timeout=600)
 
 
 # Models of other shapes, in fp32 and against one rank: losses, gradients, weights

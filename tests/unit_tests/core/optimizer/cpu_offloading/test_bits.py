@@ -29,10 +29,9 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
-from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import run_ranks
+from tests.ranks import random_delays, rank_device, run_ranks
 
 DIM = 32  # so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -89,12 +88,14 @@ class Run(NamedTuple):
 
 
 def shard(model: nn.Module, setting: Setting, offloaded: Sequence[nn.Module] = ()) -> FsdpContext:
+    device = rank_device()
     if setting.strategy in ON_TWO_AXES:
-        mesh, placements = init_device_mesh("cpu", (2, 2)), ON_TWO_AXES[setting.strategy]
+        mesh, placements = init_device_mesh(device.type, (2, 2)), ON_TWO_AXES[setting.strategy]
     else:
-        mesh, placements = init_device_mesh("cpu", (dist.get_world_size(),)), Placements.for_strategy(setting.strategy)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        placements = Placements.for_strategy(setting.strategy)
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
-    with fully_shard_context("cpu") as context:
+    with fully_shard_context(device) as context:
         for module in (*model.layers, model):
             offload = OffloadPolicy(main_weights_on_host=module in offloaded)
             fully_shard(module, mesh, placements, policy, offload_policy=offload)
@@ -112,11 +113,11 @@ def train(
     offloaded: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: (),
 ) -> Run:
     """Trains on batches of its own on each rank; with a seed, under random delays on every lane."""
-    model = Model(setting.dtype)
+    model = Model(setting.dtype).to(rank_device())
     context = shard(model, setting, offloaded(model))
     optimizer = make(model)
     losses = []
-    with nullcontext() if seed is None else delays(seed):
+    with nullcontext() if seed is None else random_delays(seed):
         for number in range(setting.steps):
             losses.append(backward(model, context, setting, number))
             for group in optimizer.param_groups:
@@ -136,7 +137,7 @@ def backward(model: nn.Module, context: FsdpContext, setting: Setting, step: int
     total = 0.0
     for number in range(setting.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + number)
-        x = torch.randn(4, DIM, generator=generator).to(setting.dtype)
+        x = torch.randn(4, DIM, generator=generator).to(rank_device(), setting.dtype)
         with microbatch(context, is_last=number == setting.num_microbatches - 1):
             loss = (model(x).float() - 1).square().mean()
             loss.backward()
@@ -221,6 +222,12 @@ def test_offloaded_steps_are_bit_equal_to_those_of_the_device_and_of_torch(world
     run_ranks(world_size, _all_settings, Setting(), cases, timeout=600)
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("cases", [FEW_CASES[1:], pytest.param(ALL_CASES, marks=pytest.mark.wide)])
+def test_offloaded_steps_are_bit_equal_on_an_accelerator(cases):
+    run_ranks(2, _all_settings, Setting(steps=4), cases, timeout=600, device="sim")
+
+
 def _delayed(setting: Setting, fraction: float, seeds: Sequence[int]) -> None:
     make = hybrid(fraction, **ALL)
     expected = train(setting, make)
@@ -248,6 +255,23 @@ def test_random_delays_on_every_lane_change_no_bit(world_size, strategy, fractio
     run_ranks(world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300)
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "fraction"),
+    [
+        (2, "optim_grads_params", 1.0),
+        *(
+            pytest.param(world_size, strategy, fraction, marks=pytest.mark.wide)
+            for world_size, strategy, fraction in itertools.product((1, 2), SHARDING_STRATEGIES, (0.5, 1.0))
+            if (world_size, strategy, fraction) != (2, "optim_grads_params", 1.0)
+        ),
+    ],
+)
+def test_random_delays_on_every_stream_of_an_accelerator_change_no_bit(world_size, strategy, fraction):
+    setting = DELAYED._replace(strategy=strategy)
+    run_ranks(world_size, _delayed, setting, fraction, range(3), timeout=300, device="sim")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_delays_change_no_bit_of_16_bit_weights_that_travel_in_their_gradients_memory(dtype):
     run_ranks(2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(20, 24))
@@ -262,6 +286,20 @@ def _fractions(setting: Setting, seed: int | None = None) -> None:
         weights = [parameter for layer in Model(setting.dtype).layers for parameter in layer.parameters()]
         assert all(weight.dtype == setting.dtype for weight in weights)
         assert all(weight.dtype == torch.float32 for weight in expected.weights)
+
+
+@pytest.mark.sim
+@pytest.mark.wide
+@pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
+def test_bf16_weights_train_alike_on_an_accelerator_whatever_the_fraction(strategy):
+    run_ranks(2, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600)
+
+
+@pytest.mark.sim
+@pytest.mark.wide
+@pytest.mark.parametrize("strategy", list(ON_TWO_AXES))
+def test_bf16_weights_train_alike_on_accelerators_in_two_axes_whatever_the_fraction(strategy):
+    run_ranks(4, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600)
 
 
 ON_ONE_AXIS = [(2, strategy, num) for strategy, num in itertools.product(SHARDING_STRATEGIES, (1, 3))]

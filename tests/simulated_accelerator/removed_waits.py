@@ -1,0 +1,113 @@
+"""The project with one of its waits taken out, to see whether the simulated accelerator notices."""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.lanes import StreamLane
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer, _Bucket
+
+
+class Removal(NamedTuple):
+    """A wait of a method: patterns that are in its source once, and what stands in their places without it."""
+
+    owner: type
+    method: str
+    edits: dict[str, str]
+
+
+REMOVALS = {
+    "of the computation for gathered weights": Removal(
+        FsdpParameterGroup, "wait_unsharded", {r"event\.wait\(\)": "pass"}
+    ),
+    "of the gather for the computation": Removal(
+        FsdpParameterGroup,
+        "unshard",
+        {
+            r"after = \[(.+)\] if delivery is None else \[\1, delivery\]": (
+                "after = [] if delivery is None else [delivery]"
+            )
+        },
+    ),
+    "of the gather for the delivery": Removal(
+        FsdpParameterGroup, "unshard", {r"if delivery is None else \[(.+), delivery\]": r"if True else [\1]"}
+    ),
+    "of the reduction for the backward": Removal(
+        FsdpParameterGroup,
+        "reduce",
+        {r"lane\.enqueue\(work, (after=)?\[self\._device\.event\(\)\]": "lane.enqueue(work, []"},
+    ),
+    "of the gradients' memory for their reduction": Removal(
+        FsdpContext, "_finish_oldest", {r"event\.wait\(\)": "pass"}
+    ),
+    "of the gradients' way down for their reduction": Removal(_Bucket, "fetch_early", {r", \[reduced\]\)": ", [])"}),
+    "of the host for the gradients": Removal(
+        HybridDeviceOptimizer, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
+    ),
+    # Gradients that have come down already wait for the computation all the same, and the weights for them: without
+    # that, too, the wait matters.
+    "of the weights' way up for the computation": Removal(
+        HybridDeviceOptimizer,
+        "_begin",
+        {
+            r"h2d\.enqueue\(send, after=\[now\]\)": "h2d.enqueue(send)",
+            r"\[now\] if isinstance\(link, GroupLink\) else \[now, \*reads\]": "list(reads)",
+        },
+    ),
+}
+
+
+@contextmanager
+def removed(name: str) -> Iterator[None]:
+    """While open, the wait with this name is not there. AssertionError if it is no longer where it was."""
+    removal = REMOVALS[name]
+    own = vars(removal.owner)[removal.method]
+    setattr(removal.owner, removal.method, _edited(own, removal))
+    try:
+        yield
+    finally:
+        setattr(removal.owner, removal.method, own)
+
+
+@contextmanager
+def recorded_lanes() -> Iterator[dict[str, torch.Stream]]:
+    """The streams behind the lanes that are made while this is open, by the lanes' names."""
+    streams: dict[str, torch.Stream] = {}
+    make = StreamLane.__init__
+
+    def note(self: StreamLane, driver: Any, index: int, name: str, **options: Any) -> None:
+        make(self, driver, index, name, **options)
+        streams[name] = self._stream
+
+    StreamLane.__init__ = note
+    try:
+        yield streams
+    finally:
+        StreamLane.__init__ = make
+
+
+def _edited(function: Any, removal: Removal) -> Any:
+    source = textwrap.dedent(inspect.getsource(function))
+    for pattern, instead in removal.edits.items():
+        source, count = re.subn(pattern, instead, source)
+        assert count == 1, f"expected {pattern} once in {function.__qualname__}, found it {count} times"
+    code = compile(
+        source,
+        f"<{function.__qualname__} without a wait>",
+        "exec",
+        flags=__future__.annotations.compiler_flag,
+        dont_inherit=True,
+    )
+    made: dict[str, Any] = {}
+    exec(code, inspect.unwrap(function).__globals__, made)
+    return made[function.__name__]

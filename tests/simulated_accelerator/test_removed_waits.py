@@ -1,0 +1,159 @@
+"""Each wait that keeps two streams apart, taken out: the simulated accelerator notices.
+
+A test that finds nothing proves little unless it would find something. The streams come in an order that makes the
+missing wait matter every time: the lanes last, or the computation last. Where other waits would hide it, the step's own
+synchronisation above all, a stream is held past them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.engines import ModuleEngine
+from tests.ranks import run_ranks
+from tests.simulated_accelerator import engines
+from tests.simulated_accelerator.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour
+from tests.simulated_accelerator.removed_waits import REMOVALS, recorded_lanes, removed
+
+pytestmark = pytest.mark.sim
+
+STEPS = range(3)
+# Longer than what keeps a busy machine from its work: a stream that comes last must not come before its time.
+PATIENCE_MS = 20_000
+HELD_SECONDS = 2.0
+
+
+def _train(case: str, behaviour: Behaviour, without: str | None) -> Any:
+    """The numbers of a training, or the error that it ended with."""
+    import tests.simulated_accelerator.device as sim
+
+    sim.configure(behaviour.settings())
+    try:
+        with sim.configured(patience_ms=PATIENCE_MS):
+            engine = engines.make_engine(case, "sim")
+            if without is None:
+                return engines.train(engine, "sim", STEPS).numbers
+            with removed(without):
+                return engines.train(engine, "sim", STEPS).numbers
+    except Exception as error:
+        return repr(error)
+    finally:
+        # What a run without a wait has left must not reach into the memory of the next one.
+        torch.accelerator.synchronize()
+        sim.configure(sim.Settings())
+
+
+def _forward_before_the_step(case: str, without: str | None) -> float:
+    """The loss of a forward between the backward and the step, which must see the weights from before the step.
+
+    The device has not begun that forward when the step is issued: updated weights must not go up yet.
+    """
+    engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    state, (batch, *_) = engine.state, engines.batches(7, "sim")
+    batch = {name: tensor.to(engine.device.torch_device) for name, tensor in batch.items()}
+    engines.forward_step(state.model, batch).backward()
+
+    with _without(without), _held_until_delivered(engine, torch.accelerator.current_stream(), without):
+        with torch.no_grad():
+            loss = engines.forward_step(state.model, batch)
+        state.optimizer.step(1.0)
+    return loss.item()
+
+
+def _gradients_that_come_late(case: str, without: str | None) -> float:
+    """The loss after a step whose gradients come down long after the step has synchronised with the device."""
+    with recorded_lanes() as lanes:
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+
+    with _without(without), _held_until_delivered(engine, lanes["optimizer d2h"], without):
+        engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
+    return engine.eval_batch(engines.batches(8, "sim"), engines.forward_step)
+
+
+def _reductions_that_come_late(case: str, without: str | None) -> float:
+    """The loss after a step whose gradients are reduced long after they could have come down."""
+    import tests.simulated_accelerator.device as sim
+
+    # What this wait is part of is made with the engine.
+    with recorded_lanes() as lanes, _without(without):
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    state, (batch, *_) = engine.state, engines.batches(7, "sim")
+    batch = {name: tensor.to(engine.device.torch_device) for name, tensor in batch.items()}
+    torch.accelerator.synchronize()
+
+    with sim.held(lanes["fsdp reduction"]):
+        engines.forward_step(state.model, batch).backward()
+        deadline = time.monotonic() + (HELD_SECONDS if without is None else PATIENCE_MS / 1000)
+        while not lanes["optimizer d2h"].query() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    state.optimizer.step(1.0)
+    state.optimizer.zero_grad()
+    return engine.eval_batch(engines.batches(8, "sim"), engines.forward_step)
+
+
+def _without(wait: str | None) -> AbstractContextManager[None]:
+    return nullcontext() if wait is None else removed(wait)
+
+
+@contextmanager
+def _held_until_delivered(engine: ModuleEngine, stream: torch.Stream, without: str | None) -> Iterator[None]:
+    """Holds a stream until the optimizer has delivered its weights all the same, which it does if a wait is missing.
+
+    With all waits it does not, so this does not insist.
+    """
+    import tests.simulated_accelerator.device as sim
+
+    delivery = threading.Thread(target=engine.state.optimizer.synchronize, daemon=True)
+    with sim.held(stream):
+        yield
+        delivery.start()
+        delivery.join(HELD_SECONDS if without is None else PATIENCE_MS / 1000)
+    delivery.join()
+
+
+SCENES = {
+    "of the computation for gathered weights": ("zero3", LANES_LAST),
+    "of the gather for the computation": ("zero3", DEFAULT_LAST),
+    "of the gather for the delivery": ("offload forward half", LANES_LAST),
+    "of the reduction for the backward": ("zero3", DEFAULT_LAST),
+    "of the gradients' memory for their reduction": ("zero3", LANES_LAST),
+}
+BY_DEFAULT = ("of the computation for gathered weights", "of the gather for the computation")
+HELD = {
+    "of the gradients' way down for their reduction": (_reductions_that_come_late, "offload forward half"),
+    "of the host for the gradients": (_gradients_that_come_late, "offload forward half"),
+    "of the weights' way up for the computation": (_forward_before_the_step, "offload zero1"),
+}
+
+
+def test_every_wait_has_a_scene():
+    assert {*SCENES, *HELD} == set(REMOVALS)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [wait if wait in BY_DEFAULT else pytest.param(wait, marks=pytest.mark.wide) for wait in SCENES],
+)
+def test_a_removed_wait_is_noticed(wait):
+    case, behaviour = SCENES[wait]
+    whole = run_ranks(2, _train, case, behaviour, None, device="sim", timeout=300)
+    assert whole[0] == whole[1], "with all waits, nothing is wrong"
+    assert not isinstance(whole[0], str), whole[0]
+    assert run_ranks(2, _train, case, behaviour, wait, device="sim", timeout=300) != whole
+
+
+@pytest.mark.parametrize("wait", HELD)
+def test_a_removed_wait_that_no_order_of_lanes_shows_is_noticed_when_one_is_held(wait):
+    scene, case = HELD[wait]
+    whole = run_ranks(2, scene, case, None, device="sim")
+    assert run_ranks(2, scene, case, wait, device="sim") != whole
