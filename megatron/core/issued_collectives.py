@@ -75,6 +75,7 @@ class IssuedCollectives:
         # Appended to by the threads that issue; from the left, records are taken away by the walking thread.
         self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)
         self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # for starting it
         self._walker: threading.Thread | None = None
         self._is_asked = threading.Event()
         self._has_passed_all = threading.Event()
@@ -96,9 +97,10 @@ class IssuedCollectives:
         """The oldest collective that is not over; None if there is none, or the device comes on. At most a second."""
         if not self._records:
             return None
-        if self._walker is None:
-            self._walker = threading.Thread(target=self._walk, name="collectives", daemon=True)
-            self._walker.start()
+        with self._lock:
+            if self._walker is None:
+                self._walker = threading.Thread(target=self._walk, name="collectives", daemon=True)
+                self._walker.start()
         self._has_passed_all.clear()
         self._is_asked.set()
 
