@@ -76,10 +76,9 @@ def test_an_old_name_counts_as_long_as_the_new_one_is_not_set():
 
 def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
     for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set below goes again
+        monkeypatch.delenv(name)
     Device("cpu").prepare_collectives()
     assert not OURS.keys() & os.environ.keys()
     Device("cuda").prepare_collectives()
     assert {name: os.environ[name] for name in OURS} == OURS
-    for name in OURS:
-        monkeypatch.delenv(name)
