@@ -7,6 +7,7 @@ drivers.py.
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import time
@@ -70,11 +71,16 @@ class Device:
 
     @classmethod
     def for_rank(cls, kind: str, local_rank: int, local_world_size: int) -> Device:
-        """The device of the rank with this number on its machine. ConfigError, on all of them, if there are too few."""
+        """The device of the rank with this number on its machine. ConfigError, on all of them, if there are too few.
+
+        Where Slurm shows each of a machine's processes a device of its own, that is the first one of each.
+        """
         if kind == _CPU:
             return cls(kind)
         count = driver_of(kind).device_count()
-        if local_world_size > count:
+        if count == 1 and _is_bound_by_slurm(local_rank, local_world_size):
+            local_rank = 0
+        elif local_world_size > count:
             raise ConfigError(
                 f"--nproc-per-node: expected at most one process for each of the {count} GPUs of this machine, "
                 f"got {local_world_size}."
@@ -91,6 +97,11 @@ class Device:
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.kind, self.index) if self.is_accelerator else torch.device(_CPU)
+
+    def prepare_collectives(self) -> None:
+        """Before the process group is made, where a watchdog will run: its backend must leave failures to that."""
+        if self.is_accelerator:
+            self._driver.prepare_collectives()
 
     @property
     def _driver(self) -> Driver:
@@ -208,3 +219,16 @@ class Device:
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
         return StreamEvent(self._driver, self.index) if self.is_accelerator else ThreadEvent.done()
+
+
+def _is_bound_by_slurm(local_rank: int, local_world_size: int) -> bool:
+    """Whether Slurm started this very process and gave each of the machine's processes a GPU (`--gpus-per-task=1`).
+
+    Where it gave them one together, or where it started a torchrun, several ranks would find themselves on one.
+    """
+    names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE")
+    own, per_task, on_node = (os.environ.get(name, "") for name in names)
+    if own != str(local_rank) or "TORCHELASTIC_RUN_ID" in os.environ:
+        return False
+    # Of a kind, it may be: "a100:1".
+    return bool(per_task) or (on_node.isdigit() and int(on_node) >= local_world_size)

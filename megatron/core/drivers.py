@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.nccl import leave_failures_to_watchdog
+
 
 class PinError(RuntimeError):
     """Host memory could not be pinned."""
@@ -71,6 +73,9 @@ class Driver:
         """Where the device is, as sysfs writes it: `0000:3b:00.0`; None if that is not known."""
         return None
 
+    def prepare_collectives(self) -> None:
+        """See `Device.prepare_collectives`."""
+
     # Pinned memory
 
     def pin(self, index: int, address: int, nbytes: int) -> None:  # noqa: ARG002
@@ -110,6 +115,9 @@ class CudaDriver(Driver):
 
     def description(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
+
+    def prepare_collectives(self) -> None:
+        leave_failures_to_watchdog()
 
     def pci_address(self, index: int) -> str | None:
         found = torch.cuda.get_device_properties(index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron.core.process_groups import inherit_timeouts
+
 DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 
@@ -29,4 +31,7 @@ def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: 
             f"Expected a number of instances that divides {data_parallel_size} ranks, got {num_instances}."
         )
     shape = (num_instances, data_parallel_size // num_instances)
-    return init_device_mesh(device_kind, shape, mesh_dim_names=(OUTER_AXIS, INNER_AXIS))
+    mesh = init_device_mesh(device_kind, shape, mesh_dim_names=(OUTER_AXIS, INNER_AXIS))
+    for axis in range(mesh.ndim):
+        inherit_timeouts(mesh.get_group(axis))
+    return mesh

@@ -1,9 +1,12 @@
 """Functions of this project that wait for other ranks say so where they stand: `@waits_for_ranks`.
 
-The watchdog tells a rank that waits from one that hangs by the stack of its main thread. On the CPU a wait shows as a
-frame of torch.distributed. On a GPU the collective returns at once, and the wait is in whatever reads its result: a
-`.tolist()` in a function of ours, which nothing in the stack tells from a computation. A mark on the function itself
-moves with the code, where a list of files and names elsewhere would go stale without a word.
+Where a collective blocks, as on the CPU, the watchdog tells a rank that waits from one that hangs by the stack of its
+main thread. Most waits show as a frame of torch.distributed; some are a call into C++ in a function of ours, which
+nothing in the stack tells from a computation. A mark on the function itself moves with the code, where a list of files
+and names elsewhere would go stale without a word.
+
+On an accelerator a collective does not block, and the device itself is asked (`issued_collectives.py`). The marks count
+there for what blocks all the same: connecting for the first collective, say.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ _PEER_FAILURE = re.compile(
 _TIMEOUT = re.compile(r"[Tt]imed? ?out")
 
 # A thread is inside a collective if one of its frames lies in the first of these, or the innermost in the second. Ours
-# are not listed: functions that wait say so themselves (`rank_waits.py`).
+# are not listed: functions that wait say so themselves (`rank_waits.py`). Nor is synchronisation with a device, which
+# waits for other ranks only if a collective of it is not over (`issued_collectives.py`).
 _COLLECTIVE_FILES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
@@ -46,7 +47,6 @@ _COLLECTIVE_FILES = (
 _COLLECTIVE_LEAVES = (
     "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    "/streams.py",  # synchronisation with a GPU, whose streams wait for the other ranks
 )
 # A thread whose innermost frame is one of these waits for another thread of its process.
 _THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")

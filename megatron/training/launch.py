@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron.core import process_groups
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
 from megatron.training.job_secret import SECRET_VARIABLE, BadRecordError, Signer, job_secret
@@ -40,6 +41,7 @@ from megatron.training.job_secret import SECRET_VARIABLE, BadRecordError, Signer
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_TIMEOUT_MARGIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,19 @@ def _restart_count() -> int:
 
 
 @contextmanager
-def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Iterator[Signer]:
+def process_group(
+    launch: Launch, device: Device, timeout_minutes: float, *, watched_seconds: float | None = None
+) -> Iterator[Signer]:
     """The default process group over all ranks, for as long as the context is open. Yields what signs their records.
 
     A group that already exists (a test's, or that of a program which embeds this one) is used and left standing. After
     an exception the group is left standing too: taking it down while others are inside a collective can block, and the
     launcher ends them all anyway.
+
+    Args:
+        timeout_minutes: for ranks to find each other, and for collectives.
+        watched_seconds: the longest that the watchdog, where one will run, lets a rank be without progress. What the
+            device's backend does about failures of collectives is then left to it.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
@@ -96,6 +105,8 @@ def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Ite
         return
     signer = Signer()
     timeout = timedelta(minutes=timeout_minutes)
+    if watched_seconds is not None:
+        device.prepare_collectives()
     if "RANK" in os.environ:
         store, signer = _store_of_this_start(launch, timeout)
         dist.init_process_group(
@@ -104,6 +115,12 @@ def process_group(launch: Launch, device: Device, timeout_minutes: float) -> Ite
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(device.collective_backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    if device.is_accelerator:
+        # Longer than the watchdog's, which does not count the time in which a rank could not run.
+        if watched_seconds is not None:
+            longer = timedelta(seconds=2 * watched_seconds + _TIMEOUT_MARGIN_SECONDS)
+            process_groups.set_timeout(device.torch_device, max(timeout, longer))
+        process_groups.connect(device.torch_device)
     yield signer
     dist.destroy_process_group()
 

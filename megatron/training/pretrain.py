@@ -24,8 +24,10 @@ from megatron.core import log
 from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.device import Device
+from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
+from megatron.core.process_groups import failed_collective
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpointing import place_of, split_path
@@ -98,7 +100,9 @@ def pretrain(
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
     with (
-        process_group(launch, device, config.parallel.distributed_timeout_minutes) as signer,
+        process_group(
+            launch, device, config.parallel.distributed_timeout_minutes, watched_seconds=max(_hang_limits(config))
+        ) as signer,
         StopConditions(config.stop, rank=launch.rank) as stop,
     ):
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
@@ -282,7 +286,8 @@ def _max_restarts() -> int | None:
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
     """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)
-    dist.all_reduce(count, dist.ReduceOp.MAX)
+    with issuing("all-reduce of the number of restarts", count):
+        dist.all_reduce(count, dist.ReduceOp.MAX)
     return int(count)
 
 
@@ -346,7 +351,7 @@ def _watch(
     if is_embedded:
         yield NoWatch()
         return
-    limit = config.recover.hang_timeout_seconds or 60.0 * config.parallel.distributed_timeout_minutes
+    limit, long_limit = _hang_limits(config)
     handles_signals = config.stop.exit_signal_handler
     with Watchdog(
         launch=launch,
@@ -354,9 +359,16 @@ def _watch(
         signer=signer,
         events=events,
         hang_timeout_seconds=limit,
-        # What a save may take besides: ranks wait for each other, and for the save before.
-        long_timeout_seconds=60.0
-        * max(config.parallel.distributed_timeout_minutes, 2 * config.checkpoint.save_timeout_minutes),
+        long_timeout_seconds=long_limit,
         grace_seconds=config.stop.exit_signal_grace_seconds if handles_signals else None,
+        failed_collective=failed_collective,
     ) as watchdog:
         yield watchdog
+
+
+def _hang_limits(config: RunConfig) -> tuple[float, float]:
+    """Seconds that a rank may be without progress: in a step, and in what takes longer."""
+    minutes = config.parallel.distributed_timeout_minutes
+    limit = config.recover.hang_timeout_seconds or 60.0 * minutes
+    # What a save may take besides: ranks wait for each other, and for the save before.
+    return limit, 60.0 * max(minutes, 2 * config.checkpoint.save_timeout_minutes)

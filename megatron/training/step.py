@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import microbatch_of
+from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.exits import ExitCode, ExitError
@@ -141,7 +142,8 @@ def evaluate(
 @waits_for_ranks
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
     """The sum of a scalar over the ranks, in place, and brought to the host."""
-    dist.all_reduce(loss, group=mesh.get_group())
+    with issuing("all-reduce of the evaluation's loss", loss):
+        dist.all_reduce(loss, group=mesh.get_group())
     return float(loss)
 
 
@@ -172,7 +174,8 @@ def _agree(
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
     shared = torch.stack([loss, is_bad, *votes])
-    dist.all_reduce(shared, group=mesh.get_group())
+    with issuing("all-reduce of the step's loss and votes", shared):
+        dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
     return tuple(torch.cat([shared, *known]).tolist())
 
@@ -182,5 +185,6 @@ def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...
     """The ranks whose own loss is not finite. A collective, so all ranks call it or none."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)
     flags[mesh.get_local_rank()] = float(not torch.isfinite(loss))
-    dist.all_reduce(flags, group=mesh.get_group())
+    with issuing("all-reduce of who has a bad loss", flags):
+        dist.all_reduce(flags, group=mesh.get_group())
     return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)

@@ -5,6 +5,7 @@ no exception helps. So a thread of its own looks once a second, and at once when
 
 - the main thread has marked progress within the time allowed (`mark`);
 - another rank has called the roll (`roll_call.py`);
+- the backend has found the failure of a collective, which the main thread may never be told of (`process_groups.py`);
 - a signal has come: `signal.set_wakeup_fd` tells the thread even while the main thread is inside a collective;
 - torchrun's agent, the parent of the rank, is still alive.
 
@@ -29,6 +30,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
+from megatron.core import issued_collectives
+from megatron.core.issued_collectives import IssuedCollectives, Outstanding
 from megatron.core.log import printable
 from megatron.training.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
 from megatron.training.events import EventLog
@@ -97,6 +100,8 @@ class Watchdog:
             the first iteration.
         exit_process: ends the process, from the watchdog's thread.
         tick_seconds: between two looks.
+        collectives: that this process has issued to its device.
+        failed_collective: says what failure of a collective the backend has found, if it has.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class Watchdog:
         long_timeout_seconds: float = 600.0,
         exit_process: Callable[[int], NoReturn] = _leave,
         tick_seconds: float = _TICK_SECONDS,
+        collectives: IssuedCollectives = issued_collectives.OF_THIS_PROCESS,
+        failed_collective: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._launch = launch
         self._events = events
@@ -119,6 +126,8 @@ class Watchdog:
         self._grace = grace_seconds
         self._exit_process = exit_process
         self._tick = tick_seconds
+        self._collectives = collectives
+        self._find_failure = failed_collective
         self._roll_call = RollCall(store, launch, signer or Signer(), self._report)
         self._main = threading.get_ident()
         self._parent = os.getppid()
@@ -135,6 +144,7 @@ class Watchdog:
         self._took_long = False
         self._signalled: tuple[signal.Signals, float] | None = None
         self._has_asked_after_signal = False
+        self._failed_collective: str | None = None
         self._has_warned = False
         self._error_order: int | None = None
         # From it to the main thread:
@@ -231,7 +241,7 @@ class Watchdog:
                 self._take_part()
             return
         self._check_grace()
-        if self._is_called() or self._is_stuck() or self._may_wait_in_vain():
+        if self._is_called() or self._is_stuck() or self._may_wait_in_vain() or self._has_failed_collective():
             self._take_part()
 
     def _count_idle_time(self) -> None:
@@ -265,14 +275,22 @@ class Watchdog:
 
     def _is_excused(self) -> bool:
         """Whether the main thread waits for what may take long, and not for another rank."""
-        return self._took_long and self._idle <= self._long_timeout and not self._waits()
+        return self._took_long and self._idle <= self._long_timeout and not self._waits(self._collectives.oldest())
 
-    def _waits(self) -> bool:
-        """Whether the main thread waits for other ranks."""
+    def _waits(self, outstanding: Outstanding | None) -> bool:
+        """Whether this rank waits for others: in a collective on its device, or else by where its threads stand."""
+        if outstanding is not None:
+            return outstanding.has_begun
         frames = sys._current_frames()
         watching = {self._thread.ident, self._heart.ident, self._main}
         others = [stack_of(frame) for ident, frame in frames.items() if ident not in watching]
         return waits_for_others(stack_of(frames.get(self._main)), others)
+
+    def _has_failed_collective(self) -> bool:
+        """Whether the backend has found the failure of a collective; it is found once."""
+        if self._failed_collective is None:
+            self._failed_collective = self._find_failure()
+        return self._failed_collective is not None
 
     def _may_wait_in_vain(self) -> bool:
         """Whether this rank was signalled, perhaps since another one is dead, and has not moved since; asked once."""
@@ -315,8 +333,10 @@ class Watchdog:
     def _record(self, error: BaseException | None) -> Record:
         """What this rank says of itself."""
         mark, main = self._mark, stack_of(sys._current_frames().get(self._main))
-        is_stuck, waits = self._is_stuck(), self._waits()
+        outstanding, is_stuck = self._collectives.oldest(), self._is_stuck()
+        waits = self._waits(outstanding)
         is_own = error is not None and not is_peer_failure(error)
+        failed = _in_one_line(error) if error is not None and not is_own else self._failed_collective
         if is_own and self._error_order is None:
             self._error_order = self._roll_call.error_order()
         return Record(
@@ -330,13 +350,13 @@ class Watchdog:
             is_stuck=is_stuck,
             waits=waits,
             is_excused=self._is_excused(),
-            place=place_of(main),
+            place=place_of(main) if outstanding is None else f"{place_of(main)} ({outstanding})",
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
             error_code=int(code_of(error)) if error is not None and is_own else int(ExitCode.FAILED),
             error_order=self._error_order or 0,
-            failed_collective=_in_one_line(error) if error is not None and not is_own else None,
-            needs_all=is_stuck or error is not None or (waits and self._has_asked_after_signal),
+            failed_collective=None if is_own else failed,
+            needs_all=is_stuck or error is not None or failed is not None or (waits and self._has_asked_after_signal),
         )
 
     def _announce(self, verdict: Verdict) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.issued_collectives import issuing
 from megatron.core.options import ConfigError
 from megatron.core.rank_waits import waits_for_ranks
 
@@ -154,14 +155,16 @@ def _broadcast(content: bytes) -> bytes:
     """The bytes of rank 0, on every rank of the default process group."""
     device = _device_of_group()
     size = torch.tensor(len(content), dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
+    with issuing("broadcast of a length", size):
+        dist.broadcast(size, src=0)
     num_bytes = _checked_size(int(size), _MOST_BYTES)
 
     if dist.get_rank() == 0:
         sent = _as_tensor(content, num_bytes, device)
     else:
         sent = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    dist.broadcast(sent, src=0)
+    with issuing(f"broadcast of {num_bytes} bytes", sent):
+        dist.broadcast(sent, src=0)
     return _as_bytes(sent)
 
 
@@ -171,14 +174,16 @@ def _gather(content: bytes) -> list[bytes]:
     device, num_ranks = _device_of_group(), dist.get_world_size()
     own_size = torch.tensor([len(content)], dtype=torch.int64, device=device)
     all_sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
-    dist.all_gather(all_sizes, own_size)
+    with issuing("all-gather of lengths", own_size):
+        dist.all_gather(all_sizes, own_size)
     sizes = [_checked_size(int(size), _MOST_ERROR_BYTES) for size in all_sizes]
     if not any(sizes):
         return [b""] * num_ranks
 
     own = _as_tensor(content, max(sizes), device)
     padded = [torch.empty_like(own) for _ in range(num_ranks)]
-    dist.all_gather(padded, own)
+    with issuing("all-gather of results", own):
+        dist.all_gather(padded, own)
     return [_as_bytes(part[:size]) for part, size in zip(padded, sizes, strict=True)]
 
 

@@ -7,11 +7,14 @@ compute the layers' inputs and gathered weights are bf16 and gradients are reduc
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from megatron.core.distributed.units import sharding_units
+from megatron.core.issued_collectives import issuing
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
@@ -36,9 +39,42 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     # The root's backward begins where its forward ends: freeing its weights in between would only gather them again.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_RecordedAllGather())
+            module.set_custom_reduce_scatter(_RecordedReduceScatter())
+
 
 def reshard(model: nn.Module) -> None:
     """Frees the whole weights of all groups: `model`'s parameters are the sharded ones again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+# PyTorch issues its own collectives, of which the watchdog is to know, too.
+
+
+class _RecordedAllGather(DefaultAllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with issuing(f"all-gather of {output_tensor.numel()} elements", output_tensor):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _RecordedReduceScatter(DefaultReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work:
+        with issuing(f"reduce-scatter of {input_tensor.numel()} elements", input_tensor):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)

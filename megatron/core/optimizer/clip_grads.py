@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.rank_waits import waits_for_ranks
@@ -96,7 +97,8 @@ def _sum_over_gradients(
             local = measure(grad) if local is None else local + measure(grad)
     for (mesh, axes), part in sharded.items():
         for axis in axes:
-            dist.all_reduce(part, group=mesh.get_group(axis))
+            with issuing("all-reduce of a measure of the gradients", part):
+                dist.all_reduce(part, group=mesh.get_group(axis))
         local = part if local is None else local + part
     return torch.zeros((), dtype=torch.float64) if local is None else local
 

@@ -32,6 +32,37 @@ def test_more_ranks_than_gpus_are_refused_on_all_of_them(monkeypatch):
         Device.for_rank("cuda", 0, local_world_size=3)
 
 
+SLURM = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_bound"),
+    [
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "a100:1"}, True),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}, True),  # --gpu-bind
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "1"}, False),
+        ({"SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "1"}, False),  # a torchrun's, or a shell's
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "job"}, False),
+        ({}, False),
+    ],
+)
+def test_a_rank_takes_the_one_gpu_that_it_sees_only_if_slurm_gave_it_to_no_other(monkeypatch, environment, is_bound):
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    if is_bound:
+        assert Device.for_rank("cuda", 3, local_world_size=4) == Device("cuda", 0)
+        assert current == [0]
+    else:
+        with pytest.raises(ConfigError, match="at most one process for each of the 1 GPUs of this machine, got 4"):
+            Device.for_rank("cuda", 3, local_world_size=4)
+
+
 def test_a_gpu_carries_cpu_tensors_over_gloo_too():
     assert Device("cuda", 1).collective_backend == "cpu:gloo,cuda:nccl"
     assert Device("cuda", 1).torch_device == torch.device("cuda", 1)

@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.core import process_groups
 from megatron.core.device import Device
+from megatron.core.drivers import CudaDriver
 from megatron.core.options import ConfigError
 from megatron.training import launch
 from megatron.training.launch import Launch, agree_on_start, process_group
@@ -83,6 +86,20 @@ def test_a_process_alone_opens_and_closes_its_own_group(monkeypatch):
     with process_group(Launch(), Device("cpu"), timeout_minutes=1.0):
         assert dist.get_world_size() == 1
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("watched", "timeout"), [(None, None), (40.0, 140.0), (5.0, 70.0)])
+def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(monkeypatch, watched, timeout):
+    """Before the group is made, since that reads the settings; and its own timeout is the longer one."""
+    done: list[object] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(CudaDriver, "collective_backend", "gloo")
+    monkeypatch.setattr(CudaDriver, "prepare_collectives", lambda self: done.append(dist.is_initialized()))  # noqa: ARG005
+    monkeypatch.setattr(process_groups, "set_timeout", lambda device, timeout: done.append(timeout.total_seconds()))  # noqa: ARG005
+    monkeypatch.setattr(process_groups, "connect", done.append)
+    with process_group(Launch(), Device("cuda"), timeout_minutes=1.0, watched_seconds=watched):
+        pass
+    assert done == [*([] if watched is None else [False, timeout]), torch.device("cuda", 0)]
 
 
 def _existing_group() -> bool:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from megatron.core import log
 from megatron.core.device import Device
+from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
 from megatron.training import watchdog as watchdog_module
 from megatron.training.cause import Silence
@@ -42,6 +43,7 @@ from megatron.training.watchdog import Watchdog
 WAIT = 60.0  # seconds, for what must come
 TIMEOUT = 1.0  # --hang-timeout-seconds
 BOUND = 5.0  # within which after the timeout, or after a death, everybody must have ended
+QUICK = {"hang_timeout_seconds": TIMEOUT, "long_timeout_seconds": TIMEOUT}  # from the first iteration on
 NAMES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -414,6 +416,77 @@ def test_a_rank_that_hangs_in_writing_its_log_ends_all_the_same(start):
     job.wait_until_ready()
     assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
     assert job.events("hang")[0]["ranks"] == [0]
+
+
+# Collectives of a device, which a rank waits in wherever its host stands
+
+
+def device_at(rank: Rank, num_events: int) -> None:
+    """The rank has issued a collective to its device, which has come past so many of the two events around it."""
+    events = [ThreadEvent(), ThreadEvent()]
+    device = SimpleNamespace(event=iter(events).__next__, make_current=lambda: None)
+    with rank.watchdog._collectives.issuing("gather of the last layer", device):
+        pass
+    for event in events[:num_events]:
+        event.finish(None)
+
+
+def standing_in_no_collective(states: dict[int, int]) -> Body:
+    """Ranks whose main threads all stand still in C, as in the launch of a kernel, with devices as `device_at`."""
+
+    def body(rank: Rank) -> None:
+        rank.watchdog.mark("forward", 3)
+        if rank.rank in states:
+            device_at(rank, states[rank.rank])
+        rank.ready()
+        in_c()
+
+    return body
+
+
+def test_a_rank_whose_device_waits_in_a_collective_is_not_the_one_that_hangs(start):
+    """All hosts stand still; only rank 1 has issued nothing that the others could be waiting in."""
+    job = start(standing_in_no_collective({0: 1, 2: 1}), world_size=3, **QUICK)
+    job.wait_until_ready()
+    assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 3
+    assert job.events("hang")[0]["ranks"] == [1]
+    assert job.causes()[0].startswith(f"{job.name(1)} has made no progress for ")
+
+
+def test_a_rank_whose_device_is_stuck_before_a_collective_hangs(start):
+    """All have issued the collective, but the device of rank 1 does not come to it."""
+    job = start(standing_in_no_collective({0: 1, 1: 0, 2: 1}), world_size=3, **QUICK)
+    job.wait_until_ready()
+    assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 3
+    assert job.events("hang")[0]["ranks"] == [1]
+    assert "(its device has not come to the gather of the last layer, collective 1 of this rank)" in job.causes()[0]
+
+
+def test_devices_that_all_wait_in_a_collective_are_all_named(start):
+    """Every rank has come to it: then it is the connection between them."""
+    job = start(standing_in_no_collective({0: 1, 1: 1}), **QUICK)
+    job.wait_until_ready()
+    assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
+    assert job.events("hang")[0]["ranks"] == [0, 1]
+    assert job.causes()[0].startswith("all 2 ranks wait for one another, in iteration 3, forward, at ")
+    assert "its device is waiting in the gather of the last layer" in job.causes()[0]
+
+
+def test_a_failure_that_only_the_backend_knows_of_ends_the_run_with_its_name(start):
+    """The main thread of rank 0 would wait for ever, and hears nothing of it."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            rank.watchdog._find_failure = lambda: "the communication of a collective failed, in the group 'outer'"
+        rank.ready()
+        in_c()
+
+    job = start(body)
+    job.wait_until_ready()
+    assert job.end(within=BOUND) == [ExitCode.LOST_RANK] * 2
+    (cause,) = job.causes()
+    assert cause.startswith(f"the connection of {job.name(0)} to another rank failed ")
+    assert cause.endswith("though all ranks answer: the communication of a collective failed, in the group 'outer'")
 
 
 # Signals

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waits_for_ranks
 
 # torch 2.13 renamed them and warns of the old names, which are the only ones that torch 2.11 has.
@@ -79,7 +80,8 @@ def all_gather(
     """
     rank, parts = _parts(out, own, group)
     if out.device.type != "cpu":
-        _all_gather_on_device(out, own, group=group)
+        with issuing(f"all-gather of {out.numel()} elements", out):
+            _all_gather_on_device(out, own, group=group)
         return
     others = _others(rank, len(parts))
     if note is not None:
@@ -94,13 +96,15 @@ def all_gather(
 @waits_for_ranks
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
     """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each element."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
+    with issuing(f"all-reduce of {tensor.numel()} elements", tensor):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
 
 
 @waits_for_ranks
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Overwrites `tensor` with that of the group's first rank."""
-    dist.broadcast(tensor, group=group, group_src=0)
+    with issuing(f"broadcast of {tensor.numel()} elements", tensor):
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
 def reduce_scatter(
@@ -232,7 +236,8 @@ def _reduce_scatter_with_backend(
     is_direct = out.dtype == dtype and not how.accumulates
     result = out if is_direct else torch.empty_like(out, dtype=dtype)
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
-    _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
+    with issuing(f"reduce-scatter of {whole.numel()} elements", whole):
+        _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
     if how.divisor != 1:
         result.div_(how.divisor)
     if how.accumulates:

@@ -22,6 +22,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
 from megatron.core.rank_waits import waits_for_ranks
 
@@ -337,7 +338,8 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
         if replicated:
             sums = torch.stack([group.checksum() for group in replicated])
             all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
-            dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
+            with issuing("all-gather of the weights' checksums", sums):
+                dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
             for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
                 if len(set(values)) > 1:
                     raise ValueError(

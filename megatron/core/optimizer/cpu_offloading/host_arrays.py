@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
+from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
 from megatron.core.rank_waits import waits_for_ranks
 
@@ -173,7 +174,8 @@ def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | 
     most = torch.tensor(failed_bytes, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
     if mesh is not None:
         for axis in range(mesh.ndim):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            with issuing("all-reduce of the host memory that is missing", most):
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if failure is not None:
         raise failure
     if most:

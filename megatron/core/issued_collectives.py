@@ -1,0 +1,170 @@
+"""The collectives that this process has issued to its device and that are not over: whom does a rank wait for?
+
+On an accelerator a collective returns at once, and the host runs on until something stops it: a launch queue that is
+full, autograd's own thread that launches no more, the transfer of some result. Where the host stands then does not say
+whether it waits for other ranks. The device knows, so every collective leaves a record with two events, one just before
+it and one behind it: `with issuing(name, tensor)`.
+
+[Note: who waits] A collective begins on each rank as soon as that rank's device comes to it, and is over when all have.
+What the oldest one that is not over says of its rank:
+
+    has begun          the rank waits for another that has not come to it yet
+    has not begun      the device is held up by something else, since no older collective is left: nobody else is to
+                       blame for that
+    there is none      the device waits for nobody; where the host stands decides
+
+Ranks issue their collectives in the same order. So one that sleeps before it issues the next has none left as soon as
+the others have caught up with it, and they all have that next one.
+
+[Note: who asks] Querying an event may block while another thread is inside CUDA, by a comment in torch's own watchdog,
+and torch's `Event.query` keeps the GIL meanwhile: a watchdog that asked so might stop the very process it watches over.
+`Event.synchronize` lets go of it. So a thread of its own walks from event to event, and where that thread stands is the
+answer. It does so only when asked, which is when something is wrong; in normal operation a collective costs two events.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.lanes import Event
+
+# More than fit into a device's launch queue, so that those that are dropped are over.
+_MOST_RECORDS = 1024
+_POLL_SECONDS = 0.02
+# The walking thread stands still for so long: it waits for the device.
+_STILL_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+
+
+class Outstanding(NamedTuple):
+    """A collective that is not over."""
+
+    number: int  # of those that this process has issued
+    name: str
+    has_begun: bool  # see [Note: who waits]
+
+    def __str__(self) -> str:
+        state = "is waiting in" if self.has_begun else "has not come to"
+        return f"its device {state} the {self.name}, collective {self.number} of this rank"
+
+
+class _Record:
+    """A collective that was issued, or is just being issued: then there is no event behind it yet."""
+
+    def __init__(self, number: int, name: str, device: Device) -> None:
+        self.number = number
+        self.name = name
+        self.device = device
+        self.before = device.event()
+        self.behind: Event | None = None
+
+
+class IssuedCollectives:
+    """The records of one process."""
+
+    def __init__(self) -> None:
+        # Appended to by the threads that issue; from the left, records are taken away by the walking thread.
+        self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # for starting it
+        self._walker: threading.Thread | None = None
+        self._is_asked = threading.Event()
+        self._has_passed_all = threading.Event()
+        self._position: Outstanding | None = None  # where the walking thread stands
+
+    @contextmanager
+    def issuing(self, name: str, device: Device) -> Iterator[None]:
+        """Around the issuing of a collective to this thread's current stream."""
+        record = _Record(next(self._numbers), name, device)
+        self._records.append(record)
+        try:
+            yield
+            record.behind = device.event()
+        except BaseException:
+            self._forget(record)
+            raise
+
+    def oldest(self) -> Outstanding | None:
+        """The oldest collective that is not over; None if there is none, or the device comes on. At most a second."""
+        if not self._records:
+            return None
+        with self._lock:
+            if self._walker is None:
+                self._walker = threading.Thread(target=self._walk, name="collectives", daemon=True)
+                self._walker.start()
+        self._has_passed_all.clear()
+        self._is_asked.set()
+
+        begin = still_since = time.monotonic()
+        position = self._position
+        while time.monotonic() - begin < _LOOK_SECONDS:
+            if self._has_passed_all.wait(_POLL_SECONDS):
+                return None
+            if position is None or self._position != position:
+                position, still_since = self._position, time.monotonic()
+            elif time.monotonic() - still_since >= _STILL_SECONDS:
+                return position
+        return None
+
+    # Below, the walking thread.
+
+    def _walk(self) -> None:
+        while self._is_asked.wait():
+            self._is_asked.clear()
+            while self._records:
+                # It may be dropped meanwhile, by a thread that issues more.
+                with suppress(IndexError):
+                    record = self._records[0]
+                    self._pass(record)
+                    self._forget(record)
+            self._position = None
+            self._has_passed_all.set()
+
+    def _pass(self, record: _Record) -> None:
+        """Waits until a collective is over, and says all the while whether it has begun."""
+        # A thread that names no device is on the first one, and would open a context there.
+        record.device.make_current()
+        self._position = Outstanding(record.number, record.name, has_begun=False)
+        # An error of the device is raised to whoever uses the results, too.
+        with suppress(RuntimeError):
+            record.before.synchronize()
+
+        self._position = Outstanding(record.number, record.name, has_begun=True)
+        while record.behind is None:
+            if record not in self._records:
+                return  # issuing it has failed
+            time.sleep(_POLL_SECONDS)
+        with suppress(RuntimeError):
+            record.behind.synchronize()
+
+    def _forget(self, record: _Record) -> None:
+        with suppress(ValueError):
+            self._records.remove(record)
+
+
+# Process groups, too, belong to the process; and a watchdog must find what any part of it has issued.
+OF_THIS_PROCESS = IssuedCollectives()
+
+
+@contextmanager
+def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
+    """Around the issuing of a collective on `tensor`. On the CPU, where a collective blocks, it does nothing.
+
+    Args:
+        name: completes "waiting in the ...".
+    """
+    device = tensor.device
+    if device.type == "cpu":
+        yield
+        return
+    with OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0)):
+        yield

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from megatron.core.device import Device
+from megatron.core.nccl import leave_failures_to_watchdog
+
+OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def test_pytorch_finds_failures_and_ends_no_rank(caplog):
+    environment: dict[str, str] = {}
+    leave_failures_to_watchdog(environment)
+    assert environment == OURS
+    assert caplog.records == []
+
+
+def test_what_the_user_has_set_stays_with_one_warning(caplog):
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_ENABLE_MONITORING": "1"}
+    environment = dict(given)
+    with caplog.at_level(logging.WARNING):
+        leave_failures_to_watchdog(environment)
+    assert environment == {**OURS, **given}
+    (record,) = caplog.records
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 ends a rank for an error of a collective" in record.getMessage()
+    assert "TORCH_NCCL_ENABLE_MONITORING=1 ends a rank" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+        {"TORCH_NCCL_ENABLE_MONITORING": "False"},
+        {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+        {"TORCH_DISTRIBUTED_DEBUG": "INFO"},
+        {"TORCH_NCCL_DESYNC_DEBUG": "0"},
+    ],
+    ids=lambda given: "=".join(*given.items()),
+)
+def test_what_is_not_in_the_way_is_no_warning(given, caplog):
+    leave_failures_to_watchdog(dict(given))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"TORCH_NCCL_DESYNC_DEBUG": "1"},
+        {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        {"TORCH_NCCL_BLOCKING_WAIT": "1"},
+        {"NCCL_ASYNC_ERROR_HANDLING": "3"},
+    ],
+    ids=lambda given: "=".join(*given.items()),
+)
+def test_what_turns_the_ending_of_ranks_on_again_is_named(given, caplog):
+    with caplog.at_level(logging.WARNING):
+        leave_failures_to_watchdog(dict(given))
+    (record,) = caplog.records
+    assert "=".join(*given.items()).removeprefix("TORCH_") in record.getMessage()
+
+
+def test_an_old_name_counts_as_long_as_the_new_one_is_not_set():
+    """PyTorch prefers the new one, so that setting it would go over the user's head."""
+    environment = {"NCCL_ASYNC_ERROR_HANDLING": "1"}
+    leave_failures_to_watchdog(environment)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
+
+
+def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
+    for name in OURS:
+        monkeypatch.setenv(name, "")  # so that what is set below goes again
+        monkeypatch.delenv(name)
+    Device("cpu").prepare_collectives()
+    assert not OURS.keys() & os.environ.keys()
+    Device("cuda").prepare_collectives()
+    assert {name: os.environ[name] for name in OURS} == OURS

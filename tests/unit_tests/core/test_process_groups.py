@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import process_groups
+from megatron.core.mesh import build_hybrid_mesh
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(CPU).options._timeout
+
+
+def _timeouts_of_a_hybrid_mesh() -> tuple[bool, list[timedelta]]:
+    default = dist.distributed_c10d._get_default_group()
+    before = _timeout(default)
+    process_groups.set_timeout(CPU, timedelta(minutes=7))
+    try:
+        mesh = build_hybrid_mesh("cpu", 2, 2)
+        groups = [mesh.get_group(axis) for axis in range(2)]
+        return any(group is not default for group in groups), [_timeout(group) for group in groups]
+    finally:
+        process_groups.set_timeout(CPU, before)
+
+
+def test_the_groups_of_a_hybrid_mesh_have_the_timeout_of_the_default_one():
+    """torch gives them 10 or 30 minutes, whatever the job was started with."""
+    for has_own, timeouts in run_ranks(2, _timeouts_of_a_hybrid_mesh):
+        assert has_own
+        assert timeouts == [timedelta(minutes=7)] * 2
+
+
+class Failing:
+    """A backend that has found something."""
+
+    def __init__(self, error: str, is_wrapped: bool = False) -> None:
+        self._error = SimpleNamespace(name=error)
+        if is_wrapped:
+            self.wrapped_pg = Failing(error)
+
+    def get_error(self) -> Any:
+        if hasattr(self, "wrapped_pg"):
+            raise RuntimeError("Backend gloo does not support getError")
+        return self._error
+
+
+def _group(name: str, backend: object) -> SimpleNamespace:
+    return SimpleNamespace(group_desc=name, _device_types=[CPU], _get_backend=lambda device: backend)  # noqa: ARG005
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("SUCCESS", None),
+        ("COMM_ERROR", "the communication of a collective failed, in the group 'outer'"),
+        ("TIMEOUT", "a collective timed out, in the group 'outer'"),
+        ("REMOTE_ERROR", "a collective failed on another rank, in the group 'outer'"),
+        ("SOMETHING_NEW", "SOMETHING_NEW, in the group 'outer'"),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_failure_that_a_backend_has_found_is_told_with_its_group(error, text, is_wrapped, monkeypatch):
+    groups = [_group("default", Failing("SUCCESS")), _group("outer", Failing(error, is_wrapped))]
+    monkeypatch.setattr(process_groups, "_world", SimpleNamespace(pg_map=groups))
+    assert process_groups.failed_collective() == text
+
+
+def _failure_over_gloo() -> str | None:
+    return process_groups.failed_collective()
+
+
+def test_a_backend_that_finds_no_failures_has_found_none():
+    assert run_ranks(2, _failure_over_gloo) == [None, None]
+
+
+def test_devices_are_connected_where_the_backend_can_do_so_early(monkeypatch):
+    connected: list[torch.device] = []
+    backend = SimpleNamespace(supports_splitting=True, eager_connect_single_device=connected.append)
+    monkeypatch.setattr(process_groups, "_get_default_group", lambda: _group("default", backend))
+    process_groups.connect(CPU)
+    backend.supports_splitting = False
+    process_groups.connect(CPU)
+    assert connected == [CPU]

@@ -1,0 +1,164 @@
+"""Whom the watchdog blames where collectives are asynchronous: rank 1 sleeps, and rank 0's host stops somewhere else.
+
+On the simulated accelerator, with the engine that trains. Nobody is ended: each rank's watchdog is asked, from a
+thread, what it would say in a roll call while the main thread stands still.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.core import issued_collectives
+from megatron.training.cause import Record, find_cause, stack_of
+from megatron.training.events import EventLog
+from megatron.training.launch import Launch
+from megatron.training.watchdog import Watchdog
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.sim
+
+# More than a forward of the model takes up, less than its forward and backward together.
+_SHORT_QUEUE = 64
+_STILL_SECONDS = 0.5
+_DEADLINE_SECONDS = 20.0
+
+
+class _Drill:
+    """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its watchdog."""
+
+    def __init__(self, number: int) -> None:
+        self._store, self._key = _get_default_store(), f"drill {number}"
+        self._is_rank_1 = dist.get_rank() == 1
+        self._stands = threading.Event()
+        self._watchdog = Watchdog(
+            launch=Launch(rank=dist.get_rank(), world_size=2),
+            store=None,
+            events=EventLog(None, rank=dist.get_rank()),
+            hang_timeout_seconds=_STILL_SECONDS,
+            long_timeout_seconds=_STILL_SECONDS,
+        )
+        self._watchdog._idle = 2 * _STILL_SECONDS
+
+    def run(self, way: Callable[[], object], then: Callable[[], object] = lambda: None) -> Record:
+        """What the watchdog says while the main thread stands still. `then` is done once both ranks' have spoken."""
+        said: list[Record] = []
+
+        def look() -> None:
+            self._wait_until_main_stands()
+            said.append(self._watchdog._record(None))
+            self._store.add(self._key, 1)
+            self._wait_until_both_have_spoken()
+            then()
+
+        torch.accelerator.synchronize()
+        dist.all_reduce(torch.zeros(1))  # over gloo: both ranks are here
+        looking = threading.Thread(target=look)
+        looking.start()
+        way()
+        looking.join()
+        return said[0]
+
+    def sleep_on_rank_1(self) -> None:
+        if self._is_rank_1:
+            self.stand()
+            self._wait_until_both_have_spoken()
+
+    def stand(self) -> None:
+        """From here on, the main thread of this rank makes no progress."""
+        self._stands.set()
+
+    def _wait_until_both_have_spoken(self) -> None:
+        while self._store.add(self._key, 0) < 2:
+            time.sleep(0.05)
+
+    def _wait_until_main_stands(self) -> None:
+        if self._is_rank_1:
+            assert self._stands.wait(_DEADLINE_SECONDS)
+            return
+        # Rank 0 stands once it waits for rank 1, and its host cannot go on.
+        deadline, last, since = time.monotonic() + _DEADLINE_SECONDS, None, 0.0
+        while time.monotonic() < deadline:
+            stack = stack_of(sys._current_frames()[self._watchdog._main])
+            if stack != last or issued_collectives.OF_THIS_PROCESS.oldest() is None:
+                last, since = stack, time.monotonic()
+            if time.monotonic() - since > _STILL_SECONDS:
+                return
+            time.sleep(0.05)
+
+
+def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
+    """(what this rank says while rank 1 sleeps before its part of `where`, whether all comes to an end after that)."""
+    import tests.simulated_accelerator.device as sim
+    from tests.simulated_accelerator.engines import batches, forward_step, make_engine
+
+    engine = make_engine(case, "sim")
+    engine.train_batch(batches(0, "sim"), forward_step)
+    drill = _Drill(number)
+
+    def forward_and_sleep(model: Any, batch: Any) -> torch.Tensor:
+        loss = forward_step(model, batch)
+        drill.sleep_on_rank_1()
+        return loss
+
+    ways: dict[str, Callable[[], Any]] = {
+        "forward": lambda: (drill.sleep_on_rank_1(), engine.train_batch(batches(1, "sim", 4), forward_step)),
+        "backward": lambda: engine.train_batch(batches(1, "sim", 1), forward_and_sleep),
+        "evaluation": lambda: (drill.sleep_on_rank_1(), engine.eval_batch(batches(1, "sim", 1), forward_step)),
+    }
+    with sim.configured(queue_depth=1024 if where == "evaluation" else _SHORT_QUEUE):
+        record = drill.run(ways[where])
+    return record, issued_collectives.OF_THIS_PROCESS.oldest() is None
+
+
+@pytest.mark.parametrize("case", ["zero3", pytest.param("fsdp2", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
+def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(where, case):
+    """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to the host."""
+    number = time.monotonic_ns()
+    (waiting, is_over), (sleeping, _) = run_ranks(2, _sleep_before, where, number, case, device="sim")
+    assert waiting.waits, waiting
+    assert "its device is waiting in the " in waiting.place
+    assert not sleeping.waits, sleeping
+    verdict = find_cause([waiting, sleeping])
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert is_over
+
+
+def _be_stuck_on_the_device(number: int) -> Record:
+    """What this rank says while a kernel on the device of rank 1 does not end, and both hosts read the loss."""
+    import tests.simulated_accelerator.device as sim
+    from tests.simulated_accelerator.engines import batches, forward_step, make_engine
+
+    engine = make_engine("zero3", "sim")
+    engine.train_batch(batches(0, "sim"), forward_step)
+    drill = _Drill(number)
+    if dist.get_rank() == 0:
+        return drill.run(lambda: engine.eval_batch(batches(1, "sim", 1), forward_step))
+
+    stuck = sim.held(torch.accelerator.current_stream())
+
+    def evaluate_with_a_kernel_that_does_not_end() -> None:
+        stuck.__enter__()
+        drill.stand()
+        engine.eval_batch(batches(1, "sim", 1), forward_step)
+
+    return drill.run(evaluate_with_a_kernel_that_does_not_end, then=lambda: stuck.__exit__(None, None, None))
+
+
+def test_a_rank_whose_device_does_not_come_to_the_collective_is_blamed_though_its_host_waits_for_it():
+    waiting, stuck = run_ranks(2, _be_stuck_on_the_device, time.monotonic_ns(), device="sim")
+    assert waiting.waits, waiting
+    verdict = find_cause([waiting, stuck])
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "its device has not come to the " in verdict.text
