@@ -54,7 +54,7 @@ class HostSlab:
         Raises:
             ValueError: for a negative size.
             HostMemoryError: if the system does not map as much.
-            PinError: if it cannot be pinned.
+            PinError: if it cannot be pinned; the memory has been given back then.
         """
         if nbytes < 0:
             raise ValueError(f"Expected a size of at least 0 bytes for {purpose}, got {nbytes}.")
@@ -99,7 +99,13 @@ class HostSlab:
         self._begin = -address % _HUGE_PAGE
         _advise(mapping, self._begin, self.nbytes)
         if self.is_pinned:
-            device.pin(address + self._begin, self.nbytes)
+            try:
+                device.pin(address + self._begin, self.nbytes)
+            except BaseException:
+                # The traceback keeps this frame, and with it the mapping, of which pinning may have touched every page.
+                self._memory.release()
+                mapping.close()
+                raise
             # Tensors hold the view. The finalizer holds the mapping, which thus outlasts its pin.
             release = weakref.finalize(self._memory, _unpin, mapping, device, address + self._begin, os.getpid())
             # The end of the process gives everything back, and copies may still be on their way then.

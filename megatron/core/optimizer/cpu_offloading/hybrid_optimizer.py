@@ -188,7 +188,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 which `torch.optim.AdamW` also stands, with its own defaults. On the host it is one flat pass.
             param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have theirs anyway.
             pin_cpu_grads: page-locked memory for gradients on their way down.
-            pin_cpu_params: the same for the states, main weights included, and for weights on their way up.
+            pin_cpu_params: the same for weights on their way up. Main weights and moments never travel: they are not
+                pinned.
             overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
             fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs overlapping lanes.
                 Best clip by `grad_scale`: gradients that are written to between backward and `step` go down again.
