@@ -57,7 +57,7 @@ from megatron.core.optimizer.cpu_offloading.units import (
     place,
     sharded_owner,
 )
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.gradient_source import (
     check_not_elsewhere,
     clear_gradients,
@@ -68,6 +68,7 @@ from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit, one_unit
+from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
 _IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
@@ -93,12 +94,12 @@ class _Bucket:
         # Its states and main weights have been read by somebody on another thread.
         self.reads: list[Event] = []
 
-    def stepped(self) -> list[tuple[int, Slot]]:
-        """The slots whose parameters have a gradient, with their numbers."""
+    def stepped(self) -> list[tuple[int, Slot, torch.Tensor]]:
+        """The slots whose parameters have a gradient, with their numbers, and the gradients."""
         return [
-            (index, slot)
+            (index, slot, gradient)
             for index, slot in enumerate(self.link.slots)
-            if gradient_of(slot.parameter, self._use_decoupled_grad) is not None
+            if (gradient := gradient_of(slot.parameter, self._use_decoupled_grad)) is not None
         ]
 
     def fetch(self, lane: Lane, work: Callable[[], object], after: Sequence[Event]) -> Event:
@@ -142,6 +143,22 @@ class _Host(NamedTuple):
     nbytes: int
     nbytes_by_state: dict[str, int]
     buckets: list[_Bucket]
+
+
+class _BucketStep(NamedTuple):
+    """A step of one bucket, but for the factor of the gradients."""
+
+    bucket: _Bucket
+    prepared: Prepared
+    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
+
+
+class HybridStep(NamedTuple):
+    """A step of both sides, but for the factor of the gradients. See `HybridDeviceOptimizer.plan_step`."""
+
+    inputs: StepInputs
+    on_host: list[_BucketStep]
+    on_device: FusedStep | None  # of another optimizer than FusedAdam nothing is known before
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
@@ -263,12 +280,42 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._state = state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+    def plan_step(self) -> HybridStep:
+        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait for that factor.
+
+        Steps nothing. A plan holds the gradients, whose values may still change.
+
+        Raises:
+            As `step` does.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        inputs = self._step_inputs()
+        check_whole(inputs.gradients)
+        for parameter, gradient in zip(parameters, inputs.gradients, strict=True):
+            if gradient is not None:
+                self._check_gradient(parameter, gradient)
+            else:
+                place = f"a parameter of shape {tuple(parameter.shape)}"
+                check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+        for bucket in self._buckets:
+            bucket.link.check(self)
+
+        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        planned = [_plan_bucket(bucket, options) for bucket in self._buckets]
+        on_host = [step for step in planned if step is not None]
+        return HybridStep(inputs, on_host, self._plan_on_device())
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, planned: HybridStep | None = None
+    ) -> Any:
         """Steps every parameter that has a gradient.
 
         Args:
             closure: computes the loss again, and is called first.
             grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced or
+                options changed since, the step is planned here.
 
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
@@ -279,24 +326,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = [gradient_of(parameter, self.use_decoupled_grad) for parameter in parameters]
-        check_whole(gradients)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                self._check_gradient(parameter, gradient)
-            else:
-                place = f"a parameter of shape {tuple(parameter.shape)}"
-                check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+        if planned is None or not planned.inputs.are_still(self._step_inputs()):
+            planned = self.plan_step()
         now = self._device.event()
-        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        for bucket in self._buckets:
-            bucket.link.check(self)
-        prepared = [(bucket, _prepare(bucket, options, grad_scale)) for bucket in self._buckets]
-        # First, since it may refuse too; what has been prepared cannot fail.
-        self._step_on_device(grad_scale)
+        # First, since other optimizers may refuse too; what has been planned cannot fail.
+        self._step_on_device(grad_scale, planned.on_device)
         timings = None if self._timings is None else self._timings.begin()
-        fetched = [self._begin(bucket, update, now, timings) for bucket, update in prepared if update is not None]
+        fetched = [self._begin(step, grad_scale, now, timings) for step in planned.on_host]
         # Gradients may be written to again. Weights may be awaited one by one, where somebody does.
         with nullcontext() if timings is None else timings.waiting(D2H):
             for event in fetched:
@@ -501,6 +537,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     # A step
 
+    def _step_inputs(self) -> StepInputs:
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad)
+
     def _wait_until_free(self) -> None:
         """Waits until nobody updates the host side, or reads it."""
         self.synchronize()
@@ -525,15 +564,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event, timings: StepTimings | None) -> Event:
+    def _begin(self, step: _BucketStep, grad_scale: float, now: Event, timings: StepTimings | None) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
+        bucket, prepared, gradients = step
         link, arrays = bucket.link, bucket.arrays
-        slots = [slot for _, slot in bucket.stepped()]
-        gradients = [(slot, gradient_of(slot.parameter, self.use_decoupled_grad)) for slot in slots]
+        slots = [slot for slot, _ in gradients]
 
         def fetch() -> None:
             link.keep_main_weight(arrays.main_weight, slots)
-            link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
+            link.fetch(arrays.grad, gradients)
 
         prepared.begin()
         reads = bucket.take_reads()
@@ -541,7 +580,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         before_fetch = [now] if isinstance(link, GroupLink) else [now, *reads]
         fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), before_fetch)
         h2d = self._h2d
-        work = _timed(timings, HOST, prepared.work, prepared.nbytes)
+        work = _timed(timings, HOST, partial(prepared.work, grad_scale), prepared.nbytes)
         send = _timed(timings, H2D, lambda: link.send(arrays.weight, slots))
 
         def update() -> Event:
@@ -557,16 +596,22 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 link.group.deliver(timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent))
         return fetched
 
-    def _step_on_device(self, grad_scale: float) -> None:
+    def _plan_on_device(self) -> FusedStep | None:
         optimizer = self._device_optimizer
         if optimizer is None:
-            return
+            return None
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
             # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
             names = group if isinstance(optimizer, FusedAdam) else own
             own.update({name: group[name] for name in names if name not in _IDENTITIES and name in group})
+        return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
+
+    def _step_on_device(self, grad_scale: float, planned: FusedStep | None) -> None:
+        optimizer = self._device_optimizer
+        if optimizer is None:
+            return
         if isinstance(optimizer, FusedAdam):
-            optimizer.step(grad_scale=grad_scale)
+            optimizer.step(grad_scale=grad_scale, planned=planned)
             return
         if grad_scale != 1:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -619,9 +664,11 @@ def _timed(
     return work if timings is None else timings.timed(lane, work, host_bytes)
 
 
-def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Prepared | None:
+def _plan_bucket(bucket: _Bucket, options: Mapping[int, Options]) -> _BucketStep | None:
     """A bucket's step, if one of its parameters has a gradient."""
     stepped = bucket.stepped()
     if not stepped:
         return None
-    return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
+    slots = [(index, slot) for index, slot, _ in stepped]
+    prepared = bucket.update.prepare(slots, lambda parameter: options[id(parameter)])
+    return _BucketStep(bucket, prepared, [(slot, gradient) for _, slot, gradient in stepped])
