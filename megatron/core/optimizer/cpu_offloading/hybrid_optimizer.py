@@ -30,6 +30,7 @@ from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
+from megatron.core.optimizer.cpu_offloading.issuing_lane import IssuingLane
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.side_options import (
     ADAM_OPTIONS,
@@ -128,11 +129,14 @@ class _Bucket:
             def send_down(reduced: Event) -> Event:
                 # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
                 mine, lane = bucket(), lane_of()
-                if mine is None or lane is None:
+                if mine is None or lane is None or not isinstance(mine.link, GroupLink):
                     return reduced
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
-                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad)), [reduced])
+                # The reduction has been issued, and has counted its writes. The copy comes behind it, not behind what
+                # this thread issues until the worker gets to it.
+                seen = link.main_versions() if isinstance(lane, IssuingLane) else None
+                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad, seen)), [reduced])
 
             self.link.group.send_main_grad(send_down)
 
@@ -243,7 +247,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
-        self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
+        self._make_lanes(overlap_cpu_optimizer_d2h_h2d, pin_cpu_grads)
         self._timings: TimingRecorder | None = None
         if records_timings:
             self._timings = TimingRecorder(self._device, has_lanes=overlap_cpu_optimizer_d2h_h2d)
@@ -473,9 +477,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Whether a parameter is updated in host memory."""
         return id(parameter) in self._slots
 
-    def _make_lanes(self, overlaps: bool) -> None:
+    def _make_lanes(self, overlaps: bool, pins_grads: bool) -> None:
         if overlaps:
             self._d2h: Lane = self._device.lane("optimizer d2h")
+            if self._device.pins_host_memory and not pins_grads:
+                self._d2h = IssuingLane(self._device.host_lane("optimizer d2h issue"), self._d2h)
             self._update_lane: Lane = self._device.host_lane("optimizer host")
             self._h2d: Lane = self._device.lane("optimizer h2d")
         else:
