@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.device import Device
+from megatron.core.numa import prefer_node
 
 ARRAY_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _HUGE_PAGE = 2 << 20  # bytes
@@ -98,6 +99,10 @@ class HostSlab:
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self._begin = -address % _HUGE_PAGE
         _advise(mapping, self._begin, self.nbytes)
+        node = device.numa_node
+        if node is not None:
+            # Before the first touch, which is when a page gets its place; pinning touches all of them.
+            prefer_node(address + self._begin, self.nbytes, node)
         if self.is_pinned:
             try:
                 device.pin(address + self._begin, self.nbytes)

@@ -171,6 +171,11 @@ def shares_memory(grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads
     return grad_dtype == weight_dtype and pins_grads == pins_params
 
 
+def local_world_size() -> int:
+    """Ranks on this machine, as launchers say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @waits_for_ranks
 def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
     """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look.
@@ -179,7 +184,7 @@ def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | 
         HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes to elsewhere.
     """
     if num_local_ranks is None:
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_local_ranks = local_world_size()
     failure = None
     try:
         check_host_memory(needs, num_local_ranks=num_local_ranks)

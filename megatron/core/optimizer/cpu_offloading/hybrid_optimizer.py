@@ -28,7 +28,13 @@ from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
-from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
+from megatron.core.optimizer.cpu_offloading.host_arrays import (
+    BucketArrays,
+    HostAllocator,
+    check_memory_on_all_ranks,
+    local_world_size,
+)
+from megatron.core.optimizer.cpu_offloading.host_threads import host_threads
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
 from megatron.core.optimizer.cpu_offloading.issuing_lane import IssuingLane
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -219,7 +225,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups
                 its dtype may be another than p's, and it travels in fp32.
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
-            num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
+            num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
             records_timings: clocks for `timings`.
             kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes than AdamW are
@@ -259,7 +265,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
         allocator.plan(links, moment_dtypes)
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of([*on_device, *on_host]))
-        adam = HostAdam(num_host_threads) if self._is_flat and links else None
+        adam = None
+        if self._is_flat and links:
+            threads = host_threads(self._device, num_local_ranks or local_world_size(), num_host_threads)
+            adam = HostAdam(threads.number, cores=threads.cores)
         # The device's first: what it refuses must leave the host's groups where they are.
         fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
         fused |= {"master_weights": param_update_in_fp32, "num_host_threads": num_host_threads}
