@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.device import Device
+from megatron.core.numa import prefer_node
 
 ARRAY_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _HUGE_PAGE = 2 << 20  # bytes
@@ -54,7 +55,7 @@ class HostSlab:
         Raises:
             ValueError: for a negative size.
             HostMemoryError: if the system does not map as much.
-            PinError: if it cannot be pinned.
+            PinError: if it cannot be pinned; the memory has been given back then.
         """
         if nbytes < 0:
             raise ValueError(f"Expected a size of at least 0 bytes for {purpose}, got {nbytes}.")
@@ -98,8 +99,18 @@ class HostSlab:
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self._begin = -address % _HUGE_PAGE
         _advise(mapping, self._begin, self.nbytes)
+        node = device.numa_node
+        if node is not None:
+            # Before the first touch, which is when a page gets its place; pinning touches all of them.
+            prefer_node(address + self._begin, self.nbytes, node)
         if self.is_pinned:
-            device.pin(address + self._begin, self.nbytes)
+            try:
+                device.pin(address + self._begin, self.nbytes)
+            except BaseException:
+                # The traceback keeps this frame, and with it the mapping, of which pinning may have touched every page.
+                self._memory.release()
+                mapping.close()
+                raise
             # Tensors hold the view. The finalizer holds the mapping, which thus outlasts its pin.
             release = weakref.finalize(self._memory, _unpin, mapping, device, address + self._begin, os.getpid())
             # The end of the process gives everything back, and copies may still be on their way then.

@@ -1,7 +1,8 @@
 """One training step, and evaluation: what happens to a global batch.
 
 A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another the loss and the
-votes; one transfer brings all of it to the host, and then all ranks step or none does.
+votes; one transfer brings all of it to the host, and then all ranks step or none does. What can be planned of the
+optimizer's step is planned while the device computes the norm, so that it does not stand still afterwards.
 """
 
 from __future__ import annotations
@@ -99,11 +100,14 @@ def train_step(
     mark("agree")
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
-    loss_sum, num_bad, *rest = _agree(loss, measures, own_votes, mesh)
+    shared = _agree(loss, measures, own_votes, mesh)
+    # Python's part of the step, which the device would have to wait for once it has told the norm.
+    planned = optimizer.plan_step()
+    loss_sum, num_bad, *rest = _read(shared)
     summed_votes, (norm, *zeros) = tuple(rest[: len(own_votes)]), rest[len(own_votes) :]
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
     mark("step")
-    has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan)
+    has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan, planned)
     optimizer.zero_grad()
     return StepResult(
         loss=loss_sum / mesh.size(),
@@ -165,11 +169,10 @@ def _agree(
     measures: Sequence[torch.Tensor | None],
     own_votes: Sequence[float],
     mesh: DeviceMesh,
-) -> tuple[float, ...]:
+) -> torch.Tensor:
     """(sum of losses, number of ranks whose loss is not finite, *summed votes, *measures), the same on every rank.
 
-    The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce. The transfer to the host
-    at the end is the only synchronisation of the step.
+    The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
@@ -177,7 +180,13 @@ def _agree(
     with issuing("all-reduce of the step's loss and votes", shared):
         dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
-    return tuple(torch.cat([shared, *known]).tolist())
+    return torch.cat([shared, *known])
+
+
+@waits_for_ranks
+def _read(scalars: torch.Tensor) -> tuple[float, ...]:
+    """Brings what ranks have agreed on to the host: the only synchronisation of the step."""
+    return tuple(scalars.tolist())
 
 
 @waits_for_ranks

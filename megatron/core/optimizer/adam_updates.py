@@ -12,7 +12,14 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.optimizer import scaled_states
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, MOMENT_DTYPES, AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import (
+    FLOAT_DTYPES,
+    MOMENT_DTYPES,
+    AdamPiece,
+    AdamStep,
+    merged,
+    with_grad_scale,
+)
 
 Run = Callable[[Sequence[AdamPiece]], None]
 
@@ -42,18 +49,33 @@ class Update(NamedTuple):
         )
 
 
-def carry_out(updates: Sequence[Update], run: Run) -> None:
-    """Has `run` do all updates; those that need copies one after the other, so that they take the memory of one."""
-    direct = [update for update in updates if update.is_direct]
+class PlannedUpdates(NamedTuple):
+    """Updates as they will be handed to kernels, but for the factor of the gradients."""
+
+    pieces: list[AdamPiece]  # of those that kernels can work on directly, joined
+    others: list[Update]
+
+
+def plan(updates: Sequence[Update]) -> PlannedUpdates:
+    """Puts together what there is to do. Reads and writes no array."""
     # Kernels look at memory, not at shapes: whatever is contiguous is flat.
-    run([AdamPiece(update.step, **{name: array.tensor for name, array in update.arrays.items()}) for update in direct])
-    for update in updates:
-        if not update.is_direct:
-            copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
-            run([AdamPiece(update.step, **copies)])
-            for name, array in update.arrays.items():
-                if copies[name] is not array.tensor and name != "grad":
-                    _write_back(name, array, copies[name])
+    pieces = [
+        AdamPiece(update.step, **{name: array.tensor for name, array in update.arrays.items()})
+        for update in updates
+        if update.is_direct
+    ]
+    return PlannedUpdates(merged(pieces), [update for update in updates if not update.is_direct])
+
+
+def carry_out(planned: PlannedUpdates, grad_scale: float, run: Run) -> None:
+    """Has `run` do all updates; those that need copies one after the other, so that they take the memory of one."""
+    run(with_grad_scale(planned.pieces, grad_scale))
+    for update in planned.others:
+        copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
+        run(with_grad_scale([AdamPiece(update.step, **copies)], grad_scale))
+        for name, array in update.arrays.items():
+            if copies[name] is not array.tensor and name != "grad":
+                _write_back(name, array, copies[name])
 
 
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:

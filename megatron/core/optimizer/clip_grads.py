@@ -2,15 +2,23 @@
 
 [Note: squares] Summing millions of fp32 squares one after another loses digits (0.4 % at 50M elements on a CPU), and
 `vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is asked for. So on a CPU the host kernel adds
-the squares in fp64, in an order that does not depend on the number of threads. Elsewhere 16-bit gradients are widened
-piece by piece, the norm is taken in fp32 over rows of 256 elements, and the rows' squares are added in fp64. The
-relative error is below 1e-7.
+the squares in fp64, in an order that does not depend on the number of threads. Elsewhere the norm is taken in fp32 over
+rows of 256 elements, and the rows' squares are added in fp64. The relative error is below 2e-7.
+
+[Note: runs] Launching a kernel takes longer than reading a bias does, so gradients are not measured one by one, but in
+runs: tensors that lie end to end in memory count as one. The gradients of an FSDP group are views of one flat buffer:
+
+    |weight      |bias|padding|weight      |    two runs
+    |weight      |none|padding|weight      |    two runs, where the bias has no gradient in this step
+
+Padding and stale gradients thus belong to no run, and nothing is asked of them. The order of the sums follows from the
+order of the parameters and from places in storages, never from an address: it is the same each time a program runs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,21 +32,16 @@ from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.rank_waits import waits_for_ranks
 
 _ROW_NUMEL = 256
-_PIECE_NUMEL = 16384 * _ROW_NUMEL  # what is widened at a time: 16 MiB in fp32
+# What is widened at a time where a device has no kernel that widens as it reads: 64 MiB in fp32.
+_PIECE_NUMEL = 65536 * _ROW_NUMEL
+
+# (local tensors of one device, at least one, which may lack elements) -> scalar, fp64: of all of them together
+_Measure = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a local tensor of any shape and floating dtype. Scalar, fp64. See [Note: squares]."""
-    if tensor.device.type == "cpu" and tensor.dtype in FLOAT_DTYPES:
-        return shared_host_adam(os.getpid()).squared_norm(tensor)
-    flat = tensor.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for piece in flat.split(flat.numel() if flat.dtype == torch.float32 else _PIECE_NUMEL):
-        whole = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
-        for rows in (piece[:whole].view(-1, _ROW_NUMEL), piece[whole:].view(1, -1)):
-            if rows.numel():
-                total += torch.linalg.vector_norm(rows.float(), dim=1).double().square().sum()
-    return total
+    return _squared_norm_of_all([tensor])
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -53,12 +56,12 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     Raises:
         NotImplementedError: for a gradient that is a partial sum, or not sharded evenly enough to be added up.
     """
-    return _sum_over_gradients(parameters, squared_norm).sqrt()
+    return _sum_over_gradients(parameters, _squared_norm_of_all).sqrt()
 
 
 def num_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """How many elements of a local tensor of any shape and dtype are zero, of either sign. Scalar, fp64."""
-    return (tensor.numel() - torch.count_nonzero(tensor.detach())).double()
+    return _num_zeros_of_all([tensor])
 
 
 def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -72,35 +75,51 @@ def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     Raises:
         NotImplementedError: as `global_grad_norm`.
     """
-    return _sum_over_gradients(parameters, num_zeros)
+    return _sum_over_gradients(parameters, _num_zeros_of_all)
 
 
+def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of the tensors in fewer, longer tensors, flat but for what is not contiguous. See [Note: runs].
+
+    Those of one storage are in the order of their places, storages and other tensors in the order of first appearance.
+    Tensors without elements are left out.
+    """
+    found: dict[int, list[torch.Tensor]] = {}  # by storage
+    for tensor in tensors:
+        if tensor.numel():
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor.detach())
+
+    joined: list[torch.Tensor] = []
+    for together in found.values():
+        joined += _runs_of_storage(sorted(together, key=_first_byte)) if len(together) > 1 else together
+    return joined
+
+
+@torch.no_grad()
 @waits_for_ranks
-def _sum_over_gradients(
-    parameters: Iterable[nn.Parameter], measure: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The sum over all gradients of what `measure` (a local tensor -> scalar, fp64) says of the parts of each.
+def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -> torch.Tensor:
+    """The sum over all gradients of what `measure` says of the local parts.
 
     A parameter that is given twice, being tied, counts once.
     """
-    local: torch.Tensor | None = None
-    sharded: dict[tuple[DeviceMesh, tuple[int, ...]], torch.Tensor] = {}
+    plain: list[torch.Tensor] = []
+    sharded: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
         grad = parameter.grad
-        if grad is None:
-            continue
         if isinstance(grad, DTensor):
-            key = (grad.device_mesh, _sharding_axes(grad))
-            part = measure(grad.to_local())
-            sharded[key] = sharded[key] + part if key in sharded else part
-        else:
-            local = measure(grad) if local is None else local + measure(grad)
-    for (mesh, axes), part in sharded.items():
+            sharded.setdefault((grad.device_mesh, _sharding_axes(grad)), []).append(grad.to_local())
+        elif grad is not None:
+            plain.append(grad)
+
+    totals = [measure(runs(plain) or plain)] if plain else []
+    for (mesh, axes), local in sharded.items():
+        # A rank that holds no element of any of them takes part in the sum all the same.
+        total = measure(runs(local) or local)
         for axis in axes:
-            with issuing("all-reduce of a measure of the gradients", part):
-                dist.all_reduce(part, group=mesh.get_group(axis))
-        local = part if local is None else local + part
-    return torch.zeros((), dtype=torch.float64) if local is None else local
+            with issuing("all-reduce of a measure of the gradients", total):
+                dist.all_reduce(total, group=mesh.get_group(axis))
+        totals.append(total)
+    return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.float64)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -121,3 +140,66 @@ def _sharding_axes(grad: DTensor) -> tuple[int, ...]:
         if not isinstance(placement, (Shard, Replicate)):
             raise NotImplementedError(f"Expected a gradient that is sharded or replicated, got {grad.placements}.")
     return tuple(axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Shard))
+
+
+def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if all(tensor.device.type == "cpu" and tensor.dtype in FLOAT_DTYPES for tensor in tensors):
+        kernel = shared_host_adam(os.getpid())
+        sums = [kernel.squared_norm(tensor) for tensor in tensors]
+        return sum(sums[1:], sums[0])
+
+    # On a device: four kernels, and one or two for each tensor.
+    norms = [
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        for tensor in tensors
+        for rows in _rows(tensor.detach().reshape(-1))
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.cat(norms).double().square().sum()
+
+
+def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = sum(tensor.numel() for tensor in tensors)
+    return total - torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum().double()
+
+
+def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All elements as matrices; the last one, of what is left, has a single row."""
+    for piece in flat.split(_PIECE_NUMEL):
+        whole = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
+        if whole:
+            yield piece[:whole].view(-1, _ROW_NUMEL)
+        if whole < piece.numel():
+            yield piece[whole:].view(1, -1)
+
+
+def _runs_of_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The runs of tensors of one storage, in the order of their places."""
+    found: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        if found and _continues(found[-1][-1], tensor):
+            found[-1].append(tensor)
+        else:
+            found.append([tensor])
+    return [_joined(run) for run in found]
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _continues(tensor: torch.Tensor, following: torch.Tensor) -> bool:
+    """Whether `following`, of the same storage, begins where `tensor` ends."""
+    return (
+        tensor.dtype == following.dtype
+        and tensor.is_contiguous()
+        and following.is_contiguous()
+        and tensor.storage_offset() + tensor.numel() == following.storage_offset()
+    )
+
+
+def _joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(run) == 1:
+        return run[0]
+    return run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,))

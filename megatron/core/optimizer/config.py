@@ -64,10 +64,12 @@ class OptimizerConfig:
         True, "page-locked host memory for gradients on their way down", off_flag="--no-pin-cpu-grads"
     )
     pin_cpu_params: bool = option(
-        True, "page-locked host memory for states and weights", off_flag="--no-pin-cpu-params"
+        True, "page-locked host memory for weights on their way up", off_flag="--no-pin-cpu-params"
     )
     cpu_optimizer_threads: int | None = option(
-        None, "threads that step Adam on the CPU; default: a rank's share of the cores", at_least=1
+        None,
+        "threads that step Adam on the CPU; default: a rank's share of the cores, less two that launch a GPU's kernels",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,6 +43,12 @@ try:
     from apex.optimizers import FusedAdam as ApexFusedAdam
 except ImportError:
     ApexFusedAdam = None
+
+
+class PlannedStep(Protocol):
+    """The optimizer's step, of which only the factor of the gradients is missing."""
+
+    def __call__(self, *, grad_scale: float) -> object: ...
 
 
 class DistributedOptimizer:
@@ -112,11 +119,26 @@ class DistributedOptimizer:
         """How many elements of all gradients are zero; see `global_num_zeros`. None unless it is asked for."""
         return global_num_zeros(self._parameters()) if self._counts_zeros else None
 
-    def step(self, grad_norm: float) -> bool:
+    def plan_step(self) -> PlannedStep | None:
+        """What `step` can know before the norm: for callers with nothing else to do until the device has told it.
+
+        Steps nothing. None where `step` has to find all of it out itself.
+
+        Raises:
+            ValueError, RuntimeError: for gradients that the optimizer cannot step with.
+        """
+        if isinstance(self.optimizer, FusedAdam):
+            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
+        return None
+
+    def step(self, grad_norm: float, planned: PlannedStep | None = None) -> bool:
         """Clips by the norm that `grad_norm` has given, and steps. The loss scaler learns how it went.
 
         Args:
             grad_norm: the same on every rank. Not finite: the gradients are not to be used.
+            planned: what `plan_step` has answered since the gradients are there.
 
         Returns:
             Whether it did: with a norm that is not finite, nothing is stepped.
@@ -125,16 +147,18 @@ class DistributedOptimizer:
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
         if is_finite:
-            self._step_scaled(grad_norm, loss_scale)
+            self._step_scaled(grad_norm, loss_scale, planned)
         return is_finite
 
-    def _step_scaled(self, grad_norm: float, loss_scale: float) -> None:
+    def _step_scaled(self, grad_norm: float, loss_scale: float, planned: PlannedStep | None) -> None:
         """Steps with gradients that are `loss_scale` times too large, and are left so where the optimizer can."""
         scale = 1.0
         if self._clip_grad > 0:
             scale = float(clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad))
         scale /= loss_scale
-        if isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
+        if planned is not None:
+            planned(grad_scale=scale)
+        elif isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
             self.optimizer.step(grad_scale=scale)
         else:
             scale_grads(self._parameters(), torch.tensor(scale, dtype=torch.float64))

@@ -32,17 +32,18 @@ from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.drivers import driver_of
 from megatron.core.optimizer import scaled_states
-from megatron.core.optimizer.adam_updates import LocalArray, Update, carry_out
+from megatron.core.optimizer.adam_updates import LocalArray, PlannedUpdates, Update, carry_out, plan
 from megatron.core.optimizer.gradient_source import (
     check_not_elsewhere,
     clear_gradients,
     gradient_of,
 )
 from megatron.core.optimizer.kernels import device_adam, torch_adam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep, merged
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import STEP, check_state, checked_states
 from megatron.core.optimizer.state_tensors import StateMemory, difference, like
+from megatron.core.optimizer.step_inputs import StepInputs
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MASTER_DTYPES = (torch.float32, torch.float16)
@@ -70,6 +71,14 @@ class _Planned(NamedTuple):
     step: AdamStep
 
 
+class FusedStep(NamedTuple):
+    """A step of all parameters with a gradient, but for the factor of the gradients. See `FusedAdam.plan_step`."""
+
+    inputs: StepInputs
+    parameters: list[_Planned]
+    updates: PlannedUpdates
+
+
 class FusedAdam(torch.optim.Optimizer):
     """See the module's docstring.
 
@@ -93,6 +102,8 @@ class FusedAdam(torch.optim.Optimizer):
         NotImplementedError: for amsgrad and for capturable.
         ValueError: for a dtype or constant that is none of these; for remainders without fp32 master weights.
     """
+
+    recuts_states_on_load = True  # so that nobody else has to look, before every step
 
     def __init__(
         self,
@@ -186,14 +197,35 @@ class FusedAdam(torch.optim.Optimizer):
                 self._allocate(parameter)
 
     @torch.no_grad()
+    def plan_step(self) -> FusedStep:
+        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait for that factor.
+
+        Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
+
+        Raises:
+            As `step` does.
+        """
+        self.init_state()
+        inputs = self._step_inputs()
+        planned = self._plan()
+        updates = [Update(each.step, self._arrays(each)) for each in planned if each.gradient.numel()]
+        return FusedStep(inputs, planned, plan(updates))
+
+    @torch.no_grad()
     def step(  # type: ignore[override]  # torch's has no grad_scale
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        planned: FusedStep | None = None,
     ) -> float | None:
         """Steps every parameter that has a gradient. The others' states stay as they are, `step` included.
 
         Args:
             closure: computes the loss anew, and gradients.
             grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced or
+                options changed since, the step is planned here.
 
         Returns:
             What `closure` returned.
@@ -208,13 +240,13 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.init_state()
-        planned = self._plan(grad_scale)
-        carry_out([Update(each.step, self._arrays(each)) for each in planned if each.gradient.numel()], self._run)
-        for each in planned:
+        if planned is None or not planned.inputs.are_still(self._step_inputs()):
+            planned = self.plan_step()
+        carry_out(planned.updates, grad_scale, self._run)
+        for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
-        torch.autograd.graph.increment_version([each.parameter for each in planned])
+        torch.autograd.graph.increment_version([each.parameter for each in planned.parameters])
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -329,8 +361,11 @@ class FusedAdam(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _plan(self, grad_scale: float) -> list[_Planned]:
-        """What there is to do, once it is known to be possible."""
+    def _step_inputs(self) -> StepInputs:
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad)
+
+    def _plan(self) -> list[_Planned]:
+        """What there is to do, once it is known to be possible, with gradients as they are."""
         planned = []
         for group_number, group in enumerate(self.param_groups):
             steps: dict[int, AdamStep] = {}
@@ -343,7 +378,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._check(parameter, gradient, place)
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in steps:
-                    steps[number] = AdamStep.of(group, number, grad_scale, self.adam_w_mode)
+                    steps[number] = AdamStep.of(group, number, 1.0, self.adam_w_mode)
                 planned.append(_Planned(parameter, local_tensor(gradient).detach(), steps[number]))
         return planned
 
@@ -374,10 +409,10 @@ class FusedAdam(torch.optim.Optimizer):
         if on_host:
             if self._host is None:
                 self._host = HostAdam(self._num_host_threads)
-            self._host.run(merged(on_host))
+            self._host.run(on_host)
         if on_device:
             kernel = device_adam if _takes_triton(on_device[0].weight.device) else torch_adam
-            kernel.run(merged(on_device))
+            kernel.run(on_device)
 
     def _arrays(self, planned: _Planned) -> dict[str, LocalArray]:
         """The local tensors of a step, by their names in AdamPiece."""

@@ -222,6 +222,23 @@ def test_a_forked_process_unpins_nothing(pinning, monkeypatch):
     assert [event[0] for event in pinning.events] == ["pin"]
 
 
+@needs_proc
+def test_memory_that_cannot_be_pinned_is_given_back_while_the_error_is_handled(pinning, monkeypatch):
+    def refuse(_: Device, address: int, nbytes: int) -> None:
+        refused.append((address, nbytes))
+        raise PinError("Expected to pin.")
+
+    refused: list[tuple[int, int]] = []
+    monkeypatch.setattr(PinningDevice, "pin", refuse)
+    with pytest.raises(PinError) as caught:
+        slab(8 * MIB, pinning, is_pinned=True)
+    [(address, nbytes)] = refused
+    assert caught.tb is not None
+    assert nbytes == 8 * MIB
+    assert mappings_of(address) == []
+    assert pinning.events == [], "what was not pinned is not unpinned"
+
+
 def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
     calls = []
     driver = SimpleNamespace(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
 from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.lanes import ThreadLane
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
+from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.training import step as step_module
 from megatron.training.arguments import parse_config
 from megatron.training.engines import build_engine
 from megatron.training.step import ForwardStep, StepResult, evaluate, train_step
@@ -325,6 +329,59 @@ def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
             assert ours.loss == pytest.approx(fp32.loss, rel=5e-3)
             assert ours.grad_norm == pytest.approx(fp32.grad_norm, rel=3e-2)
         assert expected[-1].loss < 0.8 * expected[0].loss, "it learns"
+
+
+# What the device waits for
+
+
+def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
+    """Python's calls in this thread while a step is planned, and between reading its scalars and its first launch."""
+    config = parse_config([*GPT, "--num-layers", str(num_layers), *flags], 1)
+    engine = build_engine(config.engine(), Device("cpu"), build_mesh("cpu", 1))
+    engine.initialize(lambda: GPTModel(config.model, 32))
+    batch = {"tokens": torch.zeros(2, 16, dtype=torch.int64), "labels": torch.zeros(2, 16, dtype=torch.int64)}
+    calls: dict[str, int] = {"planning": 0, "after the read": 0}
+    phase: str | None = None
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal phase
+        if event == "return" and frame.f_code is step_module._agree.__code__:
+            phase = "planning"
+        if event == "return" and frame.f_code is step_module._read.__code__:
+            phase = "after the read"
+        if event == "call" and phase is not None:
+            calls[phase] += 1
+            # What hands work over: the kernel's threads, and another lane's.
+            if phase == "after the read" and frame.f_code in (HostAdam.run.__code__, ThreadLane.enqueue.__code__):
+                phase = None
+                sys.setprofile(None)
+
+    def forward(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["tokens"], batch["labels"]).mean()
+
+    engine.train_batch(iter([batch]), forward, num_microbatches=1)
+    sys.setprofile(count)
+    try:
+        engine.train_batch(iter([batch]), forward, num_microbatches=1)
+    finally:
+        sys.setprofile(None)
+    engine.state.optimizer.synchronize()
+    return calls
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"]],
+    ids=["device", "offloaded"],
+)
+def test_a_step_is_planned_before_its_scalars_are_read(flags):
+    """What is left between the read and the first launch is a call for each piece at most, and little for each step."""
+    few, many = (run_ranks(1, _calls_of_a_step, flags, num_layers)[0] for num_layers in (2, 10))
+    planned = many["planning"] - few["planning"]
+    left = many["after the read"] - few["after the read"]
+    assert planned > 8 * 50, "planning takes dozens of calls for each layer"
+    assert left <= planned / 20
+    assert few["after the read"] < 200
 
 
 def _evaluation(shares: list[list[int]]) -> tuple[float, float, bool]:

@@ -75,8 +75,12 @@ class DeviceLink(Protocol):
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         """Before an update: takes over what others have written to the parameters since the last one."""
 
-    def fetch_early(self, grad: torch.Tensor) -> None:
-        """Copies gradients to the bucket's array as soon as they are there."""
+    def fetch_early(self, grad: torch.Tensor, seen_versions: int | None = None) -> None:
+        """Copies gradients to the bucket's array as soon as they are there.
+
+        Args:
+            seen_versions: what `main_versions` was when the copy was asked for, if writes after that are not in it.
+        """
 
     def fetch(self, grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         """Copies the gradients of a step to the bucket's array, unless it has these already."""
@@ -128,10 +132,14 @@ class GroupLink:
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         """The parameters are the main weights themselves."""
 
-    def fetch_early(self, grad: torch.Tensor) -> None:
+    def main_versions(self) -> int:
+        """Counts the writes to the group's gradients."""
         assert self.group.gradients is not None, "checked when this was made"
+        return self.group.gradients.main_versions()
+
+    def fetch_early(self, grad: torch.Tensor, seen_versions: int | None = None) -> None:
         # Before the copy: what is written while it runs must count as written after it.
-        self._fetched = self.group.gradients.main_versions()
+        self._fetched = self.main_versions() if seen_versions is None else seen_versions
         grad.copy_(self._main_grad.local_buffer, non_blocking=True)
 
     def fetch(self, grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
@@ -142,7 +150,7 @@ class GroupLink:
             for slot, gradient in gradients
             if not self.group.gradients.is_main(indices[id(slot.parameter)], gradient)
         ]
-        if len(others) < len(gradients) and self._fetched != self.group.gradients.main_versions():
+        if len(others) < len(gradients) and self._fetched != self.main_versions():
             grad.copy_(self._main_grad.local_buffer, non_blocking=True)
         self._fetched = None
         _fetch_each(grad, others)
@@ -218,7 +226,7 @@ class TensorLink:
                 if own.dtype == given.dtype or not torch.equal(own.to(given.dtype), given.to(own.device)):
                     own.copy_(given)
 
-    def fetch_early(self, grad: torch.Tensor) -> None:
+    def fetch_early(self, grad: torch.Tensor, seen_versions: int | None = None) -> None:
         """Nothing tells when these gradients are there."""
 
     def fetch(self, grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:

@@ -1,7 +1,8 @@
 """How the parameters of one bucket are updated in host memory: by our Adam, flat, or by any PyTorch optimizer.
 
-`prepare` runs in the thread that calls `step`, while the hyperparameters are what they are, and changes nothing. Once
-all buckets have been prepared, `begin` counts the step, and its work runs on the host lane.
+`prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and changes nothing. The
+factor of the gradients need not be known yet. Once all buckets have been prepared, `begin` counts the step, and its
+work runs on the host lane.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.optimizer.cpu_offloading.device_link import Slot
 from megatron.core.optimizer.cpu_offloading.host_arrays import MASTER, BucketArrays
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.torch_optimizer import copy_state, init_torch_states, load_torch_states
@@ -28,16 +29,14 @@ class Prepared(NamedTuple):
     """A step of one bucket that can be done."""
 
     begin: Callable[[], None]
-    work: Callable[[], None]
+    work: Callable[[float], None]  # given the factor of the gradients
     nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class HostUpdate(Protocol):
     """See the module's docstring."""
 
-    def prepare(
-        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Prepared:
+    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
         """The step of the slots (with their numbers) that have a gradient. ValueError for options it cannot honour."""
 
     def states(self, index: int) -> dict[str, Any]:
@@ -70,12 +69,10 @@ class FlatAdam:
         self._adam = adam
         self._states = [self._make_states(index) for index in range(len(bucket.link.slots))]
 
-    def prepare(
-        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Prepared:
+    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
         counters = [self._states[index]["step"] for index, _ in stepped]
         steps = [
-            AdamStep.of(options(slot.parameter), int(counter) + 1, grad_scale, self._adam_w_mode)
+            AdamStep.of(options(slot.parameter), int(counter) + 1, 1.0, self._adam_w_mode)
             for (_, slot), counter in zip(stepped, counters, strict=True)
         ]
         pieces = merged(self._piece(slot, step) for (_, slot), step in zip(stepped, steps, strict=True) if slot.numel)
@@ -84,7 +81,8 @@ class FlatAdam:
             for counter, step in zip(counters, steps, strict=True):
                 counter.fill_(step.step)
 
-        return Prepared(begin, lambda: self._adam.run(pieces), sum(map(_traffic, pieces)))
+        nbytes = sum(map(_traffic, pieces))
+        return Prepared(begin, lambda grad_scale: self._adam.run(with_grad_scale(pieces, grad_scale)), nbytes)
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
@@ -138,15 +136,13 @@ class TorchUpdate:
         self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
         self._inner: list[dict[str, Any]] = [{} for _ in self._parameters]  # what _states was made from
 
-    def prepare(
-        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options], grad_scale: float
-    ) -> Prepared:
+    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
         known = self._optimizer.defaults
         values = {
             index: {name: value for name, value in options(slot.parameter).items() if name in known}
             for index, slot in stepped
         }
-        return Prepared(lambda: None, lambda: self._step(stepped, values, grad_scale))
+        return Prepared(lambda: None, lambda grad_scale: self._step(stepped, values, grad_scale))
 
     def states(self, index: int) -> dict[str, Any]:
         states, seen = self._states[index], self._inner[index]

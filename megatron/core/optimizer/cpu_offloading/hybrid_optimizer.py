@@ -28,8 +28,15 @@ from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
-from megatron.core.optimizer.cpu_offloading.host_arrays import BucketArrays, HostAllocator, check_memory_on_all_ranks
+from megatron.core.optimizer.cpu_offloading.host_arrays import (
+    BucketArrays,
+    HostAllocator,
+    check_memory_on_all_ranks,
+    local_world_size,
+)
+from megatron.core.optimizer.cpu_offloading.host_threads import host_threads
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
+from megatron.core.optimizer.cpu_offloading.issuing_lane import IssuingLane
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.side_options import (
     ADAM_OPTIONS,
@@ -57,7 +64,7 @@ from megatron.core.optimizer.cpu_offloading.units import (
     place,
     sharded_owner,
 )
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.gradient_source import (
     check_not_elsewhere,
     clear_gradients,
@@ -68,6 +75,7 @@ from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit, one_unit
+from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
 _IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
@@ -93,12 +101,12 @@ class _Bucket:
         # Its states and main weights have been read by somebody on another thread.
         self.reads: list[Event] = []
 
-    def stepped(self) -> list[tuple[int, Slot]]:
-        """The slots whose parameters have a gradient, with their numbers."""
+    def stepped(self) -> list[tuple[int, Slot, torch.Tensor]]:
+        """The slots whose parameters have a gradient, with their numbers, and the gradients."""
         return [
-            (index, slot)
+            (index, slot, gradient)
             for index, slot in enumerate(self.link.slots)
-            if gradient_of(slot.parameter, self._use_decoupled_grad) is not None
+            if (gradient := gradient_of(slot.parameter, self._use_decoupled_grad)) is not None
         ]
 
     def fetch(self, lane: Lane, work: Callable[[], object], after: Sequence[Event]) -> Event:
@@ -127,11 +135,14 @@ class _Bucket:
             def send_down(reduced: Event) -> Event:
                 # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
                 mine, lane = bucket(), lane_of()
-                if mine is None or lane is None:
+                if mine is None or lane is None or not isinstance(mine.link, GroupLink):
                     return reduced
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
-                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad)), [reduced])
+                # The reduction has been issued, and has counted its writes. The copy comes behind it, not behind what
+                # this thread issues until the worker gets to it.
+                seen = link.main_versions() if isinstance(lane, IssuingLane) else None
+                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad, seen)), [reduced])
 
             self.link.group.send_main_grad(send_down)
 
@@ -142,6 +153,22 @@ class _Host(NamedTuple):
     nbytes: int
     nbytes_by_state: dict[str, int]
     buckets: list[_Bucket]
+
+
+class _BucketStep(NamedTuple):
+    """A step of one bucket, but for the factor of the gradients."""
+
+    bucket: _Bucket
+    prepared: Prepared
+    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
+
+
+class HybridStep(NamedTuple):
+    """A step of both sides, but for the factor of the gradients. See `HybridDeviceOptimizer.plan_step`."""
+
+    inputs: StepInputs
+    on_host: list[_BucketStep]
+    on_device: FusedStep | None  # of another optimizer than FusedAdam nothing is known before
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
@@ -188,7 +215,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 which `torch.optim.AdamW` also stands, with its own defaults. On the host it is one flat pass.
             param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have theirs anyway.
             pin_cpu_grads: page-locked memory for gradients on their way down.
-            pin_cpu_params: the same for the states, main weights included, and for weights on their way up.
+            pin_cpu_params: the same for weights on their way up. Main weights and moments never travel: they are not
+                pinned.
             overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
             fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs overlapping lanes.
                 Best clip by `grad_scale`: gradients that are written to between backward and `step` go down again.
@@ -197,7 +225,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups
                 its dtype may be another than p's, and it travels in fp32.
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
-            num_host_threads: default: the cores that this rank may use, shared among the ranks of the machine.
+            num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
             records_timings: clocks for `timings`.
             kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes than AdamW are
@@ -225,7 +253,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
         self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
-        self._make_lanes(overlap_cpu_optimizer_d2h_h2d)
+        self._make_lanes(overlap_cpu_optimizer_d2h_h2d, pin_cpu_grads)
         self._timings: TimingRecorder | None = None
         if records_timings:
             self._timings = TimingRecorder(self._device, has_lanes=overlap_cpu_optimizer_d2h_h2d)
@@ -237,7 +265,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         allocator = HostAllocator(self._device, pin_cpu_grads, pin_cpu_params, self._is_flat)
         allocator.plan(links, moment_dtypes)
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of([*on_device, *on_host]))
-        adam = HostAdam(num_host_threads) if self._is_flat and links else None
+        adam = None
+        if self._is_flat and links:
+            threads = host_threads(self._device, num_local_ranks or local_world_size(), num_host_threads)
+            adam = HostAdam(threads.number, cores=threads.cores)
         # The device's first: what it refuses must leave the host's groups where they are.
         fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
         fused |= {"master_weights": param_update_in_fp32, "num_host_threads": num_host_threads}
@@ -262,12 +293,42 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._state = state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+    def plan_step(self) -> HybridStep:
+        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait for that factor.
+
+        Steps nothing. A plan holds the gradients, whose values may still change.
+
+        Raises:
+            As `step` does.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        inputs = self._step_inputs()
+        check_whole(inputs.gradients)
+        for parameter, gradient in zip(parameters, inputs.gradients, strict=True):
+            if gradient is not None:
+                self._check_gradient(parameter, gradient)
+            else:
+                place = f"a parameter of shape {tuple(parameter.shape)}"
+                check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+        for bucket in self._buckets:
+            bucket.link.check(self)
+
+        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        planned = [_plan_bucket(bucket, options) for bucket in self._buckets]
+        on_host = [step for step in planned if step is not None]
+        return HybridStep(inputs, on_host, self._plan_on_device())
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, planned: HybridStep | None = None
+    ) -> Any:
         """Steps every parameter that has a gradient.
 
         Args:
             closure: computes the loss again, and is called first.
             grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced or
+                options changed since, the step is planned here.
 
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
@@ -278,24 +339,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = [gradient_of(parameter, self.use_decoupled_grad) for parameter in parameters]
-        check_whole(gradients)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                self._check_gradient(parameter, gradient)
-            else:
-                place = f"a parameter of shape {tuple(parameter.shape)}"
-                check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+        if planned is None or not planned.inputs.are_still(self._step_inputs()):
+            planned = self.plan_step()
         now = self._device.event()
-        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        for bucket in self._buckets:
-            bucket.link.check(self)
-        prepared = [(bucket, _prepare(bucket, options, grad_scale)) for bucket in self._buckets]
-        # First, since it may refuse too; what has been prepared cannot fail.
-        self._step_on_device(grad_scale)
+        # First, since other optimizers may refuse too; what has been planned cannot fail.
+        self._step_on_device(grad_scale, planned.on_device)
         timings = None if self._timings is None else self._timings.begin()
-        fetched = [self._begin(bucket, update, now, timings) for bucket, update in prepared if update is not None]
+        fetched = [self._begin(step, grad_scale, now, timings) for step in planned.on_host]
         # Gradients may be written to again. Weights may be awaited one by one, where somebody does.
         with nullcontext() if timings is None else timings.waiting(D2H):
             for event in fetched:
@@ -436,9 +486,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Whether a parameter is updated in host memory."""
         return id(parameter) in self._slots
 
-    def _make_lanes(self, overlaps: bool) -> None:
+    def _make_lanes(self, overlaps: bool, pins_grads: bool) -> None:
         if overlaps:
             self._d2h: Lane = self._device.lane("optimizer d2h")
+            if self._device.pins_host_memory and not pins_grads:
+                self._d2h = IssuingLane(self._device.host_lane("optimizer d2h issue"), self._d2h)
             self._update_lane: Lane = self._device.host_lane("optimizer host")
             self._h2d: Lane = self._device.lane("optimizer h2d")
         else:
@@ -500,6 +552,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     # A step
 
+    def _step_inputs(self) -> StepInputs:
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad)
+
     def _wait_until_free(self) -> None:
         """Waits until nobody updates the host side, or reads it."""
         self.synchronize()
@@ -524,15 +579,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _begin(self, bucket: _Bucket, prepared: Prepared, now: Event, timings: StepTimings | None) -> Event:
+    def _begin(self, step: _BucketStep, grad_scale: float, now: Event, timings: StepTimings | None) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
+        bucket, prepared, gradients = step
         link, arrays = bucket.link, bucket.arrays
-        slots = [slot for _, slot in bucket.stepped()]
-        gradients = [(slot, gradient_of(slot.parameter, self.use_decoupled_grad)) for slot in slots]
+        slots = [slot for slot, _ in gradients]
 
         def fetch() -> None:
             link.keep_main_weight(arrays.main_weight, slots)
-            link.fetch(arrays.grad, gradients)  # type: ignore[arg-type]  # they have one
+            link.fetch(arrays.grad, gradients)
 
         prepared.begin()
         reads = bucket.take_reads()
@@ -540,7 +595,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         before_fetch = [now] if isinstance(link, GroupLink) else [now, *reads]
         fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), before_fetch)
         h2d = self._h2d
-        work = _timed(timings, HOST, prepared.work, prepared.nbytes)
+        work = _timed(timings, HOST, partial(prepared.work, grad_scale), prepared.nbytes)
         send = _timed(timings, H2D, lambda: link.send(arrays.weight, slots))
 
         def update() -> Event:
@@ -556,16 +611,22 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 link.group.deliver(timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent))
         return fetched
 
-    def _step_on_device(self, grad_scale: float) -> None:
+    def _plan_on_device(self) -> FusedStep | None:
         optimizer = self._device_optimizer
         if optimizer is None:
-            return
+            return None
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
             # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
             names = group if isinstance(optimizer, FusedAdam) else own
             own.update({name: group[name] for name in names if name not in _IDENTITIES and name in group})
+        return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
+
+    def _step_on_device(self, grad_scale: float, planned: FusedStep | None) -> None:
+        optimizer = self._device_optimizer
+        if optimizer is None:
+            return
         if isinstance(optimizer, FusedAdam):
-            optimizer.step(grad_scale=grad_scale)
+            optimizer.step(grad_scale=grad_scale, planned=planned)
             return
         if grad_scale != 1:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -618,9 +679,11 @@ def _timed(
     return work if timings is None else timings.timed(lane, work, host_bytes)
 
 
-def _prepare(bucket: _Bucket, options: Mapping[int, Options], grad_scale: float) -> Prepared | None:
+def _plan_bucket(bucket: _Bucket, options: Mapping[int, Options]) -> _BucketStep | None:
     """A bucket's step, if one of its parameters has a gradient."""
     stepped = bucket.stepped()
     if not stepped:
         return None
-    return bucket.update.prepare(stepped, lambda parameter: options[id(parameter)], grad_scale)
+    slots = [(index, slot) for index, slot, _ in stepped]
+    prepared = bucket.update.prepare(slots, lambda parameter: options[id(parameter)])
+    return _BucketStep(bucket, prepared, [(slot, gradient) for _, slot, gradient in stepped])

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +217,17 @@ def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
         else:
             runs.append([piece])
     return [_joined(run) for run in runs]
+
+
+def with_grad_scale(pieces: Iterable[AdamPiece], grad_scale: float) -> list[AdamPiece]:
+    """The same pieces with another factor of the gradients, which is known last: it comes of all of them."""
+    steps: dict[int, AdamStep] = {}  # by the id of the step that is scaled: hashing takes longer than scaling
+    scaled = []
+    for piece in pieces:
+        if id(piece.step) not in steps:
+            steps[id(piece.step)] = replace(piece.step, grad_scale=grad_scale)
+        scaled.append(piece._replace(step=steps[id(piece.step)]))
+    return scaled
 
 
 def _address(piece: AdamPiece) -> tuple[str, int]:

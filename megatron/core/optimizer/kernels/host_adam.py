@@ -18,7 +18,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -82,13 +83,17 @@ class HostAdam:
     It belongs to the process that made it: a forked child makes its own.
     """
 
-    def __init__(self, num_threads: int | None = None, *, body: str = "auto") -> None:
+    def __init__(
+        self, num_threads: int | None = None, *, body: str = "auto", cores: Collection[int] | None = None
+    ) -> None:
         """Starts the threads.
 
         Args:
             num_threads: by default the cores that this process may use, divided among the ranks of the machine
                 (LOCAL_WORLD_SIZE). The torch body takes torch's threads instead.
             body: the instructions used, one of `available_bodies()`, all of the same bits; "auto" is the first of them.
+            cores: on which the threads run, as far as the system lets them; default: those of the calling thread. The
+                torch body takes no notice.
 
         Raises:
             ValueError: for less than one thread, for a body that is unknown or that cannot run here.
@@ -107,7 +112,8 @@ class HostAdam:
         self._pool: int | None = None
         library = _library(LIBRARY)
         if self._body != "torch" and library is not None:
-            self._pool = library.host_adam_pool_create(self._num_threads)
+            with _running_on(cores):
+                self._pool = library.host_adam_pool_create(self._num_threads)
             if not self._pool:
                 raise RuntimeError(f"Expected to start {self._num_threads} threads, got none from the system.")
             # At the program's end, other threads may still hand it work.
@@ -254,6 +260,23 @@ def _warn_once(path: Path) -> None:
 def _default_num_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@contextmanager
+def _running_on(cores: Collection[int] | None) -> Iterator[None]:
+    """While open, this thread runs on these cores, and threads that it starts do so for good."""
+    if cores is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        logger.debug("Threads of the host kernel run on any core: %s.", error)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _described(piece: AdamPiece) -> _Piece:

@@ -1,21 +1,31 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
     global_num_zeros,
     num_zeros,
+    runs,
     scale_grads,
     squared_norm,
 )
+from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.ranks import run_ranks
 
 
@@ -190,3 +200,168 @@ def _zeros_of_a_sharded_model(kind: str) -> list[float]:
 def test_the_padding_of_flat_buffers_is_no_zero_and_tied_weights_count_once(world_size, kind):
     for ours, exact in run_ranks(world_size, _zeros_of_a_sharded_model, kind):
         assert ours == exact >= 12
+
+
+# Runs
+
+
+def numbered(numel: int = 20) -> torch.Tensor:
+    return torch.arange(float(numel))
+
+
+def test_tensors_end_to_end_in_one_storage_are_one_and_what_lies_between_others_is_in_none():
+    flat = numbered()
+    pieces = [flat[12:14], flat[2:8].view(2, 3), flat[9:9], flat[8:10]]
+    assert [run.tolist() for run in runs(pieces)] == [flat[2:10].tolist(), flat[12:14].tolist()]
+
+
+def test_tensors_of_other_storages_or_dtypes_or_strides_are_left_alone():
+    flat, other = numbered(), numbered(4)
+    strided = flat[4:12].view(2, 4).t()
+    pieces = [other, flat[:4], strided, flat[12:14].view(torch.int32), flat[13:14], flat[14:16]]
+    found = runs(pieces)
+    assert [run.data_ptr() for run in found] == [each.data_ptr() for each in (*pieces[:3], pieces[3], flat[13:16])]
+    assert found[2].shape == (4, 2)
+    assert sum(run.numel() for run in found) == sum(piece.numel() for piece in pieces)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=12), st.randoms())
+def test_runs_hold_every_element_of_the_tensors_once_and_are_as_few_as_can_be(shapes, random):
+    """Tensors of (elements) behind gaps of (elements), handed over in any order."""
+    flat = numbered(100)
+    pieces, begin, expected = [], 0, 0
+    is_joined = False
+    for numel, gap in shapes:
+        begin += gap
+        pieces.append(flat[begin : begin + numel])
+        if numel:
+            expected += not (is_joined and not gap)
+        is_joined = (is_joined and not gap) or numel > 0
+        begin += numel
+    wanted = sorted(value for piece in pieces for value in piece.tolist())
+    random.shuffle(pieces)
+    found = runs(pieces)
+    assert [value for run in found for value in run.tolist()] == wanted
+    assert len(found) == expected
+
+
+# On a device
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that launch something on a device, by name; views do not."""
+
+    VIEWS = ("detach", "view", "as_strided", "slice", "_reshape_alias", "alias", "split", "select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def flat_gradients(numels: list[int], device: str) -> list[nn.Parameter]:
+    """Parameters whose gradients lie end to end in one buffer, as those of an FSDP group do."""
+    flat = torch.randn(sum(numels), generator=torch.Generator().manual_seed(0)).to(device)
+    parameters = [nn.Parameter(torch.empty(numel, device=device)) for numel in numels]
+    for made, grad in zip(parameters, flat.split(numels), strict=True):
+        made.grad = grad
+    return parameters
+
+
+def test_the_norm_of_42_gradients_in_two_groups_takes_a_dozen_kernels_on_a_device():
+    """One by one, seven for each gradient, it took 294."""
+    numels = [1024, 64, 4096, 256, 1024, 32, 16] * 3
+    parameters = [*flat_gradients(numels, "meta"), *flat_gradients(numels, "meta")]
+    with Kernels() as kernels:
+        global_grad_norm(parameters)
+    assert kernels.counts == {"linalg_vector_norm": 4, "cat": 1, "_to_copy": 1, "pow": 1, "sum": 1, "sqrt": 1}
+
+    with Kernels() as kernels:
+        global_num_zeros(parameters)
+    assert kernels.counts.total() <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 3_000_001])
+def test_the_arithmetic_of_devices_is_right_to_seven_digits(monkeypatch, dtype, numel):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = tensor.double().square().sum()
+    monkeypatch.setattr("megatron.core.optimizer.clip_grads.FLOAT_DTYPES", ())
+    torch.testing.assert_close(squared_norm(tensor), exact, rtol=2e-7, atol=0)
+
+
+def test_long_tensors_are_widened_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("megatron.core.optimizer.clip_grads.FLOAT_DTYPES", ())
+    monkeypatch.setattr("megatron.core.optimizer.clip_grads._PIECE_NUMEL", 512)
+    tensor = torch.randn(1300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    with Kernels() as kernels:
+        total = squared_norm(tensor)
+    assert kernels.counts["linalg_vector_norm"] == 4
+    torch.testing.assert_close(total, tensor.double().square().sum(), rtol=2e-7, atol=0)
+
+
+# FSDP groups
+
+
+def _norm_of_a_group(kind: str) -> None:
+    """With padding full of junk, and with a stale gradient in the buffer that nobody has any more."""
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        placements = Placements(
+            dp_axes=("outer", "inner"),
+            parameter=(Replicate(), Flat()),
+            gradient=(Partial("avg"), Flat()),
+            optimizer=(Replicate(), Flat()),
+        )
+    else:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+        placements = Placements.for_strategy(kind)
+    model, expected = Tied(), Tied()
+    with fully_shard_context("cpu"):
+        fully_shard(model, mesh, placements)
+    tokens = torch.tensor([0, 1, 2, 2])
+    for each in (expected, model):
+        each(tokens).square().sum().backward()
+    main_grad = group_of(model.hidden.weight).main_grad
+    local = main_grad.local_buffer
+    for gap in main_grad.layout.gaps:
+        start, numel = main_grad.range.overlap(gap)
+        local[start - main_grad.range.start :][:numel].fill_(1e6)
+    with arrays_measured() as calls:
+        norm = global_grad_norm(model.parameters())
+    torch.testing.assert_close(norm, global_grad_norm(expected.parameters()), rtol=1e-6, atol=0)
+    assert len(calls) < len(list(model.parameters())), "the buffer is read in runs"
+
+    model.hidden.weight.grad = expected.hidden.weight.grad = None
+    norm = global_grad_norm(model.parameters())
+    torch.testing.assert_close(norm, global_grad_norm(expected.parameters()), rtol=1e-6, atol=0)
+
+
+@contextmanager
+def arrays_measured() -> Iterator[list[int]]:
+    """The elements of each array whose squares the host kernel adds meanwhile."""
+    original, calls = HostAdam.squared_norm, []
+
+    def squared(self: HostAdam, tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor.numel())
+        return original(self, tensor)
+
+    HostAdam.squared_norm = squared
+    try:
+        yield calls
+    finally:
+        HostAdam.squared_norm = original
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(1, "optim_grads_params"), (2, "optim_grads_params"), (2, "optim"), (2, "no_shard"), (4, "hsdp")],
+)
+def test_a_group_is_measured_in_runs_that_neither_padding_nor_stale_gradients_enter(world_size, kind):
+    run_ranks(world_size, _norm_of_a_group, kind)

@@ -230,6 +230,105 @@ def test_a_gradient_that_is_not_finite_makes_the_norm_so():
     assert not math.isfinite(float(optimizer.grad_norm()))
 
 
+# Planning ahead
+
+
+PLANNED = [config for config in CONFIGS if "optimizer" not in config and "gpu_optimizer" not in config]
+
+
+def _steps(settings: dict[str, Any], is_planned: bool) -> list[torch.Tensor]:
+    model = Model()
+    shard(model)
+    optimizer = build_optimizer(model, OptimizerConfig(**settings, clip_grad=0.05), lr=0.1, num_local_ranks=1)
+    for number in range(3):
+        backward(model, number, factor=10.0)
+        if number == 1:
+            model.head.bias.grad = None
+        norm = optimizer.grad_norm()
+        planned = optimizer.plan_step() if is_planned else None
+        assert (planned is not None) == is_planned
+        optimizer.step(float(norm), planned)
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return weights(model)
+
+
+def _same_bits(settings: dict[str, Any]) -> None:
+    pairs = zip(_steps(settings, is_planned=True), _steps(settings, is_planned=False), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("settings", PLANNED, ids=str)
+def test_a_step_that_was_planned_ahead_gives_the_same_bits(settings):
+    run_ranks(2, _same_bits, settings)
+
+
+@pytest.mark.parametrize("settings", PLANNED, ids=str)
+def test_a_plan_that_is_not_carried_out_changes_nothing(settings):
+    model = Model()
+    optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
+    before = weights(model)
+    backward(model)
+    assert optimizer.step(math.nan, optimizer.plan_step()) is False
+    optimizer.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
+    for state in optimizer.optimizer.state.values():
+        assert not any(state[name].any() for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def _replace_gradient(optimizer: DistributedOptimizer) -> None:
+    parameter = optimizer.param_groups[0]["params"][0]
+    parameter.grad = parameter.grad * 3
+
+
+def _drop_gradient(optimizer: DistributedOptimizer) -> None:
+    optimizer.param_groups[1]["params"][0].grad = None
+
+
+def _write_to_gradient(optimizer: DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["params"][1].grad.mul_(3)
+
+
+def _change_rate(optimizer: DistributedOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.3
+
+
+@pytest.mark.parametrize("settings", PLANNED, ids=str)
+@pytest.mark.parametrize("change", [_replace_gradient, _drop_gradient, _write_to_gradient, _change_rate])
+@pytest.mark.parametrize("is_hook", [False, True])
+def test_what_changes_between_plan_and_step_counts(settings, change, is_hook):
+    found = []
+    for is_planned in (False, True):
+        model = Model()
+        optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
+        for number in range(2):
+            backward(model, number)
+            planned = optimizer.plan_step() if is_planned else None
+            if number == 1 and is_hook:
+                optimizer.optimizer.register_step_pre_hook(lambda *_, own=optimizer: change(own))
+            elif number == 1:
+                change(optimizer)
+            optimizer.step(1.0, planned)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        found.append(weights(model))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_other_optimizers_plan_nothing_ahead():
+    optimizer = build_optimizer(Model(), OptimizerConfig(optimizer="sgd"), lr=0.1, num_local_ranks=1)
+    assert optimizer.plan_step() is None
+
+
+def test_a_gradient_that_cannot_be_stepped_with_is_refused_by_the_plan():
+    for settings in PLANNED:
+        model = Model()
+        optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
+        model.head.weight.main_grad = torch.zeros_like(model.head.weight)
+        with pytest.raises(ValueError, match="main_grad"):
+            optimizer.plan_step()
+
+
 # What is offloaded, before and after sharding
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import mmap
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron.core.lanes
+from megatron.core.device import Device
 from megatron.core.distributed.fsdp import (
     FsdpContext,
     MixedPrecisionPolicy,
@@ -31,7 +34,8 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
-from megatron.core.host_memory import HostSlab
+from megatron.core.drivers import PinError
+from megatron.core.host_memory import HostNeed, HostSlab
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks
@@ -245,14 +249,105 @@ def _host_bytes(case: Case) -> None:
         assert [group.is_on_host for group in optimizer.plan.groups].count(True) == len(numels)
         main_weights = [(numel, 4) for numel in numels]
         states = [(numel, case.moment) for numel in numels * 2]
-        states += [(numel, case.weight) for numel in numels if case.weight]
+        weights = [(numel, case.weight) for numel in numels if case.weight]
         gradients = [(numel, case.grad) for numel in numels]
-        assert optimizer.host_bytes == sum(map(arrays_nbytes, (main_weights, states, gradients)))
+        assert optimizer.host_bytes == sum(map(arrays_nbytes, (main_weights, states, weights, gradients)))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_host_memory_is_what_the_plan_says_to_the_byte(case):
     run_ranks(2, _host_bytes, case)
+
+
+# Pinned memory
+
+
+class Pinned:
+    """The sizes of what is pinned, by address. A stand-in for the driver of a device that pins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int | None = None) -> None:
+        self.sizes: dict[int, int] = {}
+        self._most = most  # slabs that the driver accepts
+        monkeypatch.setattr(Device, "pins_host_memory", property(lambda _: True))
+        monkeypatch.setattr(Device, "pin", lambda _, address, nbytes: self._pin(address, nbytes))
+        monkeypatch.setattr(Device, "unpin", lambda _, address: self.sizes.pop(address))
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        if self._most == len(self.sizes):
+            raise PinError(f"Expected to pin {nbytes} bytes.")
+        self.sizes[address] = nbytes
+
+
+class PinCase(NamedTuple):
+    """Of dtypes and settings, and the bytes of pinned slabs that 384 elements then have."""
+
+    settings: dict[str, Any]
+    dtype: torch.dtype
+    pinned: list[int]
+
+
+NOT_GRADS, NOT_PARAMS = {"pin_cpu_grads": False}, {"pin_cpu_params": False}
+PIN_CASES = {
+    "bf16 weights over bf16 gradients": PinCase({}, BF16, [2]),
+    "fp32 weights over fp32 gradients": PinCase({}, FP32, [4]),
+    "fp32 gradients apart from bf16 weights": PinCase({"use_decoupled_grad": True}, BF16, [4, 2]),
+    "weights alone": PinCase(NOT_GRADS, BF16, [2]),
+    "gradients alone": PinCase(NOT_PARAMS, BF16, [2]),
+    "nothing": PinCase(NOT_GRADS | NOT_PARAMS, BF16, []),
+    "bf16 moments change nothing": PinCase({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, [2]),
+}
+
+
+@pytest.mark.parametrize("case", PIN_CASES.values(), ids=PIN_CASES)
+def test_only_what_crosses_the_link_is_pinned(monkeypatch, case):
+    pinned = Pinned(monkeypatch)
+    parameters = Uneven().to(case.dtype).parameters()
+    settings = {"overlap_cpu_optimizer_d2h_h2d": False, "param_update_in_fp32": True} | case.settings
+    optimizer = HybridDeviceOptimizer(parameters, 1.0, **settings)
+    assert list(pinned.sizes.values()) == [6 * 64 * itemsize for itemsize in case.pinned]
+    assert optimizer.host_bytes >= 6 * 64 * (4 + 2 * 2), "main weights and moments are there, not pinned"
+    del optimizer
+    gc.collect()
+    assert pinned.sizes == {}
+
+
+def test_the_preflight_says_what_will_be_pinned(monkeypatch):
+    Pinned(monkeypatch)
+    seen: list[HostNeed] = []
+    module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    monkeypatch.setattr(f"{module}.check_memory_on_all_ranks", lambda needs, *_: seen.extend(needs))
+    HybridDeviceOptimizer(
+        Uneven().parameters(), 1.0, param_update_in_fp32=True, **NOT_GRADS, overlap_cpu_optimizer_d2h_h2d=False
+    )
+    assert {need.what: need.is_pinned for need in seen} == {
+        "main weights": False,
+        "exp_avg": False,
+        "exp_avg_sq": False,
+        "gradients": False,
+        "compute weights": True,
+    }
+
+
+def test_a_refused_pin_leaves_nothing_pinned_or_mapped_while_the_error_is_handled(monkeypatch):
+    pinned = Pinned(monkeypatch, most=1)
+    mapped: list[weakref.ref[mmap.mmap]] = []
+
+    class Mapping(mmap.mmap):
+        """Of which there may be weak references."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            mapped.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    try:
+        HybridDeviceOptimizer(Uneven().parameters(), 1.0, use_decoupled_grad=True, param_update_in_fp32=True)
+    except PinError:
+        # Not after this block: whoever goes on unpinned allocates here.
+        assert len(mapped) >= 2
+        assert pinned.sizes == {}
+        assert all(mapping() is None or mapping().closed for mapping in mapped)
+    else:
+        pytest.fail("nothing was refused")
 
 
 def test_plain_parameters_take_whole_cache_lines():

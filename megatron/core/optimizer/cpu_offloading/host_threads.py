@@ -1,0 +1,74 @@
+"""How many threads update weights in host memory for a rank, and on which cores.
+
+With an accelerator, the threads that launch its kernels (the main thread, and autograd's) must never wait for a core:
+while they do, the device stands still. So host threads leave two cores for each rank alone. On a machine with several
+sockets they run near to the rank's device, where its host memory is. Two ranks of 16 cores, devices on either node:
+
+    node 0   cores 0 1 | 2 3 4 5 6 7        rank 0: 6 threads on cores 2 to 7
+    node 1   cores 8 9 | 10 ... 15          rank 1: 6 threads on cores 10 to 15
+
+On the CPU as a device the main thread waits for the host threads anyway, and they have all of a rank's cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core import numa
+from megatron.core.device import Device
+from megatron.core.drivers import driver_of
+
+LAUNCHING_CORES = 2  # for each rank
+
+
+class HostThreads(NamedTuple):
+    """The threads of one rank; `cores` is None where they may run on any that the process may use."""
+
+    number: int
+    cores: Collection[int] | None
+
+
+def host_threads(
+    device: Device, num_local_ranks: int, number: int | None = None, nodes: Path = numa.NODES
+) -> HostThreads:
+    """The host threads of one of the ranks of this machine.
+
+    Args:
+        device: the rank's.
+        num_local_ranks: ranks on this machine, which share its cores.
+        number: how many threads; default: a rank's share of the cores, less those of the launching threads.
+    """
+    allowed = _allowed_cores()
+    if not device.is_accelerator:
+        return HostThreads(number or max(1, len(allowed) // num_local_ranks), None)
+
+    node = device.numa_node
+    near = frozenset() if node is None else numa.cpus_of_node(node, nodes) & allowed
+    if node is None or not near:
+        return HostThreads(number or _share(len(allowed), num_local_ranks), None)
+
+    num_ranks = _num_ranks_near(device, node, num_local_ranks, nodes)
+    num_kept = num_ranks * LAUNCHING_CORES
+    cores = sorted(near)[num_kept:] if len(near) > num_kept else None
+    return HostThreads(number or _share(len(near), num_ranks), cores)
+
+
+def _share(num_cores: int, num_ranks: int) -> int:
+    return max(1, num_cores // num_ranks - LAUNCHING_CORES)
+
+
+def _num_ranks_near(device: Device, node: int, num_local_ranks: int, nodes: Path) -> int:
+    """How many ranks of this machine have their device on a node."""
+    if driver_of(device.kind).device_count() < num_local_ranks:
+        # Each process sees its own device only: they are spread evenly, most likely.
+        return -(-num_local_ranks // numa.num_nodes(nodes))
+    return sum(Device(device.kind, index).numa_node == node for index in range(num_local_ranks)) or 1
+
+
+def _allowed_cores() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

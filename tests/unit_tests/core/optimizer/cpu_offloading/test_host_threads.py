@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.device import Device
+from megatron.core.drivers import Driver, register_driver
+from megatron.core.optimizer.cpu_offloading.host_threads import LAUNCHING_CORES, HostThreads, host_threads
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
+
+needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+
+
+class FakeDriver(Driver):
+    """So many devices, on these nodes."""
+
+    def __init__(self, nodes: list[int | None]) -> None:
+        super().__init__("fake")
+        self.nodes = nodes
+
+    def device_count(self) -> int:
+        return len(self.nodes)
+
+
+class Machine:
+    """Cores that the process may use, nodes of the host, and devices on them."""
+
+    def __init__(self, monkeypatch, folder: Path, cores: range, nodes: dict[int, str], devices: list[int | None]):
+        monkeypatch.setattr("megatron.core.drivers._drivers", {})
+        register_driver(FakeDriver(devices))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
+        monkeypatch.setattr(
+            Device, "numa_node", property(lambda self: devices[self.index] if self.kind == "fake" else None)
+        )
+        self.folder = folder
+        for node, cpus in nodes.items():
+            (folder / f"node{node}").mkdir()
+            (folder / f"node{node}" / "cpulist").write_text(cpus)
+
+    def threads(self, rank: int, num_ranks: int, number: int | None = None) -> HostThreads:
+        return host_threads(Device("fake", rank), num_ranks, number, self.folder)
+
+
+def test_on_the_cpu_threads_have_all_of_a_ranks_cores_as_ever(monkeypatch, tmp_path):
+    Machine(monkeypatch, tmp_path, range(8), {0: "0-3", 1: "4-7"}, [])
+    assert host_threads(Device("cpu"), 2, None, tmp_path) == HostThreads(4, None)
+    assert host_threads(Device("cpu"), 16, None, tmp_path) == HostThreads(1, None)
+    assert host_threads(Device("cpu"), 2, 7, tmp_path) == HostThreads(7, None)
+
+
+def test_beside_an_accelerator_two_cores_a_rank_are_left_to_the_launching_threads(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(16), {0: "0-15"}, [None, None])
+    assert machine.threads(0, 1) == HostThreads(14, None)
+    assert machine.threads(1, 2) == HostThreads(6, None)
+    assert machine.threads(1, 2, number=3) == HostThreads(3, None)
+
+
+def test_a_machine_of_two_cores_still_has_a_thread_and_no_core_is_taken_away(monkeypatch, tmp_path):
+    for node in (None, 0):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        machine = Machine(monkeypatch, folder, range(2), {0: "0-1"}, [node])
+        assert machine.threads(0, 1) == HostThreads(1, None)
+
+
+def test_threads_run_near_to_the_device_beside_the_cores_that_launch(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(16), {0: "0-7", 1: "8-15"}, [0, 1])
+    assert machine.threads(0, 2) == HostThreads(6, [2, 3, 4, 5, 6, 7])
+    assert machine.threads(1, 2) == HostThreads(6, [10, 11, 12, 13, 14, 15])
+
+
+def test_ranks_on_one_node_share_its_cores(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(32), {0: "0-15", 1: "16-31"}, [0, 0, 1, 1])
+    assert {machine.threads(rank, 4).number for rank in range(4)} == {6}
+    assert machine.threads(0, 4).cores == machine.threads(1, 4).cores == list(range(4, 16))
+    assert machine.threads(3, 4).cores == list(range(20, 32))
+
+
+def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(4, 12), {0: "0-7", 1: "8-15"}, [0])
+    assert machine.threads(0, 1) == HostThreads(2, [6, 7])
+    folder = tmp_path / "other"
+    folder.mkdir()
+    machine = Machine(monkeypatch, folder, range(8), {0: "0-7", 1: "8-15"}, [1])
+    assert machine.threads(0, 1) == HostThreads(6, None), "the device's node has none that may be used"
+
+
+def test_processes_that_each_see_one_device_are_taken_to_be_spread_evenly(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(32), {0: "0-15", 1: "16-31"}, [1])
+    assert machine.threads(0, 4) == HostThreads(6, list(range(20, 32)))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 64), st.integers(1, 8), st.data())
+def test_ranks_together_leave_their_launching_threads_room_wherever_there_is_any(num_cores, num_ranks, data):
+    split = data.draw(st.integers(0, num_cores))
+    lists = {0: list(range(split)), 1: list(range(split, num_cores))}
+    devices = data.draw(st.lists(st.sampled_from([0, 1, None]), min_size=num_ranks, max_size=num_ranks))
+    with pytest.MonkeyPatch.context() as monkeypatch, TemporaryDirectory() as folder:
+        nodes = {number: ",".join(map(str, cores)) for number, cores in lists.items()}
+        machine = Machine(monkeypatch, Path(folder), range(num_cores), nodes, devices)
+        for rank in range(num_ranks):
+            threads = machine.threads(rank, num_ranks)
+            assert threads.number >= 1
+            if threads.cores is not None:
+                own = lists[devices[rank]]
+                assert set(threads.cores) <= set(own)
+                num_near = devices.count(devices[rank])
+                assert len(own) - len(threads.cores) == LAUNCHING_CORES * num_near
+                assert threads.number * num_near <= max(len(threads.cores), num_near)
+
+
+@needs_affinity
+@pytest.mark.skipif(available_bodies() == ["torch"], reason="the library was not built")
+def test_the_kernels_threads_stay_on_their_cores_and_the_caller_does_not():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    known = set(Path("/proc/self/task").iterdir())
+    kernel = HostAdam(2, cores=[core])
+    new = [int(thread.name) for thread in Path("/proc/self/task").iterdir() if thread not in known]
+    assert len(new) == 2
+    assert [os.sched_getaffinity(thread) for thread in new] == [{core}, {core}]
+    assert os.sched_getaffinity(0) == before
+
+    weight = torch.ones(100)
+    kernel.run([AdamPiece(AdamStep(1, 0.1), torch.ones(100), weight, torch.zeros(100), torch.zeros(100))])
+    assert not weight.eq(1).any()
+
+
+@needs_affinity
+def test_cores_that_cannot_be_had_are_no_error():
+    before = os.sched_getaffinity(0)
+    kernel = HostAdam(1, cores=[1023])
+    assert os.sched_getaffinity(0) == before
+    assert kernel.num_threads == 1

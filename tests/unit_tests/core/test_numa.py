@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.device import Device
+from megatron.core.host_memory import HostSlab
+from megatron.core.numa import cpus_of_node, num_nodes, parse_cpus, prefer_node
+
+
+def listed(cpus: set[int]) -> str:
+    """As Linux writes them: ranges where there are any."""
+    parts = []
+    for cpu in sorted(cpus):
+        if cpu - 1 not in cpus:
+            last = cpu
+            while last + 1 in cpus:
+                last += 1
+            parts.append(str(cpu) if last == cpu else f"{cpu}-{last}")
+    return ",".join(parts) + "\n"
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 300), max_size=40))
+def test_lists_of_cores_are_read_as_linux_writes_them(cpus):
+    assert parse_cpus(listed(cpus)) == cpus
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "1-2-3", "0x1"])
+def test_other_lists_are_refused(text):
+    with pytest.raises(ValueError):
+        parse_cpus(text)
+
+
+def make_nodes(root: Path, lists: dict[int, str]) -> Path:
+    """A folder as /sys/devices/system/node."""
+    for node, cpus in lists.items():
+        (root / f"node{node}").mkdir(parents=True)
+        (root / f"node{node}" / "cpulist").write_text(cpus + "\n")
+    (root / "nodes_that_are_none").mkdir(exist_ok=True)
+    return root
+
+
+def test_the_cores_of_each_node_are_read_and_of_others_there_are_none(tmp_path):
+    nodes = make_nodes(tmp_path, {0: "0-1,4-5", 1: "2-3,6-7", 2: ""})
+    assert cpus_of_node(0, nodes) == {0, 1, 4, 5}
+    assert cpus_of_node(1, nodes) == {2, 3, 6, 7}
+    assert cpus_of_node(2, nodes) == set(), "a node of memory alone"
+    assert cpus_of_node(3, nodes) == set()
+    assert num_nodes(nodes) == 2
+    assert num_nodes(tmp_path / "nothing") == 1
+
+
+class System:
+    """A C library whose system call notes what it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self._error = error
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: self)
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+    def syscall(self, number: ctypes.c_long, *arguments: ctypes.c_ulong) -> int:
+        address, nbytes, mode, mask, num_bits, flags = (argument.value for argument in arguments)
+        words = (ctypes.c_ulong * (num_bits // 64)).from_address(mask)
+        nodes = sum(word << 64 * place for place, word in enumerate(words))
+        self.calls.append((number.value, address, nbytes, mode, nodes, num_bits, flags))
+        ctypes.set_errno(self._error)
+        return -1 if self._error else 0
+
+
+def test_the_kernel_is_told_the_range_and_the_node_as_a_bit(monkeypatch):
+    system = System(monkeypatch)
+    assert prefer_node(8192, 100, 1)
+    assert prefer_node(8192, 100, 70)
+    assert system.calls == [(237, 8192, 100, 1, 1 << 1, 65, 0), (237, 8192, 100, 1, 1 << 70, 129, 0)]
+
+
+@pytest.mark.parametrize("error", [1, 38])  # EPERM, ENOSYS
+def test_a_system_that_refuses_is_a_line_for_debugging(monkeypatch, caplog, error):
+    System(monkeypatch, error)
+    with caplog.at_level(logging.DEBUG):
+        assert not prefer_node(8192, 100, 1)
+    [record] = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert os.strerror(error) in record.getMessage()
+
+
+def test_machines_of_other_kinds_are_asked_nothing(monkeypatch):
+    system = System(monkeypatch)
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not prefer_node(8192, 100, 1)
+    assert system.calls == []
+
+
+def test_this_system_takes_or_refuses_its_first_node_and_the_memory_works_either_way():
+    memory = mmap.mmap(-1, 1 << 20)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert prefer_node(address, 1 << 20, 0) in (True, False)
+    memory[:] = b"\x01" * (1 << 20)
+    assert not prefer_node(address, 1 << 20, 1023), "no machine has it"
+
+
+def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monkeypatch):
+    asked: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        "megatron.core.host_memory.prefer_node", lambda address, _, node: asked.append(("place", address, node))
+    )
+    monkeypatch.setattr(Device, "pins_host_memory", property(lambda _: True))
+    monkeypatch.setattr(Device, "pin", lambda _, address, nbytes: asked.append(("pin", address, nbytes)))
+    monkeypatch.setattr(Device, "unpin", lambda *_: None)
+    HostSlab(5000, Device("cpu"), is_pinned=False, purpose="moments")
+    assert asked == [], "the CPU has no node of its own"
+
+    monkeypatch.setattr(Device, "numa_node", property(lambda _: 3))
+    slab = HostSlab(5000, Device("cpu"), is_pinned=True, purpose="gradients")
+    address = slab.tensor(0, 1, torch.uint8).data_ptr()
+    assert asked == [("place", address, 3), ("pin", address, 5000)]
