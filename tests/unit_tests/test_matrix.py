@@ -59,13 +59,14 @@ def test_an_interpreter_of_another_version_is_none(machine):
     assert find_python("3.10") is None
 
 
-def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allowed(machine, capsys):
+@pytest.mark.usefixtures("machine")
+def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allowed(capsys):
     assert matrix.main(["3.10:2.12.1"]) == 1
     assert "Python 3.10, torch 2.12.1: not tested, no python3.10 on PATH or in pyenv" in capsys.readouterr().out
     assert matrix.main(["--allow-missing", "3.10:2.12.1"]) == 0
 
 
-def test_a_pair_that_fails_does_not_keep_the_next_from_being_tested(machine, capsys, monkeypatch):
+def test_a_pair_that_fails_does_not_keep_the_next_from_being_tested(capsys, monkeypatch):
     outcomes = {"2.11.0": (False, "failed"), "2.12.1": (True, "passed")}
     monkeypatch.setattr(matrix, "outcome_of", lambda pair, _: outcomes[pair.torch])
     assert matrix.main(["3.10:2.11.0", "3.10:2.12.1"]) == 1
