@@ -10,13 +10,18 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # One thread a rank: ranks that share cores slow each other down otherwise.
 RUN := OMP_NUM_THREADS=1
 
-.PHONY: help install data pretrain generate test test-all peer check format clean-runs clean
+# Where `make test-matrix` makes its environments.
+MATRIX_DIR ?= .venv-matrix
+
+.PHONY: help install data pretrain generate test test-fast test-all test-matrix peer check format clean-runs clean
 
 help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
 	@echo "make generate   let the trained model write"
 	@echo "make test       install, then run the tests"
+	@echo "make test-fast  a few minutes' worth of them, from every room"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
+	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
 	@echo "make check      lint, format, types, import floors"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
@@ -51,6 +56,9 @@ generate: pretrain
 test: install
 	$(RUN) $(BIN)/python -m pytest
 
+test-fast: install
+	$(RUN) $(BIN)/python -m pytest $(shell sed 's/\#.*//' tests/fast_tests.txt)
+
 test-all: install peer
 	$(RUN) $(BIN)/python -m pytest -m ''
 
@@ -63,6 +71,10 @@ test-all: install peer
 
 peer: install .venv-peer/.installed
 	$(RUN) $(BIN)/python -m pytest -m peer
+
+# An environment for each line of requirements/matrix.txt. ARGS: pairs like 3.12:2.13.0 in their place, --allow-missing.
+test-matrix:
+	$(RUN) $(PYTHON) tests/matrix.py --environments $(MATRIX_DIR) $(ARGS)
 
 check: install
 	$(BIN)/ruff check .
@@ -78,4 +90,4 @@ clean-runs:
 	rm -rf runs
 
 clean: clean-runs
-	rm -rf data build *.egg-info $(VENV) .venv-peer .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf data build *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -109,6 +109,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.agreement",
         "megatron.core.dist_checkpointing.boxes",
         "megatron.core.dist_checkpointing.manifest",
+        "megatron.core.dist_checkpointing.fake_tensors",
         "megatron.core.dist_checkpointing.blob",
         "megatron.core.dist_checkpointing.metadata",
         "megatron.core.dist_checkpointing.safe_pickle",

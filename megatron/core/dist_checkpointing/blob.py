@@ -30,7 +30,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.core.dist_checkpointing.fake_tensors import fake_tensor_mode
 
 _RECORD_ALIGNMENT = 64  # bytes
 _LARGE_NBYTES = 1 << 32  # of data whose size and all offsets behind it do not fit 32 bits
@@ -140,7 +141,7 @@ def _measured_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> BlobLayout:
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Header and footer as torch.save writes them around the data of a tensor that is in nobody's memory."""
     sink = _FrameSink()
-    with torch.serialization.skip_data(materialize_fake_tensors=True), FakeTensorMode():
+    with torch.serialization.skip_data(materialize_fake_tensors=True), fake_tensor_mode():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
     data_nbytes = math.prod(shape) * dtype.itemsize
     if sink.skipped_nbytes != data_nbytes:

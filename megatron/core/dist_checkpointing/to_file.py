@@ -16,13 +16,14 @@ from typing import BinaryIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.fake_tensors import fake_tensor_mode
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     pieces_of,
@@ -50,7 +51,7 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
     tensors = tensors_of(checkpoint)
     state: dict[str, object] = {key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint)}
     state[TRAIN_STATE_KEY] = checkpoint.train_state
-    with FakeTensorMode():
+    with fake_tensor_mode():
         for key, entry in tensors.items():
             state[key] = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
     with published(path) as stream:

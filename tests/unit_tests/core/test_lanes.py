@@ -274,7 +274,8 @@ def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_b
     assert {name: status for name, (status, _) in results.items()} == {
         "queued": 0, "let go": 0, "stuck": 0, "failed": 1,
     }  # fmt: skip
-    assert results["stuck"][1] < 10, "a program does not wait for ever"
-    assert results["failed"][1] < 10, "nor one that fails at all: its peers may wait for it"
+    # Of the 60 seconds that the work would take. A busy machine takes ten for a program that ends at once.
+    assert results["stuck"][1] < 40, "a program does not wait for ever"
+    assert results["failed"][1] < 40, "nor one that fails at all: its peers may wait for it"
     assert run.stderr.count("The program ended while work was under way on the lane(s) the lane") == 1
     assert "ValueError: the program's own" in run.stderr
