@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.megatron_fsdp import microbatch_of
+from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.exits import ExitCode, ExitError
@@ -77,6 +78,7 @@ def train_step(
 
     A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
     the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
+    Ranks whose collectives or gradients were not the same are an error before anything is stepped, with names.
     `votes` is asked after the backward, so that a signal counts in the step that it came in.
     Gradients are cleared before the function returns. All ranks have as many samples, and every tensor of a microbatch
     has them in its first dimension.
@@ -98,8 +100,13 @@ def train_step(
     mark("agree")
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
-    loss_sum, num_bad, *rest = _agree(loss, measures, own_votes, mesh)
-    summed_votes, (norm, *zeros) = tuple(rest[: len(own_votes)]), rest[len(own_votes) :]
+    context = context_of(model)
+    digest = 0 if context is None else context.history.digest
+    agreed = _agree(loss, measures, own_votes, mesh, digest)
+    if context is not None:
+        context.compare_digests(agreed.digests, mesh.get_group())
+    loss_sum, num_bad, summed_votes = agreed.loss_sum, agreed.num_bad, agreed.votes
+    norm, *zeros = agreed.measures
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
     mark("step")
     has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan)
@@ -157,24 +164,43 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
+class _Agreed(NamedTuple):
+    """What all ranks know at the end of a step."""
+
+    loss_sum: float
+    num_bad: float  # ranks whose loss is not finite
+    votes: tuple[float, ...]  # summed
+    digests: tuple[float, ...]  # of each rank; see `NoteHistory`
+    measures: tuple[float, ...]
+
+
 @waits_for_ranks
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
     own_votes: Sequence[float],
     mesh: DeviceMesh,
-) -> tuple[float, ...]:
-    """(sum of losses, number of ranks whose loss is not finite, *summed votes, *measures), the same on every rank.
+    digest: int = 0,
+) -> _Agreed:
+    """What is the same on every rank, or becomes so here.
 
     The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce. The transfer to the host
     at the end is the only synchronisation of the step.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
-    shared = torch.stack([loss, is_bad, *votes])
+    # A place for each rank, where the others add zero. The numbers are filled in by kernels: copying them from the host
+    # would wait for the device.
+    digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
+    digests[mesh.get_local_rank()].fill_(digest)
+    shared = torch.cat([torch.stack([loss, is_bad, *votes]), digests])
     dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
-    return tuple(torch.cat([shared, *known]).tolist())
+    loss_sum, num_bad, *rest = torch.cat([shared, *known]).tolist()
+    num_votes, num_shared = len(votes), len(votes) + mesh.size()
+    return _Agreed(
+        loss_sum, num_bad, tuple(rest[:num_votes]), tuple(rest[num_votes:num_shared]), tuple(rest[num_shared:])
+    )
 
 
 @waits_for_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.collectives import MismatchError
+from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
+from megatron.core.distributed.fsdp.note_history import NoteHistory, tell_apart
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
-from megatron.core.lanes import Event, Lane
+from megatron.core.lanes import Event
 from megatron.core.rank_waits import waits_for_ranks
 
 # Contexts are numbered, alike on all ranks, so that notes of two of them differ.
@@ -47,35 +48,6 @@ class ScheduledModule(Protocol):
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
-
-
-class CollectiveLane:
-    """A lane whose errors say by name what ranks disagree about."""
-
-    def __init__(self, lane: Lane, describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]]) -> None:
-        self._lane = lane
-        self._describe = describe
-
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names."""
-
-        def named() -> None:
-            try:
-                work()
-            except MismatchError as error:
-                describe = self._describe()
-                if describe is None:
-                    raise
-                raise RuntimeError(
-                    f"Expected every rank to do the same, got: this rank is about to {describe(error.own)}; "
-                    f"rank {error.peer} of its group is about to {describe(error.theirs)}."
-                ) from error
-
-        return self._lane.enqueue(named, after)
-
-    def close(self) -> None:
-        """As `Lane.close`."""
-        self._lane.close()
 
 
 class _InFlight(NamedTuple):
@@ -109,11 +81,13 @@ class FsdpContext:
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
         next_number: of the next group: what ranks call it among themselves.
+        history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
     def __init__(self, device: Device, unify_communication_stream: bool, *, is_open: bool = False) -> None:
         self.device = device
         self.is_open = is_open
+        self.history = NoteHistory()
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
@@ -136,7 +110,8 @@ class FsdpContext:
 
     def _lane(self, name: str) -> CollectiveLane:
         # Shared with other contexts, whose collectives run over the same process groups.
-        return CollectiveLane(self.device.lane(name, is_shared=True), weakref.WeakMethod(self.describe))
+        lane = self.device.lane(name, is_shared=True)
+        return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
 
     @property
     def forward_order(self) -> list[Any]:
@@ -278,7 +253,11 @@ class FsdpContext:
             self._finish_oldest()
 
     def reduce(self, group: FsdpParameterGroup) -> None:
-        """Begins to reduce what a group has collected."""
+        """Begins to reduce what a group has collected, which may be nothing."""
+        assert group.gradients is not None, "called for groups that have gradients"
+        if not group.gradients.received:
+            # Where ranks join in the others' reductions, this one may need memory all the same.
+            self.make_room(group)
         self._in_flight.append(_InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch)))
 
     def _finish_oldest(self) -> None:
@@ -306,6 +285,37 @@ class FsdpContext:
     def _forget_backward(self) -> None:
         self._recomputed = self._prefetched = None
         self._backward = None
+
+    # Agreement
+
+    @waits_for_ranks
+    def check_agreement(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """RuntimeError, on all ranks, unless all have issued the same collectives, of the same gradients.
+
+        For training loops of one's own on an accelerator, between backward and step: there, gradients that only some
+        ranks have become NaN, or are no mean, and nothing else says why. (On the CPU ranks notice by themselves, ahead
+        of each collective.) It takes one small collective and brings the result to the host; `train_step` has it
+        travel with numbers that go there anyway.
+
+        Args:
+            process_group: of all ranks that share the model; default: all there are.
+        """
+        own = torch.tensor([self.history.digest], dtype=torch.int64, device=self.device.torch_device)
+        digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather(digests, own, group=process_group)
+        self.compare_digests(torch.cat(digests).tolist(), process_group)
+
+    def compare_digests(self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None) -> None:
+        """As `check_agreement`, where the digests of the ranks' histories are known already, by rank."""
+        try:
+            if len(set(digests)) > 1:
+                notes = self.history.first_difference(process_group, self.device.torch_device)
+                raise RuntimeError(
+                    "Expected every rank to do the same in every step, and to have gradients of the same parameters, "
+                    f"got: {tell_apart(notes, self.describe)}. The gradients of this step are not to be used."
+                )
+        finally:
+            self.history.forget()
 
     def describe(self, note: tuple[int, ...]) -> str:
         """What a rank with this note is about to do, in names."""
