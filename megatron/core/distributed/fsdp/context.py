@@ -81,12 +81,14 @@ class FsdpContext:
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
         next_number: of the next group: what ranks call it among themselves.
+        lanes_issue_at_once: whether putting work on a lane waits until what the work comes after has been issued.
         history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
     def __init__(self, device: Device, unify_communication_stream: bool, *, is_open: bool = False) -> None:
         self.device = device
         self.is_open = is_open
+        self.lanes_issue_at_once = device.is_accelerator
         self.history = NoteHistory()
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
@@ -109,8 +111,9 @@ class FsdpContext:
     # Construction
 
     def _lane(self, name: str) -> CollectiveLane:
-        # Shared with other contexts, whose collectives run over the same process groups.
-        lane = self.device.lane(name, is_shared=True)
+        # Shared with other contexts, whose collectives run over the same process groups. Urgent, since the next kernels
+        # of the computation wait for them, and they leave most of the device to what runs beside them.
+        lane = self.device.lane(name, is_shared=True, is_urgent=True)
         return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
 
     @property
@@ -231,10 +234,27 @@ class FsdpContext:
             other = reference()
             if other is not None and not all(group.is_unsharded for group in other.parameter_groups):
                 for group in other.parameter_groups:
-                    group.unshard(self.gather_lane)
+                    self._prefetch(group)
                 self._prefetched = reference
         for group in module.parameter_groups:
             group.wait_unsharded()
+
+    def _prefetch(self, group: FsdpParameterGroup) -> None:
+        """Begins to bring the full weights of a group that is used after the module that is about to run.
+
+        [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work that the host has
+        still to issue, so a stream can only be told to wait for it once that is done. Issuing such a gather now would
+        keep this thread from issuing the kernels of the module that is about to run, and the device idle. It is issued
+        when its own module is reached instead, which is as soon as this thread has issued those kernels. The memory is
+        taken now, and with it the event after which the gather may begin, so on the device it still runs beside them.
+
+        Why not look whether the delivery is done? That differs from rank to rank, and so would the order in which ranks
+        issue their collectives. Whether there is one is the same everywhere.
+        """
+        if self.lanes_issue_at_once and group.awaits_delivery:
+            group.reserve()
+        else:
+            group.unshard(self.gather_lane)
 
     # Gradients
 

@@ -145,6 +145,7 @@ class FsdpParameterGroup:
             self.unsharded_weight.release_storage()
         self._is_unsharded = False
         self._weights_ready: Event | None = None
+        self._reserved: Event | None = None  # after which the full parameters' memory may be written to
         self._is_updated = True
         self._seen_versions = 0
         self._delivery: Event | None = None
@@ -250,6 +251,22 @@ class FsdpParameterGroup:
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
+    @property
+    def awaits_delivery(self) -> bool:
+        """Whether the next `unshard` comes after an update of the main weights by their deliverer."""
+        return self._delivery is not None
+
+    def reserve(self) -> None:
+        """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing issued after this.
+
+        What is issued in between must use neither the full parameters, of course, nor the main weights; if it writes to
+        these, `unshard` waits for it all the same.
+        """
+        if not self._is_unsharded:
+            if self.is_gathered:
+                self.unsharded_weight.reallocate_storage()
+            self._reserved = self._device.event()
+
     def unshard(self, lane: CollectiveLane) -> None:
         """Begins to bring the full parameters up to date, if they are not. Raises what has kept them from it before."""
         if self._failure is not None:
@@ -266,7 +283,8 @@ class FsdpParameterGroup:
         is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         if self.is_gathered or is_stale or is_scattered or delivery is not None:
-            after = [self._device.event()] if delivery is None else [self._device.event(), delivery]
+            ready = self._device.event() if self._reserved is None or is_overwritten else self._reserved
+            after = [ready] if delivery is None else [ready, delivery]
             notes = [self._gather_note] if self.is_gathered or is_scattered else []
             self._weights_ready = lane.enqueue(lambda: self._gather(is_stale, is_scattered), after, notes)
         if has_changed:
@@ -275,6 +293,7 @@ class FsdpParameterGroup:
         if delivery is not None:
             self._before_wait, self._before_use = self._before_use, None
         self._is_updated, self._seen_versions, self._delivery = False, versions, None
+        self._reserved = None
         self._is_unsharded = True
 
     def wait_unsharded(self) -> None:
@@ -292,10 +311,10 @@ class FsdpParameterGroup:
                 raise
 
     def reshard(self) -> None:
-        """Frees the full parameters' memory, if it is not also the compute weights'."""
-        if self._is_unsharded:
+        """Frees the full parameters' memory, if it is not also the compute weights'; a reservation ends."""
+        if self._is_unsharded or self._reserved is not None:
             self.wait_unsharded()
-            self._is_unsharded = False
+            self._is_unsharded, self._reserved = False, None
             if self.is_gathered:
                 self.unsharded_weight.release_storage()
 
