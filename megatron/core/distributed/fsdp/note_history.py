@@ -84,6 +84,9 @@ def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, 
     for rank, note in enumerate(notes):
         ranks.setdefault(note, []).append(rank)
 
+    if len(ranks) == 1:
+        return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
+
     return "; ".join(
         f"{'ranks' if len(those) > 1 else 'rank'} {', '.join(map(str, those))} to "
         f"{describe(note) if any(note) else 'do nothing more'}"
