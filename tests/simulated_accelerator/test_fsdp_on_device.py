@@ -84,8 +84,8 @@ def _disagree(strategy: str) -> str:
 def test_a_gradient_that_only_some_ranks_have_is_named_on_the_device(strategy):
     for message in run_ranks(2, _disagree, strategy, device="sim"):
         assert (
-            "got: rank 0 to reduce the gradients of Layer[1]; rank 1 to reduce the gradients of Layer[1], which has "
-            "none for Layer[1].bias. The gradients"
+            "got: rank 0 was about to reduce the gradients of Layer[1]; rank 1 was about to reduce the "
+            "gradients of Layer[1], which has none for Layer[1].bias. The gradients"
         ) in message
 
 

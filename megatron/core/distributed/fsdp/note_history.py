@@ -87,8 +87,8 @@ def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, 
     if len(ranks) == 1:
         return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
 
-    return "; ".join(
-        f"{'ranks' if len(those) > 1 else 'rank'} {', '.join(map(str, those))} to "
-        f"{describe(note) if any(note) else 'do nothing more'}"
-        for note, those in ranks.items()
-    )
+    said = []
+    for note, those in ranks.items():
+        who = f"rank {those[0]} was" if len(those) == 1 else f"ranks {', '.join(map(str, those))} were"
+        said.append(f"{who} about to {describe(note) if any(note) else 'do nothing more'}")
+    return "; ".join(said)

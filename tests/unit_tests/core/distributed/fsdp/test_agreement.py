@@ -131,11 +131,11 @@ def _one_parameter_differs(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
 def test_a_gradient_that_only_some_ranks_have_is_named_with_its_group_and_the_ranks(strategy):
-    those = "ranks 0, 2, 3" if strategy == "hsdp" else "rank 0"
+    those = "ranks 0, 2, 3 were" if strategy == "hsdp" else "rank 0 was"
     for message in run_ranks(num_ranks(strategy), _one_parameter_differs, strategy):
         assert (
-            f"got: {those} to reduce the gradients of b; rank 1 to reduce the gradients of b, which has none for "
-            "b.second. The gradients"
+            f"got: {those} about to reduce the gradients of b; rank 1 was about to reduce the gradients of b, "
+            "which has none for b.second. The gradients"
         ) in message
 
 
@@ -159,8 +159,8 @@ def _a_whole_group_differs(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
 def test_a_rank_without_any_gradient_of_a_group_joins_the_others_reductions_and_is_named(strategy):
     for message in run_ranks(num_ranks(strategy), _a_whole_group_differs, strategy):
-        assert "0 to reduce the gradients of b; rank" in message
-        assert "to reduce the gradients of b, which has none for b.first, b.second" in message
+        assert "about to reduce the gradients of b; rank" in message
+        assert "about to reduce the gradients of b, which has none for b.first, b.second" in message
 
 
 # What is right stays right
@@ -283,7 +283,7 @@ def _steps(differs: bool) -> tuple[str, bool]:
 
 def test_a_training_step_ends_before_weights_change_when_ranks_disagree():
     for outcome, is_unchanged in run_ranks(2, _steps, True):
-        assert "rank 1 to reduce the gradients of b, which has none for b.second" in outcome
+        assert "rank 1 was about to reduce the gradients of b, which has none for b.second" in outcome
         assert is_unchanged
     assert run_ranks(2, _steps, False) == [("", False)] * 2, "those that agree step"
 
@@ -326,6 +326,8 @@ def test_ranks_find_the_first_note_that_is_not_the_same(notes, expected):
 def test_ranks_that_agree_with_each_other_are_named_together():
     notes = [(1, 7), (1, 7), (0, 0), (1, 8)]
     told = tell_apart(notes, lambda note: f"gather {note[1]}")
-    assert told == "ranks 0, 1 to gather 7; rank 2 to do nothing more; rank 3 to gather 8"
+    assert (
+        told == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; rank 3 was about to gather 8"
+    )
     told = tell_apart(notes[:2], str)
     assert told == "a difference after the first 65536 collectives, which were the same"
