@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.megatron_fsdp import microbatch_of
+from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rank_waits import waits_for_ranks
@@ -79,6 +80,7 @@ def train_step(
 
     A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
     the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
+    Ranks whose collectives or gradients were not the same are an error before anything is stepped, with names.
     `votes` is asked after the backward, so that a signal counts in the step that it came in.
     Gradients are cleared before the function returns. All ranks have as many samples, and every tensor of a microbatch
     has them in its first dimension.
@@ -100,11 +102,16 @@ def train_step(
     mark("agree")
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
-    shared = _agree(loss, measures, own_votes, mesh)
+    context = context_of(model)
+    digest = 0 if context is None else context.history.digest
+    shared = _agree(loss, measures, own_votes, mesh, digest)
     # Python's part of the step, which the device would have to wait for once it has told the norm.
     planned = optimizer.plan_step()
-    loss_sum, num_bad, *rest = _read(shared)
-    summed_votes, (norm, *zeros) = tuple(rest[: len(own_votes)]), rest[len(own_votes) :]
+    agreed = _read(shared, len(own_votes), mesh)
+    if context is not None:
+        context.compare_digests(agreed.digests, mesh.get_group())
+    loss_sum, num_bad, summed_votes = agreed.loss_sum, agreed.num_bad, agreed.votes
+    norm, *zeros = agreed.measures
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
     mark("step")
     has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan, planned)
@@ -163,20 +170,35 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
+class _Agreed(NamedTuple):
+    """What all ranks know at the end of a step."""
+
+    loss_sum: float
+    num_bad: float  # ranks whose loss is not finite
+    votes: tuple[float, ...]  # summed
+    digests: tuple[float, ...]  # of each rank; see `NoteHistory`
+    measures: tuple[float, ...]
+
+
 @waits_for_ranks
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
     own_votes: Sequence[float],
     mesh: DeviceMesh,
+    digest: int = 0,
 ) -> torch.Tensor:
-    """(sum of losses, number of ranks whose loss is not finite, *summed votes, *measures), the same on every rank.
+    """What `_read` understands, the same on every rank.
 
     The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
-    shared = torch.stack([loss, is_bad, *votes])
+    # A place for each rank, where the others add zero. The numbers are filled in by kernels: copying them from the host
+    # would wait for the device.
+    digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
+    digests[mesh.get_local_rank()].fill_(digest)
+    shared = torch.cat([torch.stack([loss, is_bad, *votes]), digests])
     with issuing("all-reduce of the step's loss and votes", shared):
         dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
@@ -184,9 +206,13 @@ def _agree(
 
 
 @waits_for_ranks
-def _read(scalars: torch.Tensor) -> tuple[float, ...]:
+def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Brings what ranks have agreed on to the host: the only synchronisation of the step."""
-    return tuple(scalars.tolist())
+    loss_sum, num_bad, *rest = scalars.tolist()
+    num_shared = num_votes + mesh.size()
+    return _Agreed(
+        loss_sum, num_bad, tuple(rest[:num_votes]), tuple(rest[num_votes:num_shared]), tuple(rest[num_shared:])
+    )
 
 
 @waits_for_ranks

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
@@ -96,3 +97,8 @@ def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements
 def microbatch_of(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """The scope of one microbatch's forward and backward, for a model of any engine."""
     return microbatch(model.context, is_last) if isinstance(model, FsdpModule) else nullcontext()
+
+
+def context_of(model: nn.Module) -> FsdpContext | None:
+    """The context of a model of this engine; None for any other."""
+    return model.context if isinstance(model, FsdpModule) else None

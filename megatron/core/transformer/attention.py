@@ -72,11 +72,29 @@ class SelfAttention(nn.Module):
 
     def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """softmax(query key^T / sqrt(head_dim)) value, causal: [batch, heads, seq, head_dim]."""
+        is_grouped = self.config.num_key_value_heads != self.config.num_attention_heads
+        if is_grouped and not _has_grouped_kernel(query):
+            num_repeats = self.config.num_attention_heads // self.config.num_key_value_heads
+            key = key.repeat_interleave(num_repeats, dim=1)
+            value = value.repeat_interleave(num_repeats, dim=1)
+            is_grouped = False
+
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             is_causal=True,
-            enable_gqa=self.config.num_key_value_heads != self.config.num_attention_heads,
+            enable_gqa=is_grouped,
         )
+
+
+def _has_grouped_kernel(query: Tensor) -> bool:
+    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype and on this device, as they are.
+
+    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only. The memory-efficient kernel, the one
+    for fp32, takes as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the plain formula,
+    which holds the scores of all pairs of positions; repeated keys and values are far smaller than that. The kernel for
+    the CPU takes grouped queries in any dtype.
+    """
+    return query.device.type == "cpu" or query.dtype.itemsize == 2

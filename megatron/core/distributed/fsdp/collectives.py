@@ -9,7 +9,7 @@ backend's own collectives do this.
 [Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes next would take one's
 parts for the other's. A `note`, a few integers that say what a rank is about to do, goes ahead of the parts where one
 is given, 128 bytes to each peer, and notes that differ are an error on all ranks that see it, before any part is sent.
-On a GPU notes are not exchanged.
+On a GPU notes are not exchanged, since the host would have to wait for them; for what is done there, see `NoteHistory`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def all_gather(
             _all_gather_on_device(out, own, group=group)
         return
     others = _others(rank, len(parts))
-    if note is not None:
+    if note is not None and exchanges_notes(out.device):
         compare_notes(note, group)
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
@@ -131,7 +131,7 @@ def reduce_scatter(
         _reduce_scatter_with_backend(out, whole, group, how)
         return
     others = _others(rank, len(parts))
-    if note is not None:
+    if note is not None and exchanges_notes(out.device):
         compare_notes(note, group)
     length = min(_PIECE_NUMEL, out.numel())
     begins = range(0, out.numel(), length) if length else range(0)
@@ -186,6 +186,11 @@ def all_reduce(
     own = out.chunk(num_ranks)[dist.get_rank(group)] if out.numel() else out
     reduce_scatter(own, whole, group, how, note=note)
     all_gather(out, own, group)
+
+
+def exchanges_notes(device: torch.device) -> bool:
+    """Whether notes go ahead of collectives of tensors on this device. See [Note: notes]."""
+    return device.type == "cpu"
 
 
 def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:

@@ -8,32 +8,26 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.collectives import MismatchError
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
+from megatron.core.distributed.fsdp.note_history import NoteHistory, tell_apart
+from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
-from megatron.core.lanes import Event, Lane
+from megatron.core.lanes import Event
 from megatron.core.rank_waits import waits_for_ranks
 
 # Contexts are numbered, alike on all ranks, so that notes of two of them differ.
 _numbers = itertools.count()
 _MOST_GROUPS = 2**20  # of one context
-
-# Left on an optimizer that `fully_shard_optimizer` has prepared.
-CASTS_GRADIENTS = "_fsdp_casts_gradients"
-# The attribute of classes of optimizers that cut loaded states as their parameters themselves.
-RECUTS_ON_LOAD = "recuts_states_on_load"
 
 
 class ScheduledModule(Protocol):
@@ -50,35 +44,6 @@ class ScheduledModule(Protocol):
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
-
-
-class CollectiveLane:
-    """A lane whose errors say by name what ranks disagree about."""
-
-    def __init__(self, lane: Lane, describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]]) -> None:
-        self._lane = lane
-        self._describe = describe
-
-    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names."""
-
-        def named() -> None:
-            try:
-                work()
-            except MismatchError as error:
-                describe = self._describe()
-                if describe is None:
-                    raise
-                raise RuntimeError(
-                    f"Expected every rank to do the same, got: this rank is about to {describe(error.own)}; "
-                    f"rank {error.peer} of its group is about to {describe(error.theirs)}."
-                ) from error
-
-        return self._lane.enqueue(named, after)
-
-    def close(self) -> None:
-        """As `Lane.close`."""
-        self._lane.close()
 
 
 class _InFlight(NamedTuple):
@@ -112,11 +77,15 @@ class FsdpContext:
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
         next_number: of the next group: what ranks call it among themselves.
+        lanes_issue_at_once: whether putting work on a lane waits until what the work comes after has been issued.
+        history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
     def __init__(self, device: Device, unify_communication_stream: bool, *, is_open: bool = False) -> None:
         self.device = device
         self.is_open = is_open
+        self.lanes_issue_at_once = device.is_accelerator
+        self.history = NoteHistory()
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
@@ -138,8 +107,10 @@ class FsdpContext:
     # Construction
 
     def _lane(self, name: str) -> CollectiveLane:
-        # Shared with other contexts, whose collectives run over the same process groups.
-        return CollectiveLane(self.device.lane(name, is_shared=True), weakref.WeakMethod(self.describe))
+        # Shared with other contexts, whose collectives run over the same process groups. Urgent, since the next kernels
+        # of the computation wait for them, and they leave most of the device to what runs beside them.
+        lane = self.device.lane(name, is_shared=True, is_urgent=True)
+        return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
 
     @property
     def forward_order(self) -> list[Any]:
@@ -194,10 +165,7 @@ class FsdpContext:
                     for group in module.parameter_groups:
                         group.name = name
         _check_replicas(_alive(self._groups.values()))
-        for handle in (
-            register_optimizer_step_pre_hook(_recut_states),
-            register_optimizer_step_post_hook(_mark_updated),
-        ):
+        for handle in follow_optimizers():
             weakref.finalize(self, handle.remove).atexit = False
         self.is_finalized = True
 
@@ -259,10 +227,27 @@ class FsdpContext:
             other = reference()
             if other is not None and not all(group.is_unsharded for group in other.parameter_groups):
                 for group in other.parameter_groups:
-                    group.unshard(self.gather_lane)
+                    self._prefetch(group)
                 self._prefetched = reference
         for group in module.parameter_groups:
             group.wait_unsharded()
+
+    def _prefetch(self, group: FsdpParameterGroup) -> None:
+        """Begins to bring the full weights of a group that is used after the module that is about to run.
+
+        [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work that the host has
+        still to issue, so a stream can only be told to wait for it once that is done. Issuing such a gather now would
+        keep this thread from issuing the kernels of the module that is about to run, and the device idle. It is issued
+        when its own module is reached instead, which is as soon as this thread has issued those kernels. The memory is
+        taken now, and with it the event after which the gather may begin, so on the device it still runs beside them.
+
+        Why not look whether the delivery is done? That differs from rank to rank, and so would the order in which ranks
+        issue their collectives. Whether there is one is the same everywhere.
+        """
+        if self.lanes_issue_at_once and group.awaits_delivery:
+            group.reserve()
+        else:
+            group.unshard(self.gather_lane)
 
     # Gradients
 
@@ -281,7 +266,11 @@ class FsdpContext:
             self._finish_oldest()
 
     def reduce(self, group: FsdpParameterGroup) -> None:
-        """Begins to reduce what a group has collected."""
+        """Begins to reduce what a group has collected, which may be nothing."""
+        assert group.gradients is not None, "called for groups that have gradients"
+        if not group.gradients.received:
+            # Where ranks join in the others' reductions, this one may need memory all the same.
+            self.make_room(group)
         self._in_flight.append(_InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch)))
 
     def _finish_oldest(self) -> None:
@@ -309,6 +298,37 @@ class FsdpContext:
     def _forget_backward(self) -> None:
         self._recomputed = self._prefetched = None
         self._backward = None
+
+    # Agreement
+
+    @waits_for_ranks
+    def check_agreement(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """RuntimeError, on all ranks, unless all have issued the same collectives, of the same gradients.
+
+        For training loops of one's own on an accelerator, between backward and step: there, gradients that only some
+        ranks have become NaN, or are no mean, and nothing else says why. (On the CPU ranks notice by themselves, ahead
+        of each collective.) It takes one small collective and brings the result to the host; `train_step` has it
+        travel with numbers that go there anyway.
+
+        Args:
+            process_group: of all ranks that share the model; default: all there are.
+        """
+        own = torch.tensor([self.history.digest], dtype=torch.int64, device=self.device.torch_device)
+        digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
+        dist.all_gather(digests, own, group=process_group)
+        self.compare_digests(torch.cat(digests).tolist(), process_group)
+
+    def compare_digests(self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None) -> None:
+        """As `check_agreement`, where the digests of the ranks' histories are known already, by rank."""
+        try:
+            if len(set(digests)) > 1:
+                notes = self.history.first_difference(process_group, self.device.torch_device)
+                raise RuntimeError(
+                    "Expected every rank to do the same in every step, and to have gradients of the same parameters, "
+                    f"got: {tell_apart(notes, self.describe)}. The gradients of this step are not to be used."
+                )
+        finally:
+            self.history.forget()
 
     def describe(self, note: tuple[int, ...]) -> str:
         """What a rank with this note is about to do, in names."""
@@ -360,53 +380,3 @@ def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
         yield root
     for child in reversed(list(root.children())):
         yield from _backward_order(child, managed)
-
-
-def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: states that PyTorch's helpers have loaded lie on the ranks as their parameters do.
-
-    `set_optimizer_state_dict(full_state_dict=True)` distributes states evenly. Steps would be right even so, but every
-    one of them would gather every state.
-    """
-    _check_gradient_dtypes(optimizer)
-
-    if getattr(type(optimizer), RECUTS_ON_LOAD, False):
-        return  # between the scalars of a step and its first kernel there is no time to look at every state
-
-    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such a one does this when
-    # it loads.
-    states = vars(optimizer).get("state", {})
-    for parameter, values in states.items():
-        if isinstance(parameter, UnevenRows) and isinstance(values, dict):
-            for name, value in values.items():
-                if isinstance(value, DTensor):
-                    values[name] = recut(value, parameter)
-
-
-def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError where torch's own optimizers would fail on gradients of another dtype, with a word of what to do."""
-    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(optimizer):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and gradient.dtype != parameter.dtype and group_of(parameter) is not None:
-                raise RuntimeError(
-                    f"Expected gradients in {parameter.dtype}, as the main weights, got {gradient.dtype}: call "
-                    "fully_shard_optimizer(optimizer), or choose MixedPrecisionPolicy's dtypes alike."
-                )
-
-
-def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After any optimizer's step: the compute weights of what it has stepped are out of date, or will be delivered."""
-    for group in {id(group): group for group in _groups_of(optimizer)}.values():
-        if not group.is_delivered_by(optimizer):
-            group.mark_updated()
-
-
-def _groups_of(optimizer: torch.optim.Optimizer) -> Iterator[FsdpParameterGroup]:
-    for parameter_group in optimizer.param_groups:
-        for parameter in parameter_group["params"]:
-            group = group_of(parameter)
-            if group is not None:
-                yield group

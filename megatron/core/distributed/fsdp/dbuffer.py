@@ -297,11 +297,18 @@ class DBuffer:
         For buffers that have allocated their storage themselves. On a GPU, memory goes back to the stream it was taken
         on: call this and `reallocate_storage` on the same one, after the events of everything that used the buffer.
         """
+        self._check_owner()
         self._resize(0)
 
     def reallocate_storage(self) -> None:
-        """Takes memory again, uninitialised, padding included, for this buffer and all its views; none if it has it."""
-        self._resize(self.range.numel)
+        """Takes memory again, uninitialised, padding included, for this buffer and all its views.
+
+        A buffer that has its memory keeps it, and what is in it.
+        """
+        # Resizing a storage to the size it has is no shortcut: torch takes other memory and copies everything there.
+        self._check_owner()
+        if not self._has_memory:
+            self._resize(self.range.numel)
 
     def _describe(self, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout) -> None:
         self.mesh = mesh
@@ -350,9 +357,14 @@ class DBuffer:
 
     def _check_memory(self) -> None:
         """RuntimeError if the storage is released: writing into it would end the process."""
-        last = (self.local_buffer.storage_offset() + self.range.numel) * self.local_buffer.element_size()
-        if not self.local_buffer.is_meta and self.local_buffer.untyped_storage().nbytes() < last:
+        if not self._has_memory:
             raise RuntimeError("Expected a buffer that has its memory, got one whose storage is released.")
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether the storage reaches to the buffer's end. Meta buffers never need any."""
+        end = (self.local_buffer.storage_offset() + self.range.numel) * self.local_buffer.element_size()
+        return self.local_buffer.is_meta or self.local_buffer.untyped_storage().nbytes() >= end
 
     def _copy_into(self, out: DBuffer) -> DBuffer:
         self._check_memory()
@@ -370,9 +382,11 @@ class DBuffer:
             return self.allreduce(axis, out=out, note=note)
         return self.scatter(axis, placement, out=out)
 
-    def _resize(self, numel: int) -> None:
+    def _check_owner(self) -> None:
         if not self._owns_storage:
             raise RuntimeError("Expected a buffer that owns its storage, got a view or one made from a local tensor.")
+
+    def _resize(self, numel: int) -> None:
         self.local_buffer.untyped_storage().resize_(numel * self.local_buffer.element_size())
 
 

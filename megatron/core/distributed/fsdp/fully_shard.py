@@ -31,9 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.distributed.fsdp.context import CASTS_GRADIENTS, FsdpContext
+from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
+from megatron.core.distributed.fsdp.optimizer_hooks import CASTS_GRADIENTS
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy

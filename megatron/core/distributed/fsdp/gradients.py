@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -59,6 +60,19 @@ class _Step:
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
 
+    @property
+    def axes(self) -> list[int]:
+        """Those that are reduced over, the cut ones first: they are the last."""
+        pairs = list(zip(self.source.placements, self.target.placements, strict=True))
+        return [axis for axis in reversed(range(len(pairs))) if pairs[axis][0] != pairs[axis][1]]
+
+
+class Reduction(NamedTuple):
+    """What `GroupGradients.reduce` has prepared."""
+
+    work: Callable[[], None]
+    notes: Sequence[Sequence[int]]  # of its collectives, or of those that it tells the others not to expect
+
 
 class GroupGradients:
     """The gradient buffers of one parameter group. `unsharded` and `partial` have memory only while they are needed.
@@ -83,8 +97,10 @@ class GroupGradients:
         self._divisor = divisor
         self._note = note
         self._received: set[int] = set()
-        # Ranks that exchange notes notice a gradient that only some of them have. The others must not miss it either.
-        self._missing_value = 0.0 if device.type == "cpu" else float("nan")
+        self._exchanges_notes = collectives.exchanges_notes(device)
+        # Ranks that exchange notes notice a gradient that only some of them have. The others notice it at the end of
+        # the step, if their training loop asks; where it does not, what they have must not look like a mean.
+        self._missing_value = 0.0 if self._exchanges_notes else float("nan")
         partial_sums = [_as_partial(placement) for placement in placements.gradient]
         self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
         self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
@@ -122,15 +138,14 @@ class GroupGradients:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a gradient of the whole parameter `index`; a second one before the reduction is added."""
         if not self._received:
-            self.unsharded.reallocate_storage()
-            self.unsharded.zero_padding()
+            self._take_memory()
         if index in self._received:
             self._slots[index].add_(gradient)
         else:
             self._slots[index].copy_(gradient)
             self._received.add(index)
 
-    def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Callable[[], None]:
+    def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Reduction:
         """Prepares the reduction of what was collected, and answers the work to do, on whichever lane.
 
         The gradients of `parameters`, the sharded ones, show the result at once, and have it when the work is done.
@@ -140,16 +155,22 @@ class GroupGradients:
             is_last: whether deferred axes are reduced too.
         """
         received, self._received = frozenset(self._received), set()
+        takes_part = bool(received) or self._joins_others(parameters)
         in_partial = [index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)]
         in_main = [
             index
             for index, parameter in enumerate(parameters)
             if parameter.grad is not None and not is_partial(parameter.grad)
         ]
-        if not received and not (is_last and in_partial):
+
+        if not takes_part and not (is_last and in_partial):
             axes = self._axes_to_reduce(is_last)
-            return lambda: self._tell(axes)
+            return Reduction(lambda: self._tell(axes), self._notes(axes, []))
+
+        if not received and takes_part:
+            self._take_memory()
         self._take_over(parameters, in_main, self._main_grads)
+
         steps: list[_Step] = []
         folded: list[int] = []
         told: list[int] = []
@@ -163,7 +184,7 @@ class GroupGradients:
             if not is_last:
                 folded, in_main = in_main, []
             kept = [*in_partial, *folded]
-            if received:
+            if takes_part:
                 steps.append(self._step(self.unsharded, self.partial, kept, received))
             else:
                 told = self._axes_to_reduce(is_last=False)
@@ -171,6 +192,7 @@ class GroupGradients:
             if is_last:
                 steps.append(self._step(self.partial, self.main, in_main, shown))
                 grads = self._main_grads
+
         for index in shown:
             parameters[index].grad = grads[index]
 
@@ -178,7 +200,7 @@ class GroupGradients:
             self._tell(told)
             self._carry_out(folded, steps)
 
-        return work
+        return Reduction(work, self._notes(told, steps))
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Frees what the last `reduce` has read, after its work is done."""
@@ -190,6 +212,23 @@ class GroupGradients:
     def forget(self) -> None:
         """Drops what was collected and not reduced."""
         self._received = set()
+
+    def _take_memory(self) -> None:
+        self.unsharded.reallocate_storage()
+        self.unsharded.zero_padding()
+
+    def _joins_others(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this rank takes part in the others' reductions even if it has nothing to add.
+
+        Ranks that exchange notes tell the others so. Without notes, collectives that only some ranks issue would wait
+        for ever, or take part of the next one's. Parameters that have been frozen get a gradient on no rank.
+        """
+        return not self._exchanges_notes and any(parameter.requires_grad for parameter in parameters)
+
+    def _notes(self, told: Collection[int], steps: Iterable[_Step]) -> list[Sequence[int]]:
+        """In the order in which the work will have them. A sum over no axis is this rank's own business."""
+        notes = [self._note(step.received) for step in steps if step.axes]
+        return [self._note(()), *notes] if told else notes
 
     def _axes_to_reduce(self, is_last: bool) -> list[int]:
         """The axes that a microbatch's gradients are reduced over, inner to outer."""
@@ -219,7 +258,7 @@ class GroupGradients:
 
     def _tell(self, axes: Iterable[int]) -> None:
         """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce here."""
-        if self.main.device.type == "cpu":
+        if self._exchanges_notes:
             for axis in axes:
                 collectives.compare_notes(self._note(()), self._mesh.get_group(axis))
 
@@ -229,13 +268,14 @@ class GroupGradients:
         for step in steps:
             missing = [index for index in range(len(self._slots)) if index not in step.received]
             junk = [index for index in range(len(self._slots)) if index not in step.kept]
-            # A reduced sum of nothing is nothing, but must not look like the mean of something and nothing.
+            # Zero adds nothing to a sum that is there already. Without one, see _missing_value.
             for index in missing:
                 step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
             if step.kept:
                 for index in junk:
                     step.target_rows[index].zero_()
             self._reduce(step)
+            # A gradient that no rank has must not stay behind in memory as NaN, to be added to by the next one.
             if math.isnan(self._missing_value):
                 for index in set(missing).intersection(junk):
                     step.target_rows[index].zero_()
@@ -252,9 +292,8 @@ class GroupGradients:
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
 
     def _reduce(self, step: _Step) -> None:
-        """source (+)-> target over all axes where the target is not partial, the cut ones first: they are the last."""
-        source, target, accumulates = step.source, step.target, bool(step.kept)
-        axes = [axis for axis in reversed(range(self._mesh.ndim)) if source.placements[axis] != target.placements[axis]]
+        """source (+)-> target over all axes where the target is not partial."""
+        source, target, accumulates, axes = step.source, step.target, bool(step.kept), step.axes
         if not axes:
             _add_locally(source, target, accumulates, step.divisor)
             return

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device
+from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
@@ -37,7 +38,7 @@ from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.host_memory import HostSlab
-from megatron.core.lanes import Event, Lane
+from megatron.core.lanes import Event
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
@@ -144,6 +145,7 @@ class FsdpParameterGroup:
             self.unsharded_weight.release_storage()
         self._is_unsharded = False
         self._weights_ready: Event | None = None
+        self._reserved: Event | None = None  # after which the full parameters' memory may be written to
         self._is_updated = True
         self._seen_versions = 0
         self._delivery: Event | None = None
@@ -249,7 +251,23 @@ class FsdpParameterGroup:
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
-    def unshard(self, lane: Lane) -> None:
+    @property
+    def awaits_delivery(self) -> bool:
+        """Whether the next `unshard` comes after an update of the main weights by their deliverer."""
+        return self._delivery is not None
+
+    def reserve(self) -> None:
+        """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing issued after this.
+
+        What is issued in between must use neither the full parameters, of course, nor the main weights; if it writes to
+        these, `unshard` waits for it all the same.
+        """
+        if not self._is_unsharded:
+            if self.is_gathered:
+                self.unsharded_weight.reallocate_storage()
+            self._reserved = self._device.event()
+
+    def unshard(self, lane: CollectiveLane) -> None:
         """Begins to bring the full parameters up to date, if they are not. Raises what has kept them from it before."""
         if self._failure is not None:
             error, traceback = self._failure
@@ -265,14 +283,17 @@ class FsdpParameterGroup:
         is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         if self.is_gathered or is_stale or is_scattered or delivery is not None:
-            after = [self._device.event()] if delivery is None else [self._device.event(), delivery]
-            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale, is_scattered), after)
+            ready = self._device.event() if self._reserved is None or is_overwritten else self._reserved
+            after = [ready] if delivery is None else [ready, delivery]
+            notes = [self._gather_note] if self.is_gathered or is_scattered else []
+            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale, is_scattered), after, notes)
         if has_changed:
             # For autograd, what it has saved of these weights is no longer what they are.
             torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
         if delivery is not None:
             self._before_wait, self._before_use = self._before_use, None
         self._is_updated, self._seen_versions, self._delivery = False, versions, None
+        self._reserved = None
         self._is_unsharded = True
 
     def wait_unsharded(self) -> None:
@@ -290,10 +311,10 @@ class FsdpParameterGroup:
                 raise
 
     def reshard(self) -> None:
-        """Frees the full parameters' memory, if it is not also the compute weights'."""
-        if self._is_unsharded:
+        """Frees the full parameters' memory, if it is not also the compute weights'; a reservation ends."""
+        if self._is_unsharded or self._reserved is not None:
             self.wait_unsharded()
-            self._is_unsharded = False
+            self._is_unsharded, self._reserved = False, None
             if self.is_gathered:
                 self.unsharded_weight.release_storage()
 
@@ -317,14 +338,14 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             parameter.show(parameter.sharded)
 
-    def reduce(self, lane: Lane, is_last: bool) -> Event:
+    def reduce(self, lane: CollectiveLane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
         if self._main_grad_read is not None:
             event, self._main_grad_read = self._main_grad_read, None
             event.wait()
-        work = self.gradients.reduce([parameter.sharded for parameter in self.fsdp_parameters], is_last)
-        reduced = lane.enqueue(work, after=[self._device.event()])
+        work, notes = self.gradients.reduce([parameter.sharded for parameter in self.fsdp_parameters], is_last)
+        reduced = lane.enqueue(work, [self._device.event()], notes)
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
         return reduced
@@ -444,8 +465,12 @@ class FsdpParameterGroup:
 
     # On lanes
 
+    @property
+    def _gather_note(self) -> list[int]:
+        return [_GATHER, self.number]
+
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
-        note = [_GATHER, self.number]
+        note = self._gather_note
         if is_stale:
             self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
         if is_scattered:

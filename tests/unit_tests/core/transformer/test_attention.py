@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+import megatron.core.transformer.attention as attention_module
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.rotary import apply_rotary, rotary_angles
@@ -73,6 +76,62 @@ def test_gqa_gradients_equal_those_of_an_explicit_repeat(make_config: Any) -> No
     _reference(attention, hidden).square().sum().backward()
     for got, parameter in zip(gradients, attention.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries are grouped in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("meta", torch.float32, (4, False)),
+        ("meta", torch.bfloat16, (2, True)),
+        ("meta", torch.float16, (2, True)),
+        ("cpu", torch.float32, (2, True)),
+        ("cpu", torch.bfloat16, (2, True)),
+    ],
+)
+def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
+    make_config: Any, device: str, dtype: torch.dtype, expected: tuple[int, bool]
+) -> None:
+    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them apart here."""
+    attention = _attention(make_config(**GQA)).to(device=device, dtype=dtype)
+    with AttentionCalls() as calls:
+        attention(torch.ones(2, 7, 32, device=device, dtype=dtype))
+    assert calls.seen == [expected]
+
+
+def test_repeated_keys_give_what_grouped_queries_give(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = _attention(make_config(**GQA))
+    hidden = torch.randn(2, 7, 32)
+    results = []
+    for has_grouped_kernel in (True, False):
+        monkeypatch.setattr(attention_module, "_has_grouped_kernel", lambda _, answer=has_grouped_kernel: answer)
+        attention.zero_grad()
+        output = attention(hidden)
+        output.square().sum().backward()
+        results.append([output.detach(), *(parameter.grad.clone() for parameter in attention.parameters())])
+
+    grouped, repeated = results
+    assert torch.equal(repeated[0], grouped[0])
+    for got, expected in zip(repeated[1:], grouped[1:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_attention_on_the_cpu_holds_no_scores_of_all_pairs_of_positions(make_config: Any) -> None:
+    query, key = torch.randn(1, 4, 8, 16, requires_grad=True), torch.randn(1, 2, 8, 16)
+    output = _attention(make_config(**GQA))._core_attention(query, key, key)
+    assert "FlashAttention" in type(output.grad_fn).__name__
 
 
 def test_without_rotation_positions_enter_only_through_the_mask(make_config: Any) -> None:

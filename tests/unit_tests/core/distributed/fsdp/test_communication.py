@@ -176,12 +176,12 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
 
         return call
 
-    def enqueue_watched(work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+    def enqueue_watched(work: Callable[[], object], after: Sequence[Event] = (), *notes: Any) -> Event:
         def watched_work() -> None:
             with traffic.lane:
                 work()
 
-        return enqueue(watched_work, after)
+        return enqueue(watched_work, after, *notes)
 
     for name in originals:
         setattr(collectives, name, counting(name))

@@ -237,8 +237,10 @@ def _storage() -> None:
     buffer.reallocate_storage()
     buffer.local_buffer.fill_(3.0)
     assert torch.equal(view, torch.full((4, 4), 3.0))
+    address = storage.data_ptr()
     buffer.reallocate_storage()
     assert torch.equal(view, torch.full((4, 4), 3.0)), "memory that is there stays"
+    assert storage.data_ptr() == address, "and is not copied to other memory"
     part = buffer.view([Flat()])
     covering = DBuffer.from_local(buffer.local_buffer, buffer.mesh, buffer.placements, buffer.layout)
     for borrowed in (part, covering):

@@ -314,6 +314,26 @@ def test_in_use_there_are_at_most_two_layers_whole_weights_and_two_layers_gradie
     run_ranks(num_ranks(case), _peaks, case)
 
 
+def _keeps_its_sums(case: Case) -> None:
+    model = Model(case)
+    context = shard(model, case, mesh_of(case))
+    seen: list[list[int]] = []
+    for number in range(3):
+        with microbatch(context, is_last=number == 2):
+            backward(model, case)
+        partial_sums = [group.gradients.partial.local_buffer for group in groups_of(model)]
+        seen.append([buffer.untyped_storage().data_ptr() for buffer in partial_sums])
+    assert all(seen[0])
+    assert seen[1] == seen[0]
+    assert not any(seen[2]), "after the last microbatch they are no longer needed"
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim", "hsdp", "hfsdp"])
+def test_sums_over_microbatches_stay_where_they_are(name):
+    """Taking memory anew for each would cost one more buffer for a moment, and a copy."""
+    run_ranks(num_ranks(Case(name)), _keeps_its_sums, Case(name))
+
+
 @contextmanager
 def live_peaks(model: Model) -> Iterator[list[int]]:
     """All live bytes in the middle of every layer's forward and backward, and whenever a lane sends a piece."""

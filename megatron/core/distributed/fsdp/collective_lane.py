@@ -1,0 +1,56 @@
+"""`CollectiveLane`: a lane for collectives, which keeps their notes and names what ranks disagree about."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from megatron.core.distributed.fsdp.collectives import MismatchError
+from megatron.core.distributed.fsdp.note_history import NoteHistory
+from megatron.core.lanes import Event, Lane
+
+
+class CollectiveLane:
+    """See the module's docstring."""
+
+    def __init__(
+        self, lane: Lane, describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]], history: NoteHistory
+    ) -> None:
+        """
+        Args:
+            lane: that does the work.
+            describe: what a rank with a note is about to do, in words.
+            history: gets the notes of what is queued here; lanes that are used by one thread may share it.
+        """
+        self._lane = lane
+        self._describe = describe
+        self._history = history
+
+    def enqueue(
+        self, work: Callable[[], object], after: Sequence[Event] = (), notes: Sequence[Sequence[int]] = ()
+    ) -> Event:
+        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names.
+
+        Args:
+            notes: of the collectives in `work`.
+        """
+        for note in notes:
+            self._history.add(note)
+
+        def named() -> None:
+            try:
+                work()
+            except MismatchError as error:
+                describe = self._describe()
+                if describe is None:
+                    raise
+                raise RuntimeError(
+                    f"Expected every rank to do the same, got: this rank is about to {describe(error.own)}; "
+                    f"rank {error.peer} of its group is about to {describe(error.theirs)}."
+                ) from error
+
+        return self._lane.enqueue(named, after)
+
+    def close(self) -> None:
+        """As `Lane.close`."""
+        self._lane.close()

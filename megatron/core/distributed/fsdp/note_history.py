@@ -1,0 +1,94 @@
+"""`NoteHistory`: the notes of all collectives that a rank has issued, which ranks compare once a step.
+
+On the CPU a note goes ahead of each collective, and ranks that disagree stop before anything is sent; see collectives'
+[Note: notes]. On an accelerator that would have the host wait for every one of them. But what ranks may disagree about
+(the order of collectives, and which parameters have got a gradient) is known to each rank's host when it issues them.
+So each keeps its notes and a digest of them all; the digests travel with the numbers that a step brings to the host
+anyway, and only where they differ do ranks exchange notes, to find the first that is not the same.
+
+This is after the fact: collectives that did not fit together have run by then, and gradients may be wrong. It comes
+before the optimizer's step, though, so no weight has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
+from megatron.core.rank_waits import waits_for_ranks
+
+# A number of this size survives a sum in fp64, where the other ranks contribute zeros.
+_DIGEST_BYTES = 6
+# Where nobody ever compares, notes must not fill the memory. The digest goes on.
+_MOST_NOTES = 65536
+
+
+class NoteHistory:
+    """The notes since the last comparison, in the order in which this rank has issued their collectives."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def add(self, note: Sequence[int]) -> None:
+        """Remembers the note of a collective that is being issued."""
+        self._hash.update(array("q", note).tobytes())
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.append(tuple(note))
+
+    def forget(self) -> None:
+        """Begins anew, after a comparison: at the same place of the program on every rank."""
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._notes: list[tuple[int, ...]] = []
+
+    @property
+    def digest(self) -> int:
+        """A number below 2^48 that is the same on ranks with the same notes, and most likely not on others."""
+        return int.from_bytes(self._hash.digest(), "little")
+
+    @waits_for_ranks
+    def first_difference(self, group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, ...]]:
+        """Every rank's note, by rank in the group, where they first differ. All ranks of the group call it together.
+
+        A rank that had done everything by then has a note of zeros. If all notes that are kept are the same, so are
+        those in the answer.
+
+        Args:
+            device: of the group's collectives.
+        """
+        length = torch.tensor(len(self._notes), dtype=torch.int64, device=device)
+        dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
+        empty = (0,) * NOTE_LENGTH
+        missing = [empty] * max(1 - len(self._notes), int(length) - len(self._notes))
+        notes = torch.tensor([(*note, *empty)[:NOTE_LENGTH] for note in [*self._notes, *missing]], device=device)
+
+        # What the least and the greatest say is all that is needed, and costs the same on any number of ranks.
+        least, greatest = notes.clone(), notes.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+        place = int((least != greatest).any(dim=1).int().argmax())
+
+        own = notes[place].contiguous()
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyones, own, group=group)
+        return [tuple(note.tolist()) for note in everyones]
+
+
+def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, ...]], str]) -> str:
+    """What each rank was about to do, in words, ranks that agree together."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, note in enumerate(notes):
+        ranks.setdefault(note, []).append(rank)
+
+    if len(ranks) == 1:
+        return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
+
+    said = []
+    for note, those in ranks.items():
+        who = f"rank {those[0]} was" if len(those) == 1 else f"ranks {', '.join(map(str, those))} were"
+        said.append(f"{who} about to {describe(note) if any(note) else 'do nothing more'}")
+    return "; ".join(said)

@@ -1,0 +1,144 @@
+"""What `fully_shard` does on an accelerator only: comparing notes afterwards, and streams that wait for deliveries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.device import Device
+from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.policy import OffloadPolicy
+from megatron.core.lanes import Event, relay
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.sim
+
+DIM = 4
+PATIENCE = 5.0  # seconds, after which whoever waits has waited in vain
+STRATEGIES = ("optim", "optim_grads_params")
+
+
+def _nothing() -> None:
+    """What a layer calls by default."""
+
+
+class Layer(nn.Linear):
+    """Calls something before its kernels are issued, and after."""
+
+    before: Callable[[], None] = staticmethod(_nothing)
+    after: Callable[[], None] = staticmethod(_nothing)
+    uses_bias = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        x = nn.functional.linear(x, self.weight, self.bias if self.uses_bias else None)
+        self.after()
+        return x
+
+
+def this_device() -> Device:
+    import tests.simulated_accelerator.device  # noqa: F401  makes the kind known
+
+    return Device("sim", dist.get_rank())
+
+
+def shard(strategy: str, *, is_offloaded: bool = False) -> tuple[nn.Sequential, FsdpContext]:
+    device = this_device().torch_device
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Layer(DIM, DIM) for _ in range(3)]).to(device)
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    with fully_shard_context(device) as context:
+        for layer in model:
+            fully_shard(layer, mesh, Placements.for_strategy(strategy), offload_policy=OffloadPolicy(is_offloaded))
+    return model, context
+
+
+def own_batch() -> torch.Tensor:
+    return torch.full((2, DIM), 1.0 + dist.get_rank(), device=this_device().torch_device)
+
+
+def _disagree(strategy: str) -> str:
+    model, context = shard(strategy)
+    model(own_batch()).sum().backward()
+    context.check_agreement()
+    assert all(bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters())
+
+    model.zero_grad()
+    model[1].uses_bias = dist.get_rank() == 0
+    model(own_batch()).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        context.check_agreement()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_only_some_ranks_have_is_named_on_the_device(strategy):
+    for message in run_ranks(2, _disagree, strategy, device="sim"):
+        assert (
+            "got: rank 0 was about to reduce the gradients of Layer[1]; rank 1 was about to reduce the "
+            "gradients of Layer[1], which has none for Layer[1].bias. The gradients"
+        ) in message
+
+
+def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.Event, list[bool]]:
+    """Delivers weights of 2 once the event is set; the list then says whether it was set in time."""
+    go, was_let = threading.Event(), list[bool]()
+    host, h2d = device.host_lane("test host"), device.lane("test h2d")
+
+    def update() -> Event:
+        was_let.append(go.wait(PATIENCE))
+        weight = group.post_optimizer_model_weight.local_buffer
+        return h2d.enqueue(lambda: weight.fill_(2.0))
+
+    group.deliver(relay(host, update))
+    return go, was_let
+
+
+def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
+    """Whether the delivery was let go of in time, and whether the gather ran beside the layer before."""
+    import tests.simulated_accelerator.device as sim
+
+    device = this_device()
+    model, _ = shard(strategy, is_offloaded=True)
+    with torch.no_grad():
+        model(own_batch())
+    torch.accelerator.synchronize()
+
+    group = model[1].parameter_groups[0]
+    go, was_let = deliver_later(group, device)
+    computation = ExitStack()
+    arrived: list[bool] = []
+
+    def hold_and_let() -> None:
+        # What comes next on this stream stands for the kernels of a large layer, which take their time.
+        computation.enter_context(sim.held(torch.accelerator.current_stream()))
+        torch.zeros(1, device=device.torch_device)
+        go.set()
+
+    def look() -> None:
+        deadline = time.monotonic() + PATIENCE
+        weight = group.unsharded_weight.local_buffer
+        while not bool((sim.peek(weight) == 2.0).all()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        arrived.append(bool((sim.peek(weight) == 2.0).all()))
+        computation.close()
+
+    model[0].after, model[1].before = hold_and_let, look
+    with torch.no_grad():
+        model(own_batch())
+    torch.accelerator.synchronize()
+    return was_let, arrived[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_pending_delivery_holds_up_neither_the_kernels_before_it_nor_the_gather_after_it(strategy):
+    assert run_ranks(2, _waits_for_a_delivery, strategy, device="sim") == [([True], True)] * 2
