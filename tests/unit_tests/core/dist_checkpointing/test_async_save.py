@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect
 from megatron.core.dist_checkpointing.data_sink import DataSink
-from megatron.core.dist_checkpointing.entries import Contents
+from megatron.core.dist_checkpointing.entries import Contents, Stored
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
@@ -265,12 +265,12 @@ def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]
     for entry in [group for group in contents.groups if group.unit is not None][unit].entries:
         if not entry.is_copied:
             keys.add(entry.key)
-            entry.values.read = _after(gate, entry.values.read)
+            entry.values.as_stored = _after(gate, entry.values.as_stored)
     return gate, keys
 
 
-def _after(gate: threading.Event, read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    def read_then() -> torch.Tensor:
+def _after(gate: threading.Event, read: Callable[[], Stored]) -> Callable[[], Stored]:
+    def read_then() -> Stored:
         assert gate.wait(60)
         return read()
 
