@@ -468,6 +468,19 @@ def test_where_states_on_the_device_find_no_room_to_be_staged_the_step_waits_for
     run_ranks(1, _steps_when_the_disk_has_done_something, available, share, home / f"unstaged_{share}")
 
 
+def test_what_an_update_waits_for_is_written_before_what_nothing_changes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad = False
+    contents = collect(model, FusedAdam([p for p in model.parameters() if p.requires_grad]))
+    assert [group.unit is not None for group in contents.groups] == [True, False, False, False]
+    first = contents.groups[0].entries
+    assert {entry.key for entry in first if entry.key.startswith("model")} == {
+        "model.0.bias",
+        "model.1.weight",
+        "model.1.bias",
+    }
+
+
 def _one_at_a_time(root: Path) -> None:
     training, store = Training(1.0), GatedStore(root)
     with saving(root, store) as manager:
