@@ -210,6 +210,7 @@ class DataFileWriter:
     def finish(self) -> int:
         """Ends the file, which is durable then. Returns its size in bytes. Raises what the disk raised."""
         self._check()
+        self.is_staging = False
         if self._fill:
             self._queue_buffer()
         self._wait(self._disk.enqueue(partial(self._carry_out, partial(self._sink.close, self.position))))
@@ -246,10 +247,12 @@ class DataFileWriter:
 
     def _next_buffer(self) -> memoryview:
         """One that is free; or else one more, if this is not to wait; or else the first that the disk gives back."""
-        while not self._free:
-            another = self._pool.lend_another() if self.is_staging else None
+        if self.is_staging and not self._free:
+            another = self._pool.lend_another()
             if another is not None:
                 return another
+
+        while not self._free:
             self._wait(self._queued.popleft())
             self._check()  # a lane that has ended gives nothing back
         return self._free.popleft()

@@ -92,19 +92,23 @@ class LocalSink:
 class LateSink:
     """A file that is made by the thread that writes it, when there is something to write.
 
-    Even to make a file may take long on a disk that is slow. The thread that saves is awaited by the optimizer, and
-    must not stand in for the disk.
+    Even to make a file may take long on a slow disk. The thread that saves must not wait for that, since the optimizer
+    waits for it.
     """
 
-    def __init__(self, open_sink: Callable[[], DataSink]) -> None:
+    def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
         """
         Args:
             open_sink: makes the file. What it raises, the first use raises.
+            check: called before each write, which fails with what it raises: much may be waiting to be written when a
+                save is given up.
         """
         self._open_sink = open_sink
+        self._check = check
         self._sink: DataSink | None = None
 
     def write(self, buffer: memoryview) -> None:
+        self._check()
         self._opened().write(buffer)
 
     def close(self, nbytes: int) -> None:

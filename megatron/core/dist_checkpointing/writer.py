@@ -204,7 +204,7 @@ class RankWriter:
             for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
                 shares[share.tensor].append(share)
             self._shares = dict(shares)
-            self._file = DataFileWriter(LateSink(self._make_file), self._pool, self._disk)
+            self._file = DataFileWriter(LateSink(self._make_file, self._draft.check), self._pool, self._disk)
         return self._file
 
     def _make_file(self) -> DataSink:

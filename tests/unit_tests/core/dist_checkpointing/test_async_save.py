@@ -591,6 +591,24 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(tmp_pat
     assert published_iterations(store) == []
 
 
+def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(tmp_path):
+    store, model = SlowStore(tmp_path), nn.Linear(1024, 2048)
+    contents = collect(model, FusedAdam(model.parameters()))
+    with staging(1 << 30) as pools:
+        manager = CheckpointManager(store, CPU, 0, 1, "abcd", staging_share=0.5)
+        manager.save(1, contents, {})
+        assert store.is_writing.wait(60)
+        while pools[0].staged_bytes < 24e6 - 3 * BLOCK_BYTES:
+            time.sleep(0.001)
+        closing = in_thread(manager.close)
+        while not manager._is_closing.is_set():
+            time.sleep(0.001)
+        store.gate.set()
+        closing.join(60)
+    assert store.num_bytes <= BLOCK_BYTES, "the write that was under way"
+    assert published_iterations(store) == []
+
+
 def test_a_manager_that_is_closed_leaves_no_thread_behind(tmp_path):
     others = set(threading.enumerate())
     manager = CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "abcd")
