@@ -391,9 +391,9 @@ def test_what_is_not_staged_takes_no_memory_though_there_is_some(disk, monkeypat
 
 
 def test_where_staging_has_no_room_left_the_disk_is_waited_for(disk, monkeypatch):
-    # A third of what is free and what it has already: with two more buffers, of the six that there are.
-    room_for(monkeypatch, 4 * SMALL)
-    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=1 / 3, num_local_ranks=1)
+    # Two buffers are within 0.4 of what is free and what has been taken already, and three are not.
+    room_for(monkeypatch, 9 * SMALL // 2)
+    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.4, num_local_ranks=1)
     sink, tensor = HeldSink(), random_tensor(12 * SMALL)
     writer, before = DataFileWriter(sink, pool, disk), bytes_of(tensor)
     writer.is_staging = True
