@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import manager as manager_module
 from megatron.core.dist_checkpointing import tensor_bytes
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect
-from megatron.core.dist_checkpointing.data_file import BufferPool
+from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.entries import Contents, Entry, Stored
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -591,15 +591,22 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(tmp_pat
     assert published_iterations(store) == []
 
 
-def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(tmp_path):
-    store, model = SlowStore(tmp_path), nn.Linear(1024, 2048)
+def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(tmp_path, monkeypatch):
+    store, model, is_read = SlowStore(tmp_path), nn.Linear(1024, 2048), threading.Event()
+    finish = DataFileWriter.finish
+
+    def finish_then(file: DataFileWriter) -> int:
+        is_read.set()
+        return finish(file)
+
+    monkeypatch.setattr(DataFileWriter, "finish", finish_then)
     contents = collect(model, FusedAdam(model.parameters()))
     with staging(1 << 30) as pools:
         manager = CheckpointManager(store, CPU, 0, 1, "abcd", staging_share=0.5)
         manager.save(1, contents, {})
         assert store.is_writing.wait(60)
-        while pools[0].staged_bytes < 24e6 - 3 * BLOCK_BYTES:
-            time.sleep(0.001)
+        assert is_read.wait(60)
+        assert pools[0].staged_bytes > 24e6
         closing = in_thread(manager.close)
         while not manager._is_closing.is_set():
             time.sleep(0.001)
