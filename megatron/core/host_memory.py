@@ -180,6 +180,12 @@ class HostLimits:
         """The limits of the moment. Where a file is missing (no Linux, no such controller), it limits nothing."""
         return cls(_mem_available(proc), min(_cgroup_rooms(proc, cgroup), default=None))
 
+    @property
+    def available(self) -> int | None:
+        """What there is by all limits that are known; None if none is."""
+        known = [nbytes for nbytes in (self.mem_available, self.cgroup_available) if nbytes is not None]
+        return min(known, default=None)
+
 
 def check_host_memory(needs: Sequence[HostNeed], *, num_local_ranks: int, limits: HostLimits | None = None) -> None:
     """Refuses a run whose host memory would not fit, before any of it is allocated.

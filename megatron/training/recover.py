@@ -280,6 +280,7 @@ class RecoverHandler:
                 dist.get_world_size(),
                 retention=Retention(checkpoint.save_keep_last, checkpoint.save_retain_interval),
                 timeout_seconds=60.0 * checkpoint.save_timeout_minutes,
+                staging_share=checkpoint.save_staging_share if checkpoint.async_save else 0.0,
                 on_published=self._on_published,
                 on_failed=self._on_failed,
             )

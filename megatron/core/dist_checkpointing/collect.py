@@ -71,7 +71,7 @@ def collect(
                 "--ckpt-format torch_dcp takes others."
             )
     collector = _Collector(model, rank, world_size)
-    groups = [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers())]
+    groups: list[EntryGroup] = []
     plain = {}
     if optimizer is not None:
         if with_states:
@@ -79,7 +79,9 @@ def collect(
             plain[PARAM_GROUPS] = [
                 collector.plain_group(group, number) for number, group in enumerate(optimizer.param_groups)
             ]
+        # First, since updates wait for their readers. Nothing changes the others.
         groups += [EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)]
+    groups += [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers())]
     groups.append(EntryGroup(None, collector.private(private or {})))
     contents = Contents(groups, plain, collector.names)
     keys = [entry.key for entry in contents.entries]

@@ -29,6 +29,12 @@ class CheckpointConfig:
     async_save_busy: str = option(
         "wait", "when a save is due and the one before is still being written: wait, or skip", choices=("wait", "skip")
     )
+    save_staging_share: float = option(
+        0.5,
+        "share of the free host memory to which --async-save copies a GPU's states, so that training waits for no disk",
+        at_least=0,
+        less_than=1,
+    )
     save_keep_last: int | None = option(
         None, "published checkpoints to keep, the newest; default: all, or one with --save-retain-interval", at_least=1
     )
@@ -81,6 +87,7 @@ class CheckpointConfig:
                 "--save-interval-epochs": self.save_interval_epochs is not None,
                 "--no-save-optim": not self.save_optim,
                 "--async-save": self.async_save,
+                "--save-staging-share": self.save_staging_share != 0.5,
                 "--save-keep-last": self.save_keep_last is not None,
                 "--save-retain-interval": self.save_retain_interval is not None,
                 "--save-timeout-minutes": self.save_timeout_minutes != 10.0,
@@ -90,6 +97,8 @@ class CheckpointConfig:
         expect(
             self.async_save or self.async_save_busy == "wait", "--async-save-busy", "--async-save", self.async_save_busy
         )
+        is_default = self.save_staging_share == 0.5
+        expect(self.async_save or is_default, "--save-staging-share", "--async-save", self.save_staging_share)
 
     def resolve(self, default_format: str) -> CheckpointConfig:
         """With the format chosen, if none was named. ConfigError for flags that it does not honour."""

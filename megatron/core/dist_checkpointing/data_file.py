@@ -1,14 +1,25 @@
 """One rank's data file on its way to disk, through a few buffers that are made once and serve every save.
 
     the thread that saves   copies a block into the buffer at hand, and hashes it there while it is in the cache
-    a lane, for the disk    writes the buffers that are full, in order
+    a lane, for the disk    opens the file and writes the buffers that are full, in order
 
 So a save takes no memory that grows with the state, and copying and hashing cost no time as long as the disk is slower.
 Copies, digests and writes all run without the interpreter's lock.
+
+[Note: staging] The next step of an optimizer waits until its states have been read. Those on a device come
+down at tens of gigabytes a second, but would then wait, buffer by buffer, for a disk that takes one or two.
+So for them the pool grows: where all buffers are on their way to the disk, there is one more. The step goes
+on once the states have come down, and the disk takes them from host memory. The pool grows to a share of the
+memory that is free, and keeps what it has for the next saves, since pinning memory takes longer than filling
+it. Beyond that share, the disk is waited for.
+
+States in host memory are not staged: a copy would take as much of that memory as they do.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,13 +27,16 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.host_memory import HostSlab
+from megatron.core.dist_checkpointing.tensor_bytes import TensorBytes
+from megatron.core.drivers import PinError
+from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
+
+logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster
 BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one write and the next
@@ -34,13 +48,25 @@ class BufferPool:
     Attributes:
         buffer_bytes: of each buffer.
         d2h: the lane on which a device fills them.
+        staged_bytes: of the buffers that have been added; see [Note: staging].
     """
 
-    def __init__(self, device: Device, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        device: Device,
+        num_buffers: int = NUM_BUFFERS,
+        buffer_bytes: int = BUFFER_BYTES,
+        *,
+        staging_share: float = 0.0,
+        num_local_ranks: int | None = None,
+    ) -> None:
         """Allocates the memory and makes it resident.
 
         Args:
+            num_buffers: to begin with.
             buffer_bytes: of each; room for a block at least, and a multiple of DATA_ALIGNMENT.
+            staging_share: of the host memory that is free, for more buffers; see [Note: staging]. 0: there are no more.
+            num_local_ranks: ranks on this machine, which divide that share; default: LOCAL_WORLD_SIZE, or 1.
 
         Raises:
             ValueError: for fewer than two buffers, or another size.
@@ -54,6 +80,10 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         # Tensors on a device come down beside its computation. (Not run on a GPU yet.)
         self.d2h = device.lane("checkpoint d2h")
+        self.staged_bytes = 0
+        self._device = device
+        self._staging_share = staging_share
+        self._num_local_ranks = num_local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         slab = HostSlab(num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers")
         whole = slab.tensor(0, slab.nbytes, torch.uint8).zero_().numpy().data
         self._buffers = [whole[begin : begin + buffer_bytes] for begin in range(0, slab.nbytes, buffer_bytes)]
@@ -63,11 +93,40 @@ class BufferPool:
         """The buffers, until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
             raise RuntimeError("Expected buffers that are free, got those of a data file that is still being written.")
-        return self._buffers
+        return list(self._buffers)
+
+    def lend_another(self) -> memoryview | None:
+        """One buffer more than there were, to whom the others are lent; None if there may be no more."""
+        if not self._has_room():
+            return None
+
+        try:
+            slab = HostSlab(self.buffer_bytes, self._device, is_pinned=True, purpose="staging a checkpoint")
+        except (HostMemoryError, PinError) as error:
+            # What there is serves: the save takes longer, and fails no more than it would have.
+            logger.warning("Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error)
+            self._staging_share = 0.0
+            return None
+
+        buffer = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
+        self._buffers.append(buffer)
+        self.staged_bytes += self.buffer_bytes
+        return buffer
 
     def take_back(self) -> None:
         """The buffers are free again."""
         self._is_lent.release()
+
+    def _has_room(self) -> bool:
+        """Whether one more buffer stays within this rank's part of what is free, or has been before it staged."""
+        if not self._staging_share:
+            return False
+        available = HostLimits.read().available
+        if available is None:
+            return False  # what is not known is not taken
+
+        part = available / self._num_local_ranks + self.staged_bytes
+        return self.staged_bytes + self.buffer_bytes <= self._staging_share * part
 
 
 class DataFileWriter:
@@ -78,6 +137,7 @@ class DataFileWriter:
 
     Attributes:
         position: bytes so far.
+        is_staging: whether what is written now is not to wait for the disk, where the pool has room; to be set at will.
     """
 
     def __init__(self, sink: DataSink, pool: BufferPool, disk: Lane) -> None:
@@ -90,16 +150,17 @@ class DataFileWriter:
             RuntimeError: if another file has the pool.
         """
         self.position = 0
-        self._buffers = pool.lend()
+        self.is_staging = False
+        self._free = deque(pool.lend())  # the disk gives them back, on its lane
+        self._current = self._free.popleft()
+        self._fill = 0  # bytes in it
         self._pool = pool
         self._sink = sink
         self._disk = disk
         self._is_open = True
         self._is_given_up = False
         self._error: BaseException | None = None  # the disk's first
-        self._current = 0  # number of the buffer that is being filled
-        self._fill = 0  # bytes in it
-        self._queued: deque[Event] = deque()  # writes of the other buffers, the oldest first
+        self._queued: deque[Event] = deque()  # writes, the oldest first; some may be done
 
     def write(self, content: bytes) -> None:
         """Appends bytes, such as a blob's header."""
@@ -118,30 +179,30 @@ class DataFileWriter:
         while self.position < offset:
             np.frombuffer(self._extend(offset - self.position), np.uint8).fill(0)
 
-    def write_tensor(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Appends a tensor's bytes. When this returns, the tensor has been read.
+    def write_tensor(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[str, ...]:
+        """Appends a tensor's values, row by row. When this returns, the tensor has been read.
 
         Args:
-            tensor: contiguous, of any dtype, on any device. `position` must be a multiple of DATA_ALIGNMENT.
+            tensor: of any dtype and strides, on any device. `position` must be a multiple of DATA_ALIGNMENT.
+            scale: of a state that is stored with one: its values in fp32 are what is written.
 
         Returns:
             The digest of each block of its bytes, as they are in the file.
         """
         self._check()
-        if not tensor.is_contiguous() or self.position % DATA_ALIGNMENT:
+        if self.position % DATA_ALIGNMENT:
             raise ValueError(
-                f"Expected a contiguous tensor at a multiple of {DATA_ALIGNMENT} bytes, got strides {tensor.stride()} "
-                f"for shape {tuple(tensor.shape)} at byte {self.position}."
+                f"Expected a tensor at a multiple of {DATA_ALIGNMENT} bytes, got shape {tuple(tensor.shape)} at byte "
+                f"{self.position}."
             )
-        nbytes = tensor.nbytes
-        source = _bytes_of(tensor)
+        source = TensorBytes(tensor, scale)
         # From a device as much as there is room for; on the host a block, which the cache holds until it is hashed.
-        largest = nbytes if isinstance(source, torch.Tensor) else BLOCK_BYTES
+        largest = source.nbytes if source.is_on_device else BLOCK_BYTES
         digests: list[str] = []
         begin = 0
-        while begin < nbytes:
-            span = self._extend(min(largest, nbytes - begin), BLOCK_BYTES)
-            self._copy(span, source[begin : begin + span.nbytes])
+        while begin < source.nbytes:
+            span = self._extend(min(largest, source.nbytes - begin), BLOCK_BYTES)
+            source.copy(begin, span, self._pool.d2h)
             digests += digests_of(span)
             begin += span.nbytes
         return tuple(digests)
@@ -149,6 +210,7 @@ class DataFileWriter:
     def finish(self) -> int:
         """Ends the file, which is durable then. Returns its size in bytes. Raises what the disk raised."""
         self._check()
+        self.is_staging = False
         if self._fill:
             self._queue_buffer()
         self._wait(self._disk.enqueue(partial(self._carry_out, partial(self._sink.close, self.position))))
@@ -165,34 +227,41 @@ class DataFileWriter:
             self._sink.abort()
             self._end()
 
-    def _copy(self, target: memoryview, source: NDArray[np.uint8] | torch.Tensor) -> None:
-        if isinstance(source, torch.Tensor):
-            copy = partial(torch.frombuffer(target, dtype=torch.uint8).copy_, source, non_blocking=True)
-            self._pool.d2h.enqueue(copy).synchronize()
-        else:
-            # In this thread alone: torch would divide the work among as many as the computation next to it has.
-            np.copyto(np.frombuffer(target, np.uint8), source)
-
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
         """The next bytes of the file, to be filled in: `nbytes`, or as many multiples of `step` as one buffer takes."""
         if self._pool.buffer_bytes - self._fill < min(nbytes, step):
             self._queue_buffer()
         room = self._pool.buffer_bytes - self._fill
         length = nbytes if nbytes <= room else room - room % step
-        span = self._buffers[self._current][self._fill : self._fill + length]
+        span = self._current[self._fill : self._fill + length]
         self._fill += length
         self.position += length
         return span
 
     def _queue_buffer(self) -> None:
-        """Has the current buffer written, and goes on to the next one, as soon as that is free."""
-        full = self._buffers[self._current][: self._fill]
-        self._queued.append(self._disk.enqueue(partial(self._carry_out, partial(self._sink.write, full))))
-        self._current = (self._current + 1) % len(self._buffers)
+        """Has the current buffer written, and goes on to the next one."""
+        self._queued.append(self._disk.enqueue(partial(self._write_buffer, self._current, self._fill)))
+        self._current = self._next_buffer()
         self._fill = 0
-        if len(self._queued) == len(self._buffers):
-            self._wait(self._queued.popleft())
         self._check()
+
+    def _next_buffer(self) -> memoryview:
+        """One that is free; or else one more, if this is not to wait; or else the first that the disk gives back."""
+        if self.is_staging and not self._free:
+            another = self._pool.lend_another()
+            if another is not None:
+                return another
+
+        while not self._free:
+            self._wait(self._queued.popleft())
+            self._check()  # a lane that has ended gives nothing back
+        return self._free.popleft()
+
+    # On the lane
+
+    def _write_buffer(self, buffer: memoryview, nbytes: int) -> None:
+        self._carry_out(partial(self._sink.write, buffer[:nbytes]))
+        self._free.append(buffer)
 
     def _carry_out(self, work: Callable[[], None]) -> None:
         """For the lane, which an error would end for good."""
@@ -201,6 +270,8 @@ class DataFileWriter:
                 work()
             except BaseException as error:
                 self._error = error
+
+    # On the thread that saves
 
     def _wait(self, event: Event) -> None:
         try:
@@ -221,9 +292,3 @@ class DataFileWriter:
         self._is_open = False
         self._error = None
         self._pool.take_back()
-
-
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8] | torch.Tensor:
-    """A tensor's own memory, flat, where it lies."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    return data.numpy() if data.device.type == "cpu" else data

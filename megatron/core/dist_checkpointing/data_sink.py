@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,6 +87,41 @@ class LocalSink:
     def _use_page_cache(self) -> None:
         _set_direct(self._file.fileno(), False)
         self._is_direct = False
+
+
+class LateSink:
+    """A file that is made by the thread that writes it, when there is something to write.
+
+    Even to make a file may take long on a slow disk. The thread that saves must not wait for that, since the optimizer
+    waits for it.
+    """
+
+    def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
+        """
+        Args:
+            open_sink: makes the file. What it raises, the first use raises.
+            check: called before each write, which fails with what it raises: much may be waiting to be written when a
+                save is given up.
+        """
+        self._open_sink = open_sink
+        self._check = check
+        self._sink: DataSink | None = None
+
+    def write(self, buffer: memoryview) -> None:
+        self._check()
+        self._opened().write(buffer)
+
+    def close(self, nbytes: int) -> None:
+        self._opened().close(nbytes)
+
+    def abort(self) -> None:
+        if self._sink is not None:
+            self._sink.abort()
+
+    def _opened(self) -> DataSink:
+        if self._sink is None:
+            self._sink = self._open_sink()
+        return self._sink
 
 
 class RemoteSink:

@@ -32,6 +32,13 @@ from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit
 
 
+class Stored(NamedTuple):
+    """A state as it is kept: its values are `tensor`, or the fp32 products of `tensor` and `scale`."""
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
 class Values:
     """What this rank holds of a state, as memory that may be read and written in place."""
 
@@ -52,8 +59,12 @@ class Values:
         """Of the values, as they are saved."""
         return self._tensor.dtype
 
+    def as_stored(self) -> Stored:
+        """The memory to compute the values from, on whatever stream they are needed."""
+        return Stored(self._tensor)
+
     def read(self) -> torch.Tensor:
-        """The values, which alias the state where they can."""
+        """The values, which alias the state where they can. Else they are computed on this thread's current stream."""
         return self._tensor
 
     def target(self) -> torch.Tensor:
@@ -75,6 +86,10 @@ class ScaledValues(Values):
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
+
+    def as_stored(self) -> Stored:
+        optimizer, parameter, name = self._place
+        return Stored(self._tensor, optimizer.state_scale(parameter, name))
 
     def read(self) -> torch.Tensor:
         optimizer, parameter, name = self._place

@@ -4,11 +4,12 @@
     manager.save(iteration, collect(model, optimizer), train_state)          # begins; training may go on
     manager.finish()                                                         # published, or CheckpointError
 
-[Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the manifest, then, on
-rank 0, the publication. Nothing is copied but counters and buffers; the optimizer's next update of a group waits for
-the piece that reads it, and for nothing else. Every rank learns the outcome from the folder: rank 0 from the manifests
-of the others, they from what rank 0 publishes or says. So no rank waits for another inside a collective, and a rank
-that fails or dies keeps nobody longer than the timeout.
+[Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the manifest,
+then, on rank 0, the publication. Nothing is copied but counters and buffers, and what has to come down from a
+device anyway (see [Note: staging] in data_file.py). The optimizer's next update of a group waits for the piece
+that reads it, and for nothing else. Every rank learns the outcome from the folder: rank 0 from the manifests of
+the others, they from what rank 0 publishes or says. So no rank waits for another inside a collective, and a
+rank that fails or dies keeps nobody longer than the timeout.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class CheckpointManager:
         *,
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
+        staging_share: float = 0.0,
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> None:
@@ -101,6 +103,8 @@ class CheckpointManager:
         Args:
             token: the same on all ranks, and no other run's.
             timeout_seconds: for which rank 0 waits for the others, and they for it.
+            staging_share: of the host memory that is free, for states on their way from a device to the disk, so that
+                the next step need not wait for the disk. For whoever waits for the save itself, 0 is best.
             on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
                 took; on a thread of the manager's.
             on_failed: is told the iteration of each save that has come to nothing, and why; on the thread that asks.
@@ -119,7 +123,7 @@ class CheckpointManager:
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
         self._abandoned: list[str] = []  # drafts of this run that came to nothing, on rank 0
-        self._pool = BufferPool(device)
+        self._pool = BufferPool(device, staging_share=staging_share)
         # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
@@ -137,6 +141,7 @@ class CheckpointManager:
         *,
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
+        staging_share: float = 0.0,
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> CheckpointManager:
@@ -156,6 +161,7 @@ class CheckpointManager:
             token,
             retention=retention,
             timeout_seconds=timeout_seconds,
+            staging_share=staging_share,
             on_published=on_published,
             on_failed=on_failed,
         )

@@ -12,7 +12,7 @@ import fnmatch
 import logging
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -108,7 +108,8 @@ def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: S
         return _load(checkpoint, shared)
 
     num_bytes = 0
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader") as pool:
+    follow = _following_this_thread(contents)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader", initializer=follow) as pool:
         # Group by group, so that what some states are put together from is not there for all of them at once.
         for group in contents.groups:
             if group.unit is not None and group.unit.updated is not None:
@@ -120,6 +121,22 @@ def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: S
     # The bytes were put into place behind autograd's back; compute weights follow what it sees.
     torch.autograd.graph.increment_version(list(contents.names))
     return num_bytes
+
+
+def _following_this_thread(contents: Contents) -> Callable[[], None]:
+    """What makes another thread issue its copies to a device where this one issues its own work there.
+
+    A thread begins with the default stream of the first device, which need not be that of this thread. A copy
+    would then write to weights that are still in use, and what this thread does next would not wait for it.
+    """
+    devices = {entry.values.stored.device for entry in contents.entries}
+    streams = [torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"]
+
+    def follow() -> None:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+
+    return follow
 
 
 def _by_values(entries: Iterable[Entry]) -> list[list[Entry]]:

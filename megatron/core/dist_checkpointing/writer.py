@@ -27,6 +27,7 @@ import torch
 
 from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
 from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.file_plan import Placed, place
@@ -40,6 +41,7 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.tensor_bytes import lies_on_device
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Lane
@@ -193,27 +195,38 @@ class RankWriter:
         for index, entry in enumerate(self._contents.groups[number].entries, start=self._first_entries[number]):
             for share in self._shares.get(index, ()):
                 self._draft.check()
-                self._write_share(file, entry, share)
+                self._write_share(file, entry, share, is_awaited=unit is not None)
 
     def _open(self) -> DataFileWriter:
         if self._file is None:
             self._draft.check()
-            if self._draft.store.exists(f"{self._draft.final}/{MARKER_FILE}"):
-                raise CheckpointError(f"Expected no checkpoint yet at {self._draft.final}, got a published one.")
             shares = defaultdict(list)
             for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
                 shares[share.tensor].append(share)
             self._shares = dict(shares)
-            self._draft.store.make_folder(self._draft.name)
-            sink = self._draft.store.open_data(self._draft.path(data_file(self._rank)))
-            self._file = DataFileWriter(sink, self._pool, self._disk)
+            self._file = DataFileWriter(LateSink(self._make_file, self._draft.check), self._pool, self._disk)
         return self._file
 
-    def _write_share(self, file: DataFileWriter, entry: Entry, share: Placed) -> None:
+    def _make_file(self) -> DataSink:
+        """On the disk's lane."""
+        store = self._draft.store
+        if store.exists(f"{self._draft.final}/{MARKER_FILE}"):
+            raise CheckpointError(f"Expected no checkpoint yet at {self._draft.final}, got a published one.")
+        store.make_folder(self._draft.name)
+        return store.open_data(self._draft.path(data_file(self._rank)))
+
+    def _write_share(self, file: DataFileWriter, entry: Entry, share: Placed, *, is_awaited: bool) -> None:
+        """Writes a blob.
+
+        Args:
+            is_awaited: whether the next update of the tensor waits until it has been read.
+        """
         header, footer = blob_frame(entry.saved_as.dtype, share.sizes)
+        stored = entry.values.as_stored()
+        file.is_staging = is_awaited and lies_on_device(stored.tensor)
         file.pad_to(share.blob_offset)
         file.write(header)
-        digests = file.write_tensor(_rows_of(entry, share))
+        digests = file.write_tensor(_rows_of(entry, share, stored.tensor), stored.scale)
         file.write(footer)
         self._records.append(
             ChunkRecord(
@@ -272,9 +285,9 @@ class RankWriter:
         give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
 
 
-def _rows_of(entry: Entry, share: Placed) -> torch.Tensor:
-    """The values of a share, which is whole rows of what this rank holds."""
-    part = entry.part_of(entry.values.read())
+def _rows_of(entry: Entry, share: Placed, tensor: torch.Tensor) -> torch.Tensor:
+    """What a share has of the memory that this rank holds: whole rows of it, as a view."""
+    part = entry.part_of(tensor)
     if share.sizes:
         part = part.narrow(0, share.offsets[0] - entry.offsets[0], share.sizes[0])
-    return part.contiguous()
+    return part

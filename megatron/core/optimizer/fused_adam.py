@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
-from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.drivers import driver_of
+from megatron.core.lanes import Event
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray, PlannedUpdates, Update, carry_out, plan
 from megatron.core.optimizer.gradient_source import (
@@ -43,6 +44,7 @@ from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamSt
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import STEP, check_state, checked_states
 from megatron.core.optimizer.state_tensors import StateMemory, difference, like
+from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import StepInputs
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -71,12 +73,27 @@ class _Planned(NamedTuple):
     step: AdamStep
 
 
+class _Hold(NamedTuple):
+    """Parameters that are not stepped before an event: until then their weights and states are being read."""
+
+    parameters: Sequence[torch.Tensor]
+    event: Event
+
+
+class _Batch(NamedTuple):
+    """Updates that are carried out together, after an event if there is one."""
+
+    event: Event | None
+    updates: PlannedUpdates
+
+
 class FusedStep(NamedTuple):
     """A step of all parameters with a gradient, but for the factor of the gradients. See `FusedAdam.plan_step`."""
 
     inputs: StepInputs
     parameters: list[_Planned]
-    updates: PlannedUpdates
+    batches: list[_Batch]
+    num_holds: int  # that were known
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -182,6 +199,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _make_parts(self) -> None:
         """What belongs to this object alone, and no copy takes over."""
         self._memory = StateMemory()
+        self._holds: list[_Hold] = []
         self._host: HostAdam | None = None
         # First among the hooks, so that those of users see values.
         self.register_state_dict_post_hook(_unscale)
@@ -208,8 +226,11 @@ class FusedAdam(torch.optim.Optimizer):
         self.init_state()
         inputs = self._step_inputs()
         planned = self._plan()
-        updates = [Update(each.step, self._arrays(each)) for each in planned if each.gradient.numel()]
-        return FusedStep(inputs, planned, plan(updates))
+        batches = [
+            _Batch(event, plan([Update(each.step, self._arrays(each)) for each in part if each.gradient.numel()]))
+            for event, part in self._batches(planned)
+        ]
+        return FusedStep(inputs, planned, batches, len(self._holds))
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's has no grad_scale
@@ -242,7 +263,13 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
-        carry_out(planned.updates, grad_scale, self._run)
+        holds, self._holds = self._holds, []
+        for hold in holds[planned.num_holds :]:
+            hold.event.synchronize()
+        for batch in planned.batches:
+            if batch.event is not None:
+                batch.event.synchronize()
+            carry_out(batch.updates, grad_scale, self._run)
         for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
@@ -256,6 +283,17 @@ class FusedAdam(torch.optim.Optimizer):
 
     # States
 
+    def state_units(self) -> list[StateUnit]:
+        """What is updated while other parts may still be read: each FSDP group, and all parameters without one."""
+        units: dict[FsdpParameterGroup | None, list[torch.Tensor]] = {}
+        for parameter in self._parameters():
+            units.setdefault(group_of(parameter), []).append(parameter)
+        return [self._unit(parameters) for parameters in units.values()]
+
+    def _unit(self, parameters: Sequence[torch.Tensor]) -> StateUnit:
+        states = [self.state.get(parameter, {}) for parameter in parameters]
+        return StateUnit(self, parameters, states, None, lambda event: self._holds.append(_Hold(parameters, event)))
+
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are given as they are."""
         state: torch.Tensor = self.state[param][state_name]
@@ -264,6 +302,10 @@ class FusedAdam(torch.optim.Optimizer):
         scale = self._scales[param].get(state_name)
         local = local_tensor(state)
         return like(param, local.float() if scale is None else scaled_states.read(local, scale))
+
+    def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None:
+        """What a state's values are multiplied with to be read: scalar, fp32, not a copy; None if it has no scale."""
+        return self._scales[param].get(state_name)
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
@@ -282,6 +324,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
         expected = torch.int16 if dtypes[state_name] == torch.int16 else torch.float32
         check_state(state_name, unscaled_state, param, expected)
+        self._wait_for_readers()
         if not self.state.get(param):
             self._allocate(param)
         self._store(param, state_name, unscaled_state)
@@ -302,6 +345,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         states = checked_states(self.param_groups, state_dict, self._state_dtypes)
+        self._wait_for_readers()
         for parameter in self._parameters():
             if parameter in states:
                 self._install(parameter, states[parameter])
@@ -381,6 +425,19 @@ class FusedAdam(torch.optim.Optimizer):
                     steps[number] = AdamStep.of(group, number, 1.0, self.adam_w_mode)
                 planned.append(_Planned(parameter, local_tensor(gradient).detach(), steps[number]))
         return planned
+
+    def _batches(self, planned: Sequence[_Planned]) -> Iterator[tuple[Event | None, list[_Planned]]]:
+        """What may be stepped, batch by batch: first what nobody reads, then each unit once it has been read."""
+        holds = [hold for hold in self._holds if not hold.event.is_done()]
+        # Of several readers, the last one counts: those before it have been waited for by then.
+        last = {id(parameter): number for number, hold in enumerate(holds) for parameter in hold.parameters}
+        yield None, [each for each in planned if id(each.parameter) not in last]
+        for number, hold in enumerate(holds):
+            yield hold.event, [each for each in planned if last.get(id(each.parameter)) == number]
+
+    def _wait_for_readers(self) -> None:
+        while self._holds:
+            self._holds.pop().event.synchronize()
 
     def _check(self, parameter: torch.Tensor, gradient: torch.Tensor, place: str) -> None:
         """Parity between a parameter, its gradient and its states."""

@@ -5,8 +5,8 @@ Whoever reads state on another thread waits for a unit's `updated`, and has its 
     for unit in state_units(optimizer):
         unit.hold(lane.enqueue(lambda: read(unit), after=[unit.updated]))
 
-`HybridDeviceOptimizer` has a unit for each bucket, so that a step waits for one bucket's reader at a time. Any other
-optimizer is one unit, and its next step waits for all of it.
+`FusedAdam` has a unit for each FSDP group and `HybridDeviceOptimizer` for each bucket besides, so that a step waits for
+one reader at a time. Any other optimizer is one unit, and its next step waits for all of it.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             "--save: expected a folder of a file system with --ckpt-format torch_dcp, got 's3://bucket/run'.",
         ),
         (["--save", "x", "--async-save-busy", "skip"], "--async-save-busy: expected --async-save, got 'skip'."),
+        (["--save", "x", "--save-staging-share", "0.3"], "--save-staging-share: expected --async-save, got 0.3."),
+        (["--save-staging-share", "0.3"], "--save: expected a folder, since --save-staging-share is given"),
         (["--lr"], "argument --lr: expected one argument"),
     ],
 )

@@ -74,7 +74,7 @@ from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
-from megatron.core.optimizer.state_units import StateUnit, one_unit
+from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
@@ -369,10 +369,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 bucket.sent.synchronize()
 
     def state_units(self) -> list[StateUnit]:
-        """The device side, and each bucket, as what may be read while the others are being updated."""
+        """Those of the device side, and each bucket, as what may be read while the others are being updated."""
         if not self._is_flat:
             self.synchronize()  # what other optimizers count, they count as they update
-        device = [] if self._device_optimizer is None else [one_unit(self._device_optimizer)]
+        device = [] if self._device_optimizer is None else state_units(self._device_optimizer)
         return device + [bucket.unit(self) for bucket in self._buckets]
 
     def timings(self) -> OffloadTimings | None:

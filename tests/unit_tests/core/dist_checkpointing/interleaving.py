@@ -240,5 +240,5 @@ def _clock(now: Callable[[], float]) -> Iterator[None]:
     """The ranks' clocks in the place of the machine's, and buffers that are made quickly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher_module, "time", SimpleNamespace(monotonic=now))
-        patch.setattr(manager_module, "BufferPool", lambda device: BufferPool(device, 2, BLOCK_BYTES))
+        patch.setattr(manager_module, "BufferPool", lambda device, **_: BufferPool(device, 2, BLOCK_BYTES))
         yield

@@ -24,12 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing import manager as manager_module
+from megatron.core.dist_checkpointing import tensor_bytes
+from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect
+from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.data_sink import DataSink
-from megatron.core.dist_checkpointing.entries import Contents
+from megatron.core.dist_checkpointing.entries import Contents, Entry, Stored
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp import (
@@ -38,6 +43,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_context,
 )
+from megatron.core.host_memory import HostLimits
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -80,7 +86,7 @@ class Model(nn.Module):
 class Training:
     """A sharded model and its optimizer: plain, or with a fraction on the host and everything overlapping."""
 
-    def __init__(self, fraction: float | None, *, with_states: bool = True) -> None:
+    def __init__(self, fraction: float | None, *, with_states: bool = True, **options: Any) -> None:
         self.model = Model()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
@@ -88,7 +94,7 @@ class Training:
             for module in (*self.model.layers, self.model):
                 fully_shard(module, mesh, Placements.for_strategy("optim_grads_params"), policy)
         if fraction is None:
-            self.optimizer: torch.optim.Optimizer = FusedAdam(self.model.parameters())
+            self.optimizer: torch.optim.Optimizer = FusedAdam(self.model.parameters(), **options)
         else:
             overlaps = {"overlap_step_with_forward": True, "fetch_during_backward": True}
             self.optimizer = HybridDeviceOptimizer(self.model.parameters(), fraction, **overlaps)
@@ -140,7 +146,7 @@ def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
 
 
 class GatedStore(LocalStore):
-    """A store in which a save gets no further than to its beginning until a gate is opened."""
+    """A store whose disk does nothing until a gate is opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -182,20 +188,21 @@ def _train(fraction: float | None, with_states: bool) -> Trained:
 
 def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed: int) -> Parts:
     """Every save begins while updates are under way, and reads nothing before the next update has begun."""
-    training, store = Training(fraction, with_states=with_states), GatedStore(root)
+    training, gate = Training(fraction, with_states=with_states), threading.Event()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with delays(seed), CheckpointManager(store, CPU, rank, world_size, "abcd") as manager:
+    with delays(seed), CheckpointManager(LocalStore(root), CPU, rank, world_size, "abcd") as manager:
         for number in range(1, NUM_STEPS + 1):
             training.backward(number)
             assert manager.is_busy or number - 1 not in SAVED_AFTER
-            store.gate.set()
+            gate.set()
             training.update(number)
             if number in SAVED_AFTER:
                 # The save before has been under way all the time until here.
                 manager.finish()
-                store.gate.clear()
-                manager.save(number, training.contents(), {"number": number})
-        store.gate.set()
+                gate, contents = threading.Event(), training.contents()
+                hold_all_back(contents, gate)
+                manager.save(number, contents, {"number": number})
+        gate.set()
         manager.finish()
     return training.parts()
 
@@ -261,16 +268,24 @@ def saving(root: Path, store: LocalStore | None = None, **settings: Any) -> Iter
 
 def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]:
     """Has one unit of the states not be read before an event. Returns it, and the keys of the unit's tensors."""
-    gate, keys = threading.Event(), set()
-    for entry in [group for group in contents.groups if group.unit is not None][unit].entries:
-        if not entry.is_copied:
-            keys.add(entry.key)
-            entry.values.read = _after(gate, entry.values.read)
-    return gate, keys
+    gate = threading.Event()
+    return gate, _hold_back([group for group in contents.groups if group.unit is not None][unit].entries, gate)
 
 
-def _after(gate: threading.Event, read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    def read_then() -> torch.Tensor:
+def hold_all_back(contents: Contents, gate: threading.Event) -> None:
+    """Has nothing be read before an event, but what a save copies when it begins."""
+    _hold_back(contents.entries, gate)
+
+
+def _hold_back(entries: Sequence[Entry], gate: threading.Event) -> set[str]:
+    held = [entry for entry in entries if not entry.is_copied]
+    for entry in held:
+        entry.values.as_stored = _after(gate, entry.values.as_stored)
+    return {entry.key for entry in held}
+
+
+def _after(gate: threading.Event, read: Callable[[], Stored]) -> Callable[[], Stored]:
+    def read_then() -> Stored:
         assert gate.wait(60)
         return read()
 
@@ -316,28 +331,36 @@ def test_a_buckets_next_update_waits_until_that_bucket_has_been_read_and_no_othe
     run_ranks(1, _one_bucket_is_held_back, fraction, home / f"held_{fraction}")
 
 
-def _the_device_is_held_back(fraction: float | None, root: Path) -> None:
+def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> None:
     training = Training(fraction)
     training.backward(1)
     training.update(1)
     before, contents = training.parts(), training.contents()
-    gate, _ = hold_back(contents, 0)
+    on_device = [group.unit for group in contents.groups if group.unit is not None and group.unit.updated is None]
+    assert len(on_device) == (4 if fraction is None else 2), "the layers, and what the root has"
+    gate, held = hold_back(contents, unit)
     with saving(root) as manager:
         manager.save(1, contents, {})
         training.backward(2)
         stepping = in_thread(lambda: training.update(2))
         stepping.join(SOON)
         assert stepping.is_alive()
+        # What has been read by then is not held back with the rest.
+        now = parts_of(contents)
+        changed = {key for key in before if not torch.equal(now[key][1], before[key][1])}
+        assert not changed & held
+        assert bool(changed) == (unit > 0)
         gate.set()
         stepping.join(60)
-        assert not is_same(training.parts(), before)
+        after = training.parts()
+        assert not any(torch.equal(after[key][1], before[key][1]) for key in held)
         manager.finish()
     assert is_same(saved_parts(root, 1, before), before)
 
 
-@pytest.mark.parametrize("fraction", [None, 0.5])
-def test_a_step_on_the_device_waits_until_its_states_have_been_read(home, fraction):
-    run_ranks(1, _the_device_is_held_back, fraction, home / f"device_{fraction}")
+@pytest.mark.parametrize(("fraction", "unit"), [(None, 0), (None, 3), (0.5, 0), (0.5, 1)])
+def test_the_update_of_a_group_on_the_device_waits_until_that_group_has_been_read(home, fraction, unit):
+    run_ranks(1, _the_device_is_held_back, fraction, unit, home / f"device_{fraction}_{unit}")
 
 
 def _begins_beside_an_update(root: Path) -> None:
@@ -365,6 +388,97 @@ def _begins_beside_an_update(root: Path) -> None:
 
 def test_a_save_begins_while_updates_are_under_way_and_while_the_disk_does_nothing(home):
     run_ranks(1, _begins_beside_an_update, home / "beside")
+
+
+@contextlib.contextmanager
+def staging(available: int) -> Iterator[list[BufferPool]]:
+    """As if all tensors lay on a device, and the host had so many bytes that are free. Yields the pools that are made.
+
+    Buffers are so small that the states of `Training` do not fit into those that there are to begin with.
+    """
+    pools: list[BufferPool] = []
+
+    def small_pool(device: Device, **settings: Any) -> BufferPool:
+        pools.append(BufferPool(device, 2, BLOCK_BYTES, num_local_ranks=1, **settings))
+        return pools[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tensor_bytes, writer_module):
+            patch.setattr(module, "lies_on_device", lambda _: True)
+        patch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(available, None)))
+        patch.setattr(manager_module, "BufferPool", small_pool)
+        yield pools
+
+
+PLAIN: dict[str, Any] = {}
+SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+
+
+def _steps_while_the_disk_does_nothing(options: dict[str, Any], root: Path) -> None:
+    training, store = Training(None, **options), GatedStore(root)
+    training.backward(1)
+    training.update(1)
+    before = training.parts()
+    nbytes = sum(part.nbytes for _, part in before.values())
+    assert nbytes > 2 * BLOCK_BYTES
+    with staging(1 << 30) as pools, saving(root, store, staging_share=0.5) as manager:
+        for number in (2, 3):
+            manager.save(number, training.contents(), {})
+            training.backward(number)
+            stepping = in_thread(lambda number=number: training.update(number))
+            stepping.join(60)
+            assert not stepping.is_alive()
+            assert manager.is_busy
+            assert not (root / checkpoint_name(number)).exists(), "the disk has done nothing"
+            store.gate.set()
+            manager.finish()
+            store.gate.clear()
+            assert is_same(saved_parts(root, number, before), before)
+            assert not is_same(training.parts(), before)
+            before = training.parts()
+        assert 0 < pools[0].staged_bytes <= nbytes + BLOCK_BYTES, "the second save takes what the first has taken"
+
+
+@pytest.mark.parametrize("options", [PLAIN, SCALED], ids=["plain", "scaled"])
+def test_a_step_on_the_device_waits_until_its_states_have_come_down_and_for_no_disk(home, options):
+    run_ranks(1, _steps_while_the_disk_does_nothing, options, home / f"staged_{len(options)}")
+
+
+def _steps_when_the_disk_has_done_something(available: int, share: float, root: Path) -> None:
+    training, store = Training(None), GatedStore(root)
+    training.backward(1)
+    training.update(1)
+    before = training.parts()
+    with staging(available) as pools, saving(root, store, staging_share=share) as manager:
+        manager.save(2, training.contents(), {})
+        training.backward(2)
+        stepping = in_thread(lambda: training.update(2))
+        stepping.join(SOON)
+        assert stepping.is_alive()
+        store.gate.set()
+        stepping.join(60)
+        manager.finish()
+        assert pools[0].staged_bytes <= share * available
+    assert is_same(saved_parts(root, 2, before), before)
+    assert not is_same(training.parts(), before)
+
+
+@pytest.mark.parametrize(("available", "share"), [(BLOCK_BYTES, 0.5), (1 << 30, 0.0)])
+def test_where_states_on_the_device_find_no_room_to_be_staged_the_step_waits_for_the_disk(home, available, share):
+    run_ranks(1, _steps_when_the_disk_has_done_something, available, share, home / f"unstaged_{share}")
+
+
+def test_what_an_update_waits_for_is_written_before_what_nothing_changes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad = False
+    contents = collect(model, FusedAdam([p for p in model.parameters() if p.requires_grad]))
+    assert [group.unit is not None for group in contents.groups] == [True, False, False, False]
+    first = contents.groups[0].entries
+    assert {entry.key for entry in first if entry.key.startswith("model")} == {
+        "model.0.bias",
+        "model.1.weight",
+        "model.1.bias",
+    }
 
 
 def _one_at_a_time(root: Path) -> None:
@@ -474,6 +588,31 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(tmp_pat
     closing.join(60)
     assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, "what was in the buffers, and one share"
     assert "Expected time to finish the save, got the end of the run." in caplog.text
+    assert published_iterations(store) == []
+
+
+def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(tmp_path, monkeypatch):
+    store, model, is_read = SlowStore(tmp_path), nn.Linear(1024, 2048), threading.Event()
+    finish = DataFileWriter.finish
+
+    def finish_then(file: DataFileWriter) -> int:
+        is_read.set()
+        return finish(file)
+
+    monkeypatch.setattr(DataFileWriter, "finish", finish_then)
+    contents = collect(model, FusedAdam(model.parameters()))
+    with staging(1 << 30) as pools:
+        manager = CheckpointManager(store, CPU, 0, 1, "abcd", staging_share=0.5)
+        manager.save(1, contents, {})
+        assert store.is_writing.wait(60)
+        assert is_read.wait(60)
+        assert pools[0].staged_bytes > 24e6
+        closing = in_thread(manager.close)
+        while not manager._is_closing.is_set():
+            time.sleep(0.001)
+        store.gate.set()
+        closing.join(60)
+    assert store.num_bytes <= BLOCK_BYTES, "the write that was under way"
     assert published_iterations(store) == []
 
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import random
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import data_file
+from megatron.core.dist_checkpointing import tensor_bytes
 from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES, NUM_BUFFERS, BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.lanes import Lane, delays
+from megatron.core.drivers import PinError
+from megatron.core.host_memory import HostLimits
+from megatron.core.lanes import Event, Lane, delays
+from megatron.core.optimizer import scaled_states
 
 CPU = Device("cpu")
 SMALL = BLOCK_BYTES + 3 * DATA_ALIGNMENT  # bytes of a buffer that a block does not divide
@@ -169,7 +173,7 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
     writer = DataFileWriter(sink, pool, disk)
     with delays(seed), pytest.MonkeyPatch.context() as patch:
         if reads == "device":
-            patch.setattr(data_file, "_bytes_of", lambda tensor: tensor.reshape(-1).view(torch.uint8))
+            patch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
         for kind, nbytes in steps:
             tensor = random_tensor(nbytes)
             if kind == "tensor":
@@ -212,6 +216,80 @@ def test_tensors_of_any_type_and_shape_are_written_as_their_bytes(pool, disk, dt
     writer.finish()
     assert sink.content == bytes_of(tensor)
     assert digests == digests_of(bytes_of(tensor))
+
+
+@pytest.mark.parametrize("reads", ["host", "device"])
+def test_a_tensor_of_any_strides_is_written_row_by_row(pool, disk, reads, monkeypatch):
+    if reads == "device":
+        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+    tensor, sink = torch.randn(400, 1000).t(), MemorySink()
+    writer = DataFileWriter(sink, pool, disk)
+    digests = writer.write_tensor(tensor)
+    writer.finish()
+    assert sink.content == bytes_of(tensor.contiguous())
+    assert digests == digests_of(bytes_of(tensor.contiguous()))
+
+
+@pytest.mark.parametrize("reads", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 200_001)], ids=str)
+def test_a_state_with_a_scale_is_written_as_its_values(pool, disk, reads, dtype, shape, monkeypatch):
+    if reads == "device":
+        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+    stored, scale, sink = torch.randn(shape).to(dtype), torch.tensor(0.123), MemorySink()
+    values = stored.float() * scale
+    assert values.nbytes > 3 * SMALL or values.numel() < 2, "in several pieces"
+    writer = DataFileWriter(sink, pool, disk)
+    digests = writer.write_tensor(stored, scale)
+    writer.finish()
+    assert sink.content == bytes_of(values)
+    assert digests == digests_of(bytes_of(values))
+
+
+class NotedLane:
+    """A lane that knows whether it is at work, and refuses what is asked of it from elsewhere."""
+
+    def __init__(self) -> None:
+        self.lane = CPU.lane("noted")
+        self.is_at_work = False
+        self.num_pieces = 0
+
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        def noted() -> None:
+            self.is_at_work = True
+            self.num_pieces += 1
+            work()
+            self.is_at_work = False
+
+        return self.lane.enqueue(noted, after)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(pool, disk, is_strided, monkeypatch):
+    lane, reads = NotedLane(), []
+    real_read, real_contiguous = scaled_states.read, torch.Tensor.contiguous
+
+    def noting(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def compute(*args: torch.Tensor) -> torch.Tensor:
+            reads.append(lane.is_at_work)
+            return real(*args)
+
+        return compute
+
+    stored = torch.randn(300, 1000).to(torch.float16)
+    stored = stored.t() if is_strided else stored
+    sink, scale = MemorySink(), torch.tensor(0.5)
+    values = stored.float().contiguous() * scale
+    monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+    monkeypatch.setattr(scaled_states, "read", noting(real_read))
+    monkeypatch.setattr(torch.Tensor, "contiguous", noting(real_contiguous))
+    monkeypatch.setattr(pool, "d2h", lane)
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write_tensor(stored, scale)
+    writer.finish()
+    assert reads == [True] * (lane.num_pieces + 1), "a contiguous copy, and of each piece the product"
+    assert lane.num_pieces > 2
+    assert sink.content == bytes_of(values)
 
 
 def test_a_parameter_is_written_like_a_tensor(pool, disk):
@@ -276,17 +354,114 @@ def test_a_file_on_disk_is_what_was_written(local, disk):
     assert local.read(FILE) == model.content
 
 
-# What is refused.
+# Staging.
 
 
-def test_a_tensor_with_gaps_is_refused_and_the_file_goes_on(pool, disk):
-    sink = MemorySink()
+def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Makes the machine one with so much memory that is free, however much is taken."""
+    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, nbytes)))
+
+
+def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same_memory(disk, monkeypatch):
+    room_for(monkeypatch, 100 * SMALL)
+    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
+    for number in range(2):
+        sink, tensor = HeldSink(), random_tensor(8 * SMALL + 5)
+        before = bytes_of(tensor)
+        writer = DataFileWriter(sink, pool, disk)
+        writer.is_staging = True
+        digests = writer.write_tensor(tensor)
+        tensor.zero_()
+        assert sink.content == b"", "the disk has not begun"
+        assert pool.staged_bytes == 6 * SMALL, number
+        sink.go_on.set()
+        assert writer.finish() == len(before)
+        assert sink.content == before
+        assert digests == digests_of(before)
+    check_usable(pool, disk)
+    assert pool.staged_bytes == 6 * SMALL
+
+
+def test_what_is_not_staged_takes_no_memory_though_there_is_some(disk, monkeypatch):
+    room_for(monkeypatch, 100 * SMALL)
+    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
+    for _ in range(5):
+        check_usable(pool, disk)
+    assert pool.staged_bytes == 0
+
+
+def test_where_staging_has_no_room_left_the_disk_is_waited_for(disk, monkeypatch):
+    # Two buffers are within 0.4 of what is free and what has been taken already, and three are not.
+    room_for(monkeypatch, 9 * SMALL // 2)
+    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.4, num_local_ranks=1)
+    sink, tensor = HeldSink(), random_tensor(12 * SMALL)
+    writer, before = DataFileWriter(sink, pool, disk), bytes_of(tensor)
+    writer.is_staging = True
+    saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
+    saving.start()
+    assert sink.has_begun.wait(30)
+    saving.join(0.1)
+    assert saving.is_alive()
+    assert pool.staged_bytes == 2 * SMALL
+    assert writer.position <= (NUM_BUFFERS + 2) * SMALL
+    sink.go_on.set()
+    saving.join()
+    assert writer.finish() == len(before)
+    assert sink.content == before
+    assert pool.staged_bytes == 2 * SMALL
+
+
+@pytest.mark.parametrize(
+    ("share", "num_ranks", "num_buffers"), [(0.0, 1, 0), (0.5, 1, 50), (0.5, 4, 12), (0.25, 2, 12)]
+)
+def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_more(
+    share, num_ranks, num_buffers, monkeypatch
+):
+    pools = [
+        BufferPool(CPU, buffer_bytes=SMALL, staging_share=share, num_local_ranks=num_ranks) for _ in range(num_ranks)
+    ]
+
+    def read(_: type) -> HostLimits:
+        return HostLimits(100 * SMALL - sum(pool.staged_bytes for pool in pools), None)
+
+    monkeypatch.setattr(HostLimits, "read", classmethod(read))
+    while [pool for pool in pools if pool.lend_another() is not None]:
+        assert sum(pool.staged_bytes for pool in pools) <= share * 100 * SMALL
+    assert {pool.staged_bytes for pool in pools} == {num_buffers * SMALL}
+
+
+def test_where_nothing_is_known_of_the_memory_none_is_taken(monkeypatch):
+    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, None)))
+    assert BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.9).lend_another() is None
+
+
+def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    room_for(monkeypatch, 100 * SMALL)
+    device = PinningDevice("cpu")
+    object.__setattr__(device, "pinned", [])
+    pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
+    object.__setattr__(device, "most_pins", 3)
+    sink, tensor = MemorySink(), random_tensor(20 * SMALL)
+    before = bytes_of(tensor)
     writer = DataFileWriter(sink, pool, disk)
-    with pytest.raises(ValueError, match=r"Expected a contiguous tensor .*, got strides \(1, 4\) for shape \(4, 3\)"):
-        writer.write_tensor(torch.ones(3, 4).t())
-    writer.write(b"content")
-    assert writer.finish() == len(b"content")
-    assert sink.content == b"content"
+    gate = threading.Event()
+    disk.enqueue(gate.wait)
+    writer.is_staging = True
+    saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
+    saving.start()
+    while not caplog.records:
+        saving.join(0.001)
+    gate.set()
+    saving.join()
+    writer.finish()
+    assert sink.content == before
+    assert pool.staged_bytes == 2 * SMALL
+    (record,) = caplog.records
+    assert "and no more: Expected to pin" in record.getMessage()
+
+
+# What is refused.
 
 
 def test_a_tensor_off_its_place_is_refused_and_the_file_goes_on(pool, disk):
@@ -476,12 +651,15 @@ class PinningDevice(Device):
     """Notes what it is told to pin."""
 
     pinned: list[tuple[int, int]]
+    most_pins: int = 100
 
     @property
     def pins_host_memory(self) -> bool:
         return True
 
     def pin(self, address: int, nbytes: int) -> None:
+        if len(self.pinned) == self.most_pins:
+            raise PinError(f"Expected to pin {nbytes} bytes")
         self.pinned.append((address, nbytes))
 
     def unpin(self, address: int) -> None:

@@ -442,7 +442,7 @@ def _save_loudly(root: str, method: str) -> list[Call]:
     return watch.calls
 
 
-@pytest.mark.parametrize(("method", "thread"), [("draft_name", "MainThread"), ("open_data", "checkpoint")])
+@pytest.mark.parametrize(("method", "thread"), [("draft_name", "MainThread"), ("open_data", "checkpoint disk")])
 def test_a_save_that_communicated_would_be_seen(tmp_path, method, thread):
     for calls in run_ranks(NUM_RANKS, _save_loudly, str(tmp_path), method):
         assert Call("barrier", thread) in calls

@@ -115,9 +115,10 @@ def test_both_sides_of_an_offloading_optimizer_are_units():
         assert [set(states) >= {"step", "exp_avg", "exp_avg_sq"} for states in unit.states] == [True] * len(unit.states)
 
 
-def test_loading_waits_for_readers():
+@pytest.mark.parametrize("fraction", [None, 0.0, 1.0])
+def test_loading_waits_for_readers(fraction):
     own = parameters(1)
-    optimizer = HybridDeviceOptimizer(own, 1.0, lr=0.1)
+    optimizer = FusedAdam(own, lr=0.1) if fraction is None else HybridDeviceOptimizer(own, fraction, lr=0.1)
     optimizer.step()
     saved = optimizer.state_dict()
     reader = Reader()
@@ -127,3 +128,21 @@ def test_loading_waits_for_readers():
     reader.may_end.set()
     assert has_loaded.wait(SECONDS)
     thread.join()
+
+
+def test_a_parameter_that_several_readers_read_waits_for_all_of_them():
+    own = parameters(1)
+    optimizer = FusedAdam(own, lr=0.1)
+    optimizer.step()
+    before = own[0].detach().clone()
+    readers = [Reader(), Reader()]
+    for reader in readers:
+        reader.hold(state_units(optimizer)[0])
+    thread, has_stepped = in_background(optimizer.step)
+    for reader in reversed(readers):
+        assert not has_stepped.wait(0.05)
+        assert torch.equal(own[0], before)
+        reader.may_end.set()
+    assert has_stepped.wait(SECONDS)
+    thread.join()
+    assert not torch.equal(own[0], before)

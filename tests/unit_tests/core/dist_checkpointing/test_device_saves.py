@@ -1,0 +1,179 @@
+"""Saves and loads of what lies on an accelerator, on the simulated one, whichever of its streams gets ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing import manager as manager_module
+from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.data_file import BufferPool
+from megatron.core.dist_checkpointing.entries import Contents
+from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
+from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.optimizer.fused_adam import FusedAdam
+from tests.ranks import run_ranks
+from tests.simulated_accelerator.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour, all_behaviours
+
+pytestmark = pytest.mark.sim
+
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+class GatedStore(LocalStore):
+    """A store whose disk does nothing until a gate is opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+
+    def make_folder(self, name: str) -> None:
+        assert self.gate.wait(60)
+        super().make_folder(name)
+
+
+class Training:
+    """A model on the device, with weights of other strides in it, and AdamW."""
+
+    def __init__(self, moments: torch.dtype) -> None:
+        torch.manual_seed(0)
+        convolution = nn.Conv2d(16, 32, 5).to(memory_format=torch.channels_last)
+        self.model = nn.Sequential(nn.Linear(300, 500), convolution, nn.BatchNorm2d(32)).to("sim")
+        self.optimizer = FusedAdam(self.model.parameters(), exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+        assert not self.model[1].weight.is_contiguous()
+
+    def step(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in self.model.parameters():
+            gradient = torch.empty_like(parameter, device="cpu")
+            parameter.grad = gradient.normal_(generator=generator).to("sim")
+        self.optimizer.step()
+
+    def contents(self) -> Contents:
+        return collect(self.model, self.optimizer)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of all there is now, on the host."""
+        torch.accelerator.synchronize()
+        entries = self.contents().entries
+        return {entry.key: entry.part_of(entry.values.read()).detach().cpu().contiguous().clone() for entry in entries}
+
+
+def wrong_in(root: Path, iteration: int, expected: dict[str, torch.Tensor]) -> list[str]:
+    """The keys of a checkpoint whose values are others than expected."""
+    checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(iteration))
+    assert checkpoint.tensors().keys() == expected.keys()
+    wrong = []
+    for key, values in expected.items():
+        found = torch.empty_like(values)
+        checkpoint.read(key, (0,) * values.dim(), found)
+        if not torch.equal(found, values):
+            wrong.append(key)
+    return wrong
+
+
+@contextmanager
+def behaving(behaviour: Behaviour) -> Iterator[None]:
+    # Only in a rank's process: importing it gives torch an accelerator.
+    from tests.simulated_accelerator import device as sim
+
+    sim.configure(behaviour.settings())
+    try:
+        yield
+    finally:
+        sim.configure(sim.Settings())
+
+
+STEPS, SAVED_AFTER = (1, 2, 3, 4, 5), (2, 4)
+
+
+def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path) -> None:
+    reference, expected = Training(moments), {}
+    for number in STEPS:
+        reference.step(number)
+        if number in SAVED_AFTER:
+            expected[number] = reference.values()
+
+    training = Training(moments)
+    with (
+        behaving(behaviour),
+        CheckpointManager(LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5) as manager,
+    ):
+        for number in STEPS:
+            training.step(number)
+            if number in SAVED_AFTER:
+                # Much of the step may not have begun yet, and the next one follows at once.
+                manager.save(number, training.contents(), {})
+        manager.finish()
+
+    for number in SAVED_AFTER:
+        assert wrong_in(root, number, expected[number]) == []
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@all_behaviours
+def test_a_save_of_states_on_the_device_is_what_there_was(tmp_path, moments, behaviour):
+    run_ranks(1, _saves_what_there_was, MOMENTS[moments], behaviour, tmp_path, device="sim")
+
+
+def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None:
+    training, store = Training(moments), GatedStore(root)
+    training.step(1)
+    expected = training.values()
+    assert sum(values.nbytes for values in expected.values()) > 4 * BLOCK_BYTES
+    with pytest.MonkeyPatch.context() as patch, behaving(DEFAULT_LAST):
+        # So few and small that the states do not fit.
+        patch.setattr(manager_module, "BufferPool", lambda *args, **named: BufferPool(*args, 2, BLOCK_BYTES, **named))
+        with CheckpointManager(store, Device("sim"), 0, 1, "abcd", staging_share=0.5) as manager:
+            manager.save(1, training.contents(), {})
+            stepping = threading.Thread(target=training.step, args=(2,))
+            stepping.start()
+            stepping.join(60)
+            assert not stepping.is_alive()
+            assert not root.joinpath(checkpoint_name(1)).exists()
+            store.gate.set()
+            manager.finish()
+    assert wrong_in(root, 1, expected) == []
+
+
+@pytest.mark.parametrize("moments", ["fp32", "fp16"])
+def test_a_step_waits_until_states_are_in_host_memory_and_for_no_disk(tmp_path, moments):
+    run_ranks(1, _steps_while_the_disk_does_nothing, MOMENTS[moments], tmp_path / "saved", device="sim")
+
+
+def _loads_on_this_threads_stream(root: Path) -> None:
+    model = nn.Linear(300, 500).to("sim")
+    saved = model.weight.detach().cpu()
+    with CheckpointManager(LocalStore(root), Device("sim"), 0, 1, "abcd") as manager:
+        manager.save(1, collect(model), {})
+        manager.finish()
+    checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(1))
+
+    with torch.no_grad(), behaving(LANES_LAST):
+        model.weight.zero_()
+        torch.accelerator.synchronize()
+        stream = torch.Stream("sim")
+        with stream:
+            before = model.weight + 1
+            contents = collect(model)
+            load_entries(checkpoint, contents, check_contents(checkpoint, contents))
+            after = model.weight + 1
+        stream.synchronize()
+
+    assert torch.equal(before.cpu(), torch.ones(500, 300)), "issued before the load, whatever it wrote when"
+    assert torch.equal(after.cpu(), saved + 1)
+
+
+def test_a_load_writes_in_the_order_of_the_stream_on_which_this_thread_works(tmp_path):
+    run_ranks(1, _loads_on_this_threads_stream, tmp_path, device="sim")
