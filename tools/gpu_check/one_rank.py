@@ -1,0 +1,159 @@
+"""One rank in every configuration: undisturbed, with pauses of the device, and with every kernel waited for."""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tools.gpu_check.accelerator import Accelerator, open_accelerator
+from tools.gpu_check.findings import Findings
+from tools.gpu_check.ranks import join
+from tools.gpu_check.stage import SkippedError
+from tools.gpu_check.training import (
+    CONFIGURATIONS,
+    NUM_FIRST_STEPS,
+    SIMULATED_SIZES,
+    Configuration,
+    Sizes,
+    Trained,
+    train,
+)
+
+RUNS = ("one_rank", "one_rank_delayed", "one_rank_blocking")
+_SEED = 11
+
+
+def plain(findings: Findings) -> None:
+    """Undisturbed. The first configuration runs twice: kernels that differ from run to run would explain the rest."""
+    accelerator = _start(findings)
+    twice = [train(accelerator, CONFIGURATIONS["zero3"], sizes_of(findings)).bits for _ in range(2)]
+    findings.expect("the same run twice gives the same bits", twice[1], twice[0])
+    train_all(findings, accelerator)
+
+
+def delayed(findings: Findings) -> None:
+    """With random pauses of the device before the work of every lane."""
+    accelerator = _start(findings)
+    train_all(findings, accelerator, pauses=True)
+
+
+def blocking(findings: Findings) -> None:
+    """With CUDA_LAUNCH_BLOCKING=1, which is in this process's environment."""
+    accelerator = _start(findings)
+    with accelerator.blocking_launches():
+        train_all(findings, accelerator, checks_time=False)
+
+
+def compare_runs(findings: Findings) -> None:
+    """The three runs gave the same bits, configuration by configuration. Needs no accelerator."""
+    runs = {name: shared for name in RUNS if (shared := findings.shared_by(name))}
+    if len(runs) < 2:
+        raise SkippedError(f"needs two of {', '.join(RUNS)}, and {', '.join(runs) or 'none'} ran")
+    first, *others = runs
+    for other in others:
+        names = runs[first].keys() & runs[other].keys()
+        findings.expect_at_least(f"configurations of {first} and of {other}", len(names), 1)
+        different = sorted(name for name in names if runs[first][name] != runs[other][name])
+        findings.expect(f"configurations whose bits are others in {other} than in {first}", different, [])
+
+
+def train_all(
+    findings: Findings,
+    accelerator: Accelerator,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    pauses: bool = False,
+    checks_time: bool = True,
+    names: list[str] | None = None,
+) -> dict[str, list[str]]:
+    """Every configuration that so many ranks can have, one after the other; what fails does not keep the others."""
+    found: dict[str, Trained] = {}
+    for name in names or CONFIGURATIONS:
+        configuration = CONFIGURATIONS[name]
+        if configuration.least_ranks > num_ranks:
+            continue
+        context: AbstractContextManager[Any] = accelerator.pauses(_SEED) if pauses else nullcontext()
+        try:
+            found[name] = train(
+                accelerator, configuration, sizes_of(findings), rank=rank, num_ranks=num_ranks, pauses=context
+            )
+        except Exception as error:
+            findings.error(f"{name}: {traceback.format_exc()}")
+            if num_ranks > 1 or "CUDA error" in str(error):
+                raise  # the other ranks, or this GPU's context, are lost
+            continue
+        if checks_time:
+            check_steps(findings, name, configuration, found[name])
+    bits = {name: trained.bits for name, trained in found.items()}
+    check_families(findings, bits)
+    findings.figure("configurations", len(bits), is_telling=True)
+    if rank == 0:
+        findings.share(findings.stage, bits)
+    return bits
+
+
+def check_steps(findings: Findings, name: str, configuration: Configuration, trained: Trained) -> None:
+    """Synchronisations and new memory of the steps after the first three."""
+    late = trained.steps[NUM_FIRST_STEPS:]
+    syncs = [list(step.syncs) for step in late]
+    segments = [step.new_segments for step in late]
+    findings.figure(f"{name}: synchronisations", [len(places) for places in syncs])
+    findings.figure(f"{name}: new segments", segments)
+    if configuration.num_syncs is not None:
+        wrong = next((places for places in syncs if len(places) != configuration.num_syncs), None)
+        findings.expect(f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step", wrong, None)
+    if configuration.reuses_memory:
+        findings.expect(f"{name}: new segments after step {NUM_FIRST_STEPS}", segments, [0] * len(late))
+    finite = all(float.fromhex(step.loss) < 10 for step in trained.steps)
+    findings.expect(f"{name}: losses are finite and below 10", finite, True)
+    findings.expect(f"{name}: losses change", trained.steps[0].loss != trained.steps[-1].loss, True)
+
+
+def check_families(findings: Findings, bits: dict[str, list[str]]) -> None:
+    """Configurations of one family give each other's bits: losses and norms, and weights where shards are alike."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for name in bits:
+        if CONFIGURATIONS[name].family:
+            families[CONFIGURATIONS[name].family].append(name)
+    for family, names in families.items():
+        reference = bits[names[0]][:-1]  # weights lie otherwise where more than one rank shards them
+        different = {name: _first_difference(reference, bits[name][:-1]) for name in names}
+        wrong = {name: text for name, text in different.items() if text}
+        findings.expect(f"family {family} of {len(names)}: what differs from {names[0]}", wrong, {})
+
+
+def sizes_of(findings: Findings) -> Sizes:
+    return SIMULATED_SIZES if findings.simulate else Sizes()
+
+
+def make_deterministic() -> None:
+    """Attention's backward adds up in any order otherwise, and no two runs have the same bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling fresh memory would be one more kernel for each, and hide what reads it too early.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _start(findings: Findings) -> Accelerator:
+    accelerator = open_accelerator(findings)
+    make_deterministic()
+    join(findings, accelerator, 0, 1, str(findings.scratch / "store"), accelerator.backend)
+    assert dist.get_world_size() == 1, "as it was asked for"
+    return accelerator
+
+
+def _first_difference(expected: list[str], got: list[str]) -> str:
+    """The first step in which two runs differ; nothing if there is none."""
+    for number, (one, other) in enumerate(zip(expected, got, strict=True)):
+        if one != other:
+            return f"step {number}: {_readable(one)} and {_readable(other)}"
+    return ""
+
+
+def _readable(step: str) -> str:
+    return " ".join(f"{float.fromhex(value):.9g}" for value in step.split())
