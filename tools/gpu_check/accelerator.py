@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import traceback
@@ -19,8 +20,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.drivers import driver_of
 from megatron.core.lanes import StreamLane
-from tools.gpu_check.findings import Findings
-from tools.gpu_check.stage import SkippedError
+from tools.gpu_check.findings import Findings, SkippedError
 
 _CLOCK_HZ = 1.7e9  # of a GPU at work, near enough for pauses
 _LONGEST_PAUSE_SECONDS = 0.002
@@ -110,6 +110,13 @@ class Accelerator:
                 yield places
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+    @contextmanager
+    def blocking_launches(self) -> Iterator[None]:
+        """While open, every kernel is waited for. CUDA reads that once, from the environment of the process."""
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            raise RuntimeError("Expected CUDA_LAUNCH_BLOCKING=1 in the environment, got another value.")
+        yield
 
     @contextmanager
     def pauses(self, seed: int) -> Iterator[None]:

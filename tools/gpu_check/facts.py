@@ -13,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from tools.gpu_check.findings import Findings
-from tools.gpu_check.stage import SkippedError
+from tools.gpu_check.findings import Findings, SkippedError
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEAST_TORCH = (2, 11)

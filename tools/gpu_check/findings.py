@@ -16,6 +16,10 @@ from typing import Any
 _MOST_CHARACTERS = 2000  # of one text in a record
 
 
+class SkippedError(Exception):
+    """The stage cannot say anything here; the message is the reason."""
+
+
 class Findings:
     """The records of one process of a stage, and what it may ask about its run.
 
@@ -26,12 +30,21 @@ class Findings:
     """
 
     def __init__(
-        self, stage: str, records: Path, scratch: Path, shared: Path, *, simulate: bool, deadline: float
+        self,
+        stage: str,
+        records: Path,
+        scratch: Path,
+        shared: Path,
+        *,
+        simulate: bool,
+        deadline: float,
+        rank: int | None = None,
     ) -> None:
         """
         Args:
             records: the file that records are appended to, one JSON object a line.
             deadline: of `time.monotonic`, at which the process is killed.
+            rank: of a stage that has several.
         """
         self.stage = stage
         self.simulate = simulate
@@ -39,6 +52,7 @@ class Findings:
         self.shared = shared
         self._records = records
         self._deadline = deadline
+        self._of_rank = {} if rank is None else {"rank": rank}
         self._lock = threading.Lock()
         self.num_checks = 0
         self.num_failed = 0
@@ -99,7 +113,7 @@ class Findings:
 
     def record(self, kind: str, **fields: Any) -> None:
         """One line of the results."""
-        line = json.dumps({"stage": self.stage, "kind": kind, **_plain(fields)}, default=_shown)
+        line = json.dumps({"stage": self.stage, **self._of_rank, "kind": kind, **_plain(fields)}, default=_shown)
         with self._lock, self._records.open("a") as file:
             file.write(line + "\n")
 

@@ -79,7 +79,8 @@ def _order(findings: Findings, accelerator: Accelerator) -> None:
     findings.expect("an event is done while its work is paused", event.is_done(), False)
     event.synchronize()
     findings.expect("an event is done once it was waited for", event.is_done(), True)
-    with device.span() as span:
+    span = device.span()
+    with span:
         accelerator.pause(_PAUSE_SECONDS)
     accelerator.synchronize()
     findings.figure("a span of 50 ms", (span.seconds or 0.0) * 1e3, "ms")

@@ -7,13 +7,9 @@ from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from tools.gpu_check.accelerator import Accelerator, open_accelerator
-from tools.gpu_check.findings import Findings
+from tools.gpu_check.findings import Findings, SkippedError
 from tools.gpu_check.ranks import join
-from tools.gpu_check.stage import SkippedError
 from tools.gpu_check.training import (
     CONFIGURATIONS,
     NUM_FIRST_STEPS,
@@ -132,18 +128,9 @@ def sizes_of(findings: Findings) -> Sizes:
     return SIMULATED_SIZES if findings.simulate else Sizes()
 
 
-def make_deterministic() -> None:
-    """Attention's backward adds up in any order otherwise, and no two runs have the same bits."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling fresh memory would be one more kernel for each, and hide what reads it too early.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
-
 def _start(findings: Findings) -> Accelerator:
     accelerator = open_accelerator(findings)
-    make_deterministic()
-    join(findings, accelerator, 0, 1, str(findings.scratch / "store"), accelerator.backend)
-    assert dist.get_world_size() == 1, "as it was asked for"
+    join(findings, accelerator, rank=0, num_ranks=1)
     return accelerator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tools.gpu_check.runner import Outcome
+from tools.gpu_check.runner import STAGE_FAILED, Outcome
 
 _MOST_CHARACTERS = 160
 
@@ -29,7 +29,7 @@ def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> s
     where = "on the simulated accelerator: correctness only, its times mean nothing" if simulate else "on this machine"
     head = f"gpu-check {where}: {counts['ok']} ok, {counts['failed']} failed, {counts['skipped']} skipped"
     lines = [f"{head}, {seconds:.0f} s", "", *map(line_of, outcomes)]
-    failed = [f"{outcome.stage}: {text}" for outcome in outcomes for text in _failures(outcome)]
+    failed = [f"{outcome.stage}: {text}" for outcome in outcomes if outcome.outcome == STAGE_FAILED for text in _failures(outcome)]
     if failed:
         lines += ["", "what failed:", *failed]
     notes = [f"{outcome.stage}: {record['text']}" for outcome in outcomes for record in _of_kind(outcome, "note")]

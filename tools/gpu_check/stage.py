@@ -18,14 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.findings import Findings
+from tools.gpu_check.findings import Findings, SkippedError
 
 PASSED, FAILED, MISSING = 0, 1, 3
 _DUMP_SECONDS = 3.0  # before the limit: what each thread was doing then goes to the log
-
-
-class SkippedError(Exception):
-    """The stage cannot say anything here; the message is the reason."""
 
 
 def main(argument: str) -> int:
@@ -42,6 +38,7 @@ def main(argument: str) -> int:
         Path(order["shared"]),
         simulate=order["simulate"],
         deadline=deadline,
+        rank=order.get("arguments", {}).get("rank"),
     )
     return _call(_function(order["function"]), findings, order.get("arguments", {}))
 
