@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 
 from megatron.core.device import Device
-from megatron.core.drivers import driver_of
 from megatron.core.lanes import StreamLane
 from tools.gpu_check.findings import Findings, SkippedError
 
@@ -46,6 +45,7 @@ class Accelerator:
             raise SkippedError("no usable GPU")
         self.device = Device(self.kind)
         self.device.make_current()
+        self._shown: set[str] = set()  # warnings that have been printed once
 
     @property
     def torch_device(self) -> torch.device:
@@ -96,7 +96,8 @@ class Accelerator:
         def show(message: Warning | str, *arguments: Any, **options: Any) -> None:
             if _SYNC_WARNING in str(message):
                 count()
-            else:
+            elif str(message) not in self._shown:
+                self._shown.add(str(message))
                 shown(message, *arguments, **options)
 
         with warnings.catch_warnings(), ExitStack() as patches:
@@ -161,7 +162,3 @@ def _place() -> str:
     frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
     return f"{frames[-1].filename.rpartition('/megatron/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
 
-
-def driver_module(kind: str) -> Any:
-    """`torch.cuda`, or its like."""
-    return driver_of(kind).module

@@ -19,7 +19,6 @@ from megatron.training.exits import ExitCode
 from tools.gpu_check.accelerator import open_accelerator
 from tools.gpu_check.drill_rank import SIMULATE
 from tools.gpu_check.findings import Findings, SkippedError
-from tools.gpu_check.folder import tail
 from tools.gpu_check.ranks import shared_gpu_environment
 from tools.gpu_check.two_ranks import shared_backend
 
@@ -128,6 +127,6 @@ def _check(findings: Findings, drill: Drill, ended: Ended) -> None:
     is_ok &= findings.expect(f"{drill.name}: who is blamed", blamed, expected)
     struck = sum(event["event"] == "inject" for event in events)
     is_ok &= findings.expect(f"{drill.name}: faults that were injected", struck, 1)
-    if not is_ok:
-        for rank in range(2):
-            findings.note(f"{drill.name}, rank {rank}: {tail(ended.folder / f'{rank}.txt')[-1500:]}")
+    # Where the runner looks for what a stage that failed has printed.
+    for rank in range(2) if not is_ok else ():
+        (ended.folder / f"{rank}.txt").rename(findings.scratch / f"log.{ended.folder.name}.{rank}.txt")

@@ -7,7 +7,8 @@ from typing import Any
 
 from tools.gpu_check.runner import STAGE_FAILED, Outcome
 
-_MOST_CHARACTERS = 160
+_MOST_CHARACTERS = 160  # of a line
+_MOST_NOTE_CHARACTERS = 300
 
 
 def line_of(outcome: Outcome) -> str:
@@ -32,7 +33,7 @@ def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> s
     failed = [f"{outcome.stage}: {text}" for outcome in outcomes if outcome.outcome == STAGE_FAILED for text in _failures(outcome)]
     if failed:
         lines += ["", "what failed:", *failed]
-    notes = [f"{outcome.stage}: {record['text']}" for outcome in outcomes for record in _of_kind(outcome, "note")]
+    notes = [f"{outcome.stage}: {record['text']}"[:_MOST_NOTE_CHARACTERS] for outcome in outcomes for record in _of_kind(outcome, "note")]
     if notes:
         lines += ["", "notes:", *notes]
     return "\n".join(lines) + "\n"

@@ -58,18 +58,25 @@ def _offloaded(fraction: float, *, overlaps_forward: bool = False, **options: An
     )
 
 
-def _strategy(name: str) -> DataParallelConfig:
-    return DataParallelConfig(data_parallel_sharding_strategy=name)
+def _strategy(name: str, grads: str = "fp32") -> DataParallelConfig:
+    return DataParallelConfig(data_parallel_sharding_strategy=name, megatron_fsdp_main_grads_dtype=grads)
 
 
-def _hybrid(outer: str = "no_shard") -> DataParallelConfig:
-    return DataParallelConfig(num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer)
+def _hybrid(outer: str = "no_shard", grads: str = "fp32") -> DataParallelConfig:
+    return DataParallelConfig(
+        num_distributed_optimizer_instances=2,
+        outer_dp_sharding_strategy=outer,
+        megatron_fsdp_main_grads_dtype=grads,
+    )
 
 
+# As a run has it that offloads: gradients in the compute dtype.
+_AUTO = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
 _LOW_PRECISION = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16")
 _FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
 
-# Gradients of the offloaded family are kept in bf16, those of the others in fp32, so they are families of their own.
+# The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each with states on the
+# device and in host memory, which must make no difference.
 CONFIGURATIONS: dict[str, Configuration] = {
     "zero3": Configuration(family="device"),
     "zero3_keep": Configuration(
@@ -84,19 +91,27 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "selective": Configuration(model={"recompute_granularity": "selective"}, family="device"),
     "zero3_fp32": Configuration(compute_dtype="fp32", family="fp32"),
     "zero1_fp32": Configuration(parallel=_strategy("optim"), compute_dtype="fp32", family="fp32"),
-    "offload_all": Configuration(_offloaded(1.0), family="offload"),
-    "offload_half": Configuration(_offloaded(0.5), family="offload"),
-    "offload_forward": Configuration(_offloaded(1.0, overlaps_forward=True), family="offload"),
-    "offload_forward_half": Configuration(_offloaded(0.5, overlaps_forward=True), family="offload"),
+    "offload_fp32_grads": Configuration(_offloaded(0.5), family="device"),
+    "zero3_bf16_grads": Configuration(parallel=_AUTO, family="offload"),
+    "offload_all": Configuration(_offloaded(1.0), parallel=_AUTO, family="offload"),
+    "offload_half": Configuration(_offloaded(0.5), parallel=_AUTO, family="offload"),
+    "offload_forward": Configuration(_offloaded(1.0, overlaps_forward=True), parallel=_AUTO, family="offload"),
+    "offload_forward_half": Configuration(_offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"),
     "offload_zero1": Configuration(
-        _offloaded(0.5, overlaps_forward=True), parallel=_strategy("optim"), family="offload"
+        _offloaded(0.5, overlaps_forward=True), parallel=_strategy("optim", "auto"), family="offload_zero1"
     ),
-    "offload_hsdp": Configuration(_offloaded(1.0, overlaps_forward=True), parallel=_hybrid(), family="offload"),
+    "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "auto"), family="offload_zero1"),
+    "offload_hsdp": Configuration(
+        _offloaded(1.0, overlaps_forward=True), parallel=_hybrid(grads="auto"), family="offload_hsdp"
+    ),
+    "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="auto"), family="offload_hsdp"),
     # In order, the thread that trains waits for every copy.
-    "offload_inline": Configuration(OptimizerConfig(optimizer_cpu_offload=True), family="offload", num_syncs=None),
+    "offload_inline": Configuration(
+        OptimizerConfig(optimizer_cpu_offload=True), parallel=_AUTO, family="offload", num_syncs=None
+    ),
     # Copies to pageable memory are waited for where they are issued.
     "offload_unpinned": Configuration(
-        _offloaded(1.0, pin_cpu_grads=False, pin_cpu_params=False), family="offload", num_syncs=None
+        _offloaded(1.0, pin_cpu_grads=False, pin_cpu_params=False), parallel=_AUTO, family="offload", num_syncs=None
     ),
     "fsdp2": Configuration(parallel=_FSDP2, num_syncs=None, reuses_memory=False),
     "offload_fsdp2": Configuration(_offloaded(0.5), parallel=_FSDP2, num_syncs=None, reuses_memory=False),
