@@ -10,7 +10,7 @@ import random
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,6 +19,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.lanes import StreamLane
+from megatron.core.optimizer.kernels import device_adam
+from megatron.core.optimizer.kernels.adam import AdamPiece
 from tools.gpu_check.findings import Findings, SkippedError
 
 _CLOCK_HZ = 1.7e9  # of a GPU at work, near enough for pauses
@@ -41,11 +43,14 @@ class Accelerator:
     shared_backends: tuple[str, ...] = ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise SkippedError("no usable GPU")
+        self._check_available()
         self.device = Device(self.kind)
         self.device.make_current()
         self._shown: set[str] = set()  # warnings that have been printed once
+
+    def _check_available(self) -> None:
+        if not torch.cuda.is_available():
+            raise SkippedError("no usable GPU")
 
     @property
     def torch_device(self) -> torch.device:
@@ -58,6 +63,10 @@ class Accelerator:
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
+
+    def run_adam(self, pieces: Iterable[AdamPiece]) -> None:
+        """The pass of Adam that steps tensors of this device."""
+        device_adam.run(pieces)
 
     def pause(self, seconds: float) -> None:
         """Keeps the current stream busy for so long; the host goes on."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.optimizer.kernels import device_adam
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tools.gpu_check.accelerator import Accelerator, open_accelerator
@@ -90,7 +89,7 @@ def _compare(
     for number in range(1, _NUM_STEPS + 1):
         step = AdamStep(number, lr=1e-2, **options)  # type: ignore[arg-type]  # each option has its own type
         host.run([on_host._replace(step=step)])
-        device_adam.run([on_device._replace(step=step)])
+        accelerator.run_adam([on_device._replace(step=step)])
     accelerator.synchronize()
     different = {
         key: count
@@ -148,11 +147,11 @@ def _measure(findings: Findings, accelerator: Accelerator) -> None:
     grad = torch.full((_TIMED_NUMEL,), 1e-3, dtype=_BF16, device=device)
     weight, exp_avg, exp_avg_sq = (torch.full((_TIMED_NUMEL,), 1e-3, device=device) for _ in range(3))
     piece = AdamPiece(AdamStep(10, lr=1e-4), grad, weight, exp_avg, exp_avg_sq, out=grad)
-    device_adam.run([piece])
+    accelerator.run_adam([piece])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(5):
-        device_adam.run([piece])
+        accelerator.run_adam([piece])
     end.record()
     accelerator.synchronize()
     rate = 5 * _TIMED_NUMEL * _BYTES_AN_ELEMENT / (begin.elapsed_time(end) / 1e3)

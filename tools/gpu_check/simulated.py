@@ -2,65 +2,67 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import simproto  # noqa: F401
-import simdev as _sim
 import torch
 
-from megatron.core.device import Device
+from megatron.core.optimizer.kernels import torch_adam
+from megatron.core.optimizer.kernels.adam import AdamPiece
+from tests.simulated_accelerator import device as sim
 from tools.gpu_check.accelerator import Accelerator, Peak
 
-_DELAY = 300  # microseconds
+_LONGEST_PAUSE_US = 300
+_MEMORY_BYTES = 1 << 30
+_MAIN_THREAD = "MainThread"
 
 
 class SimulatedAccelerator(Accelerator):
-    kind = "sim"
-    shared_backends = ("simccl",)
+    """As a GPU, where that can be: nothing here says how fast anything is."""
 
-    def __init__(self) -> None:
+    kind = sim.KIND
+    shared_backends = (sim.COLLECTIVE_BACKEND,)
+
+    def _check_available(self) -> None:
+        # Ranks share the cores, and importing it has made the device available.
         torch.set_num_threads(1)
-        self.device = Device(self.kind)
-        self.device.make_current()
-        _sim.set_poison(2)
-        _sim.set_delay(0, 0)
+
+    def run_adam(self, pieces: Iterable[AdamPiece]) -> None:
+        torch_adam.run(pieces)
 
     def pause(self, seconds: float) -> None:
-        _sim.launch(lambda: time.sleep(seconds))
+        # Counted from when it is issued: near enough where nothing else is queued before it.
+        gate = ExitStack()
+        gate.enter_context(sim.held(torch.accelerator.current_stream()))
+        threading.Timer(seconds, gate.close).start()
 
     def num_segments(self) -> int:
-        return int(_sim.stats()["fresh_blocks"])
+        return sim.counters().fresh_blocks
 
     def peak(self) -> Peak:
-        peak = int(_sim.stats()["peak"])
-        return Peak(peak, peak)
+        module = torch.get_device_module(self.kind)
+        return Peak(module.max_memory_allocated(), module.max_memory_reserved())
 
     def reset_peak(self) -> None:
-        pass
+        torch.get_device_module(self.kind).reset_peak_memory_stats()
 
     def memory_bytes(self) -> int:
-        return 1 << 30
+        return _MEMORY_BYTES
 
     @contextmanager
     def counting_syncs(self) -> Iterator[list[str]]:
         places: list[str] = []
-        before = _sim.stats()["syncs"]
+        before = sim.syncs_by_thread().get(_MAIN_THREAD, 0)
         yield places
-        places += ["?"] * (_sim.stats()["syncs"] - before)
+        places += ["somewhere"] * (sim.syncs_by_thread().get(_MAIN_THREAD, 0) - before)
 
     @contextmanager
     def blocking_launches(self) -> Iterator[None]:
-        _sim.set_depth(1)
-        yield
+        with sim.configured(queue_depth=1):
+            yield
 
     @contextmanager
     def pauses(self, seed: int) -> Iterator[None]:
-        _sim.set_delay(_DELAY, seed)
-        yield
-        _sim.set_delay(0, 0)
+        with sim.configured(max_pause_us=_LONGEST_PAUSE_US, seed=seed):
+            yield

@@ -98,13 +98,13 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "offload_forward": Configuration(_offloaded(1.0, overlaps_forward=True), parallel=_AUTO, family="offload"),
     "offload_forward_half": Configuration(_offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"),
     "offload_zero1": Configuration(
-        _offloaded(0.5, overlaps_forward=True), parallel=_strategy("optim", "auto"), family="offload_zero1"
+        _offloaded(0.5, overlaps_forward=True), parallel=_strategy("optim", "auto"), family="offload"
     ),
-    "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "auto"), family="offload_zero1"),
+    "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "auto"), family="offload"),
     "offload_hsdp": Configuration(
-        _offloaded(1.0, overlaps_forward=True), parallel=_hybrid(grads="auto"), family="offload_hsdp"
+        _offloaded(1.0, overlaps_forward=True), parallel=_hybrid(grads="auto"), family="offload"
     ),
-    "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="auto"), family="offload_hsdp"),
+    "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="auto"), family="offload"),
     # In order, the thread that trains waits for every copy.
     "offload_inline": Configuration(
         OptimizerConfig(optimizer_cpu_offload=True), parallel=_AUTO, family="offload", num_syncs=None
@@ -153,7 +153,7 @@ class Sizes(NamedTuple):
     num_steps: int = 6
 
 
-SIMULATED_SIZES = Sizes(num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=4)
+SIMULATED_SIZES = Sizes(num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=5)
 NUM_FIRST_STEPS = 3  # in which memory may be taken from the device
 
 
