@@ -170,4 +170,3 @@ def _place() -> str:
     """The innermost line of the project that the calling thread is in."""
     frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
     return f"{frames[-1].filename.rpartition('/megatron/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
-

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,14 +81,14 @@ def _compare(
     variant: Variant,
     numel: int,
     name: str,
-    options: dict[str, float | bool],
+    options: Mapping[str, Any],
 ) -> None:
     """A few steps of both from the same arrays; then every bit of every array."""
     on_host = _piece(variant, numel, AdamStep(1, lr=1e-2))
     on_device = on_host.with_arrays({key: tensor.to(accelerator.torch_device) for key, tensor in _arrays(on_host)})
     before = on_host.weight.clone()
     for number in range(1, _NUM_STEPS + 1):
-        step = AdamStep(number, lr=1e-2, **options)  # type: ignore[arg-type]  # each option has its own type
+        step = AdamStep(number, lr=1e-2, **options)
         host.run([on_host._replace(step=step)])
         accelerator.run_adam([on_device._replace(step=step)])
     accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Watchdog drills: two ranks of `pretrain_gpt.py` on one GPU, of which one dies, hangs or is slow, and who is blamed."""
+"""Watchdog drills: two ranks of `pretrain_gpt.py` on one GPU; one dies, hangs or is slow, and somebody is blamed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def drills(findings: Findings) -> None:
         raise SkippedError(f"needs {accelerator.backend} between two ranks on one GPU, and only {backend} works")
     num_side_by_side = max(1, len(os.sched_getaffinity(0)) // _CORES_A_DRILL)
     with ThreadPoolExecutor(num_side_by_side) as pool:
-        for drill, ended in zip(DRILLS, pool.map(lambda drill: _run(findings, accelerator.kind, drill), DRILLS)):  # noqa: B905
+        ends = pool.map(lambda drill: _run(findings, accelerator.kind, drill), DRILLS)
+        for drill, ended in zip(DRILLS, ends, strict=True):
             _check(findings, drill, ended)
     findings.figure("drills", len(DRILLS), is_telling=True)
 
@@ -107,8 +108,13 @@ def _start(findings: Findings, command: list[str], rank: int, port: int, folder:
     environment = {
         **os.environ,
         **shared_gpu_environment(rank),
-        **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
         SIMULATE: "1" if findings.simulate else "",
     }
     with (folder / f"{rank}.txt").open("wb") as log:

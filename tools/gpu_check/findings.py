@@ -66,10 +66,10 @@ class Findings:
         """A check: whether two values are equal. Returns whether they are."""
         return self._check(what, got == expected, got, expected)
 
-    def expect_at_most(self, what: str, got: float, limit: float) -> bool:
+    def expect_at_most(self, what: str, got: Any, limit: Any) -> bool:
         return self._check(what, got <= limit, got, f"at most {limit}")
 
-    def expect_at_least(self, what: str, got: float, limit: float) -> bool:
+    def expect_at_least(self, what: str, got: Any, limit: Any) -> bool:
         return self._check(what, got >= limit, got, f"at least {limit}")
 
     def figure(self, name: str, value: Any, unit: str = "", *, is_telling: bool = False) -> None:

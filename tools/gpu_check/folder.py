@@ -1,9 +1,9 @@
 """The folder of results: at most eight files and 16 MiB, whatever stages produce.
 
-    results.jsonl   every record, one JSON object a line, in the order in which stages ended
-    page.txt        a line for each stage
-    logs.txt        what failed stages printed last
-    *               files that stages asked to keep, traces above all
+results.jsonl   every record, one JSON object a line, in the order in which stages ended
+page.txt        a line for each stage
+logs.txt        what failed stages printed last
+*               files that stages asked to keep, traces above all
 """
 
 from __future__ import annotations

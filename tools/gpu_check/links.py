@@ -96,9 +96,13 @@ def _overlap(findings: Findings, accelerator: Accelerator) -> None:
             lane.enqueue(lambda: accelerator.pause(_PAUSE_SECONDS))
         accelerator.synchronize()
 
+    def one() -> None:
+        accelerator.pause(_PAUSE_SECONDS)
+        accelerator.synchronize()
+
     both()
     together = _seconds(both)
-    alone = _seconds(lambda: (accelerator.pause(_PAUSE_SECONDS), accelerator.synchronize()))
+    alone = _seconds(one)
     findings.figure("two pauses over one", together / alone, is_telling=True)
     findings.expect_at_most("two pauses side by side over one", round(together / alone, 2), 1.6)
 
@@ -165,8 +169,8 @@ def _host_piece(numel: int) -> AdamPiece:
         return slab.tensor(0, numel, dtype).fill_(value)
 
     grad = array(torch.bfloat16, 1e-2)
-    moments = [array(torch.float32, 1e-4) for _ in range(2)]
-    return AdamPiece(_STEP, grad, array(torch.float32, 1.0), *moments, out=array(torch.bfloat16, 0.0))
+    exp_avg, exp_avg_sq = (array(torch.float32, 1e-4) for _ in range(2))
+    return AdamPiece(_STEP, grad, array(torch.float32, 1.0), exp_avg, exp_avg_sq, out=array(torch.bfloat16, 0.0))
 
 
 def _median_seconds(work: Callable[[], object]) -> float:

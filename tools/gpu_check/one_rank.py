@@ -103,7 +103,9 @@ def check_steps(findings: Findings, name: str, configuration: Configuration, tra
     findings.figure(f"{name}: new segments", segments)
     if configuration.num_syncs is not None:
         wrong = next((places for places in syncs if len(places) != configuration.num_syncs), None)
-        findings.expect(f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step", wrong, None)
+        findings.expect(
+            f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step", wrong, None
+        )
     if configuration.reuses_memory:
         findings.expect(f"{name}: new segments after step {NUM_FIRST_STEPS}", segments, [0] * len(late))
     finite = all(float.fromhex(step.loss) < 10 for step in trained.steps)
@@ -127,7 +129,9 @@ def check_families(findings: Findings, bits: dict[str, list[str]], num_ranks: in
         wrong = {name: text for name, text in differ.items() if text}
         findings.expect(f"family {family}, {len(exact)} of the same shards: what differs from {first}", wrong, {})
         apart = {name: round(_apart(bits[first][:-1], bits[name][:-1]), 5) for name in names}
-        findings.expect_at_most(f"family {family} of {len(names)}: most that losses are apart", max(apart.values()), 0.01)
+        findings.expect_at_most(
+            f"family {family} of {len(names)}: most that losses are apart", max(apart.values()), 0.01
+        )
 
 
 def sizes_of(findings: Findings) -> Sizes:

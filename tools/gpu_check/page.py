@@ -30,10 +30,19 @@ def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> s
     where = "on the simulated accelerator: correctness only, its times mean nothing" if simulate else "on this machine"
     head = f"gpu-check {where}: {counts['ok']} ok, {counts['failed']} failed, {counts['skipped']} skipped"
     lines = [f"{head}, {seconds:.0f} s", "", *map(line_of, outcomes)]
-    failed = [f"{outcome.stage}: {text}" for outcome in outcomes if outcome.outcome == STAGE_FAILED for text in _failures(outcome)]
+    failed = [
+        f"{outcome.stage}: {text}"
+        for outcome in outcomes
+        if outcome.outcome == STAGE_FAILED
+        for text in _failures(outcome)
+    ]
     if failed:
         lines += ["", "what failed:", *failed]
-    notes = [f"{outcome.stage}: {record['text']}"[:_MOST_NOTE_CHARACTERS] for outcome in outcomes for record in _of_kind(outcome, "note")]
+    notes = [
+        f"{outcome.stage}: {record['text']}"[:_MOST_NOTE_CHARACTERS]
+        for outcome in outcomes
+        for record in _of_kind(outcome, "note")
+    ]
     if notes:
         lines += ["", "notes:", *notes]
     return "\n".join(lines) + "\n"

@@ -116,7 +116,9 @@ def _save_beside_training(
         engine.train_batch(next(source), forward_step)
     trained = time.perf_counter() - start
     manager.finish()
-    findings.figure(f"{name}: save() returned, two steps made, published", [begun, trained, time.perf_counter() - start])
+    findings.figure(
+        f"{name}: save() returned, two steps made, published", [begun, trained, time.perf_counter() - start]
+    )
     dist.barrier()
 
     checkpoint = PublishedCheckpoint.open(open_store(beside), "iter_0000001")
@@ -149,9 +151,7 @@ def _save_and_load(
     reference = [engine.train_batch(batch, forward_step).loss.hex() for batch in following]
     engine.load(meta)
     loaded = _snapshot(accelerator, engine)
-    wrong = [
-        then.key for then, now in zip(snapshot, loaded, strict=True) if not torch.equal(_bits(then), _bits(now))
-    ]
+    wrong = [then.key for then, now in zip(snapshot, loaded, strict=True) if not torch.equal(_bits(then), _bits(now))]
     findings.expect(f"{name}: tensors that did not come back", wrong[:8], [])
     again = [engine.train_batch(batch, forward_step).loss.hex() for batch in following]
     findings.expect(f"{name}: losses after loading", again, reference)

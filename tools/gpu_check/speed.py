@@ -1,4 +1,4 @@
-"""A model of three billion parameters, 4096 tokens a microbatch: everything on the device, and with the optimizer off it.
+"""Three billion parameters, 4096 tokens a microbatch: everything on the device, and with the optimizer in host memory.
 
 Each side is a stage, so that memory which one has taken, or did not find, is not another's. `verdict` compares them.
 """
@@ -76,13 +76,15 @@ def fsdp2(findings: Findings) -> None:
     """PyTorch's own way: parameters, gradients and states at rest in host memory, torch's fused AdamW on the CPU."""
     accelerator, shape = _start(findings)
     model = _fsdp2_model(accelerator, shape)
+    assert isinstance(model, FSDPModule), "fully_shard makes it one"
+    sharded: FSDPModule = model
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=accelerator.kind == "cuda")
 
     def step(batches: list[Batch]) -> float:
         loss = torch.zeros((), device=accelerator.torch_device)
         for number, batch in enumerate(batches):
             # Its gradients stay whole on the device until the last microbatch, which saves it most of its transfers.
-            model.set_requires_gradient_sync(number == len(batches) - 1)
+            sharded.set_requires_gradient_sync(number == len(batches) - 1)
             on_device = {name: tensor.to(accelerator.torch_device) for name, tensor in batch.items()}
             mean = forward_step(model, on_device) / len(batches)
             mean.backward()
@@ -101,7 +103,9 @@ def verdict(findings: Findings) -> None:
     others = {name: found for name in _SIDES if (found := findings.shared_by(name))}
     if device is None or not others:
         raise SkippedError("needs speed_device and a side that offloads, and they did not end well")
-    findings.expect("all sides trained the same model", {found["numel"] for found in others.values()}, {device["numel"]})
+    findings.expect(
+        "all sides trained the same model", {found["numel"] for found in others.values()}, {device["numel"]}
+    )
     passing = []
     for name, found in others.items():
         time_ratio, memory_ratio = found["seconds"] / device["seconds"], found["allocated"] / device["allocated"]
@@ -117,7 +121,9 @@ def verdict(findings: Findings) -> None:
         best = min(found["seconds"] for found in others.values())
         findings.figure("FSDP2 offloaded over our best", round(peer["seconds"] / best, 2), "x", is_telling=True)
     if not findings.simulate:
-        findings.expect_at_least(f"sides within {MOST_TIME}x of the time and {MOST_MEMORY} of the memory", len(passing), 1)
+        findings.expect_at_least(
+            f"sides within {MOST_TIME}x of the time and {MOST_MEMORY} of the memory", len(passing), 1
+        )
         findings.expect_at_least("tokens a step", device["tokens"], 47_000)
 
 
@@ -244,7 +250,7 @@ def _measure_ours(
         _trace(findings, accelerator, shape, step)
 
 
-def _fsdp2_model(accelerator: Accelerator, shape: Shape) -> FSDPModule:
+def _fsdp2_model(accelerator: Accelerator, shape: Shape) -> GPTModel:
     with torch.device("meta"):
         model = GPTModel(_model_config(shape), shape.vocabulary)
     policy: dict[str, Any] = {
@@ -254,14 +260,14 @@ def _fsdp2_model(accelerator: Accelerator, shape: Shape) -> FSDPModule:
     }
     for unit in sharding_units(model):
         fully_shard(unit, **policy)
-    sharded = fully_shard(model, reshard_after_forward=False, **policy)
+    fully_shard(model, reshard_after_forward=False, **policy)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         # Drawn on the device: a CPU takes longer for three billion numbers than all else here.
         local = parameter.detach().to_local()  # type: ignore[attr-defined]  # all are DTensors
         drawn = torch.randn(local.shape, device=accelerator.torch_device).mul_(0.02)
         local.copy_(drawn if "norm" not in name else torch.ones_like(drawn))
-    return sharded
+    return model
 
 
 def _measure(
@@ -343,9 +349,7 @@ def _batches(shape: Shape, number: int) -> list[Batch]:
     ]
 
 
-def _trace(
-    findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]
-) -> None:
+def _trace(findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]) -> None:
     """A profile of two steps of one microbatch each, compressed, and the kernels that take longest."""
     batches = _batches(shape, 1)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -369,4 +373,3 @@ def _trace(
         findings.keep(packed)
     top = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:12]
     findings.figure("kernels, ms", {event.key[:60]: round(event.self_device_time_total / 1e3, 2) for event in top})
-

@@ -41,6 +41,7 @@ def probe_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> N
     from megatron.core.distributed.fsdp import collectives
 
     group = dist.group.WORLD
+    assert group is not None, "join made it"
     own = torch.full((4,), float(rank + 1), device=device)
     gathered = torch.empty(4 * num_ranks, device=device)
     collectives.all_gather(gathered, own, group)

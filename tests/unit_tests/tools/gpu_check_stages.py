@@ -69,15 +69,15 @@ def keeps_a_large_file(findings: Findings) -> None:
     findings.keep(path)
 
 
-def lacks_a_package(findings: Findings) -> None:
+def lacks_a_package(_findings: Findings) -> None:
     import no_such_package  # noqa: F401
 
 
-def lacks_a_part_of_this_project(findings: Findings) -> None:
+def lacks_a_part_of_this_project(_findings: Findings) -> None:
     import tools.gpu_check.no_such_module  # noqa: F401
 
 
-def cannot_say(findings: Findings) -> None:
+def cannot_say(_findings: Findings) -> None:
     raise SkippedError("no usable GPU")
 
 
