@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # One thread a rank: ranks that share cores slow each other down otherwise.
 RUN := OMP_NUM_THREADS=1
 
-.PHONY: help install data pretrain generate test test-all peer check format clean-runs clean
+.PHONY: help install data pretrain generate test test-all peer gpu-check check format clean-runs clean
 
 help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test       install, then run the tests"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make check      lint, format, types, import floors"
+	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
 # torch first and by exact version: what depends on it then takes this build and pulls in no other.
@@ -63,6 +64,10 @@ test-all: install peer
 
 peer: install .venv-peer/.installed
 	$(RUN) $(BIN)/python -m pytest -m peer
+
+# Installs nothing: a machine with a GPU may have no network, and its own torch.
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check $(ARGS)
 
 check: install
 	$(BIN)/ruff check .
