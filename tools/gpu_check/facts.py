@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tools.gpu_check.findings import Findings, SkippedError
+from tools.gpu_check.findings import Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEAST_TORCH = (2, 11)
@@ -53,11 +55,10 @@ def build(findings: Findings) -> None:
 
     findings.figure("bodies", ", ".join(available_bodies()))
     findings.figure("host kernel", HostAdam(1).body, is_telling=True)
-    has_compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++"))
     if HostAdam(1).body == "torch":
         findings.note("The host kernel is not there: torch computes the same bits, slower. Speeds will be lower.")
     # Without a compiler the torch path is what can be had, and it is checked like the other.
-    findings.expect("the kernel was built, or there is no compiler", library.exists() or not has_compiler, True)
+    findings.expect("the kernel was built, or there is no compiler", library.exists() or _compiler() is None, True)
 
 
 def dependencies() -> list[str]:
@@ -71,14 +72,32 @@ def dependencies() -> list[str]:
 
 def _compile(findings: Findings) -> None:
     start = time.monotonic()
-    environment = {**os.environ}
-    if not shutil.which(environment.get("CXX", "c++")) and shutil.which("g++"):
-        environment["CXX"] = "g++"
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    compiler = _compiler()
+    if compiler is None:
+        return
+    source = (ROOT / _KERNEL).with_name("host_adam.cpp")
+    done = subprocess.run(
+        [*compiler, *_flags(), str(source), "-o", str(ROOT / _KERNEL)], capture_output=True, text=True
+    )
     findings.figure("compiling", time.monotonic() - start, "s")
-    if done.returncode or "was not built" in done.stdout:
-        findings.note(f"compiling the host kernel failed: {(done.stdout + done.stderr)[-1000:]}")
+    if done.returncode:
+        findings.note(f"compiling the host kernel failed: {done.stderr[-1000:]}")
+
+
+def _compiler() -> list[str] | None:
+    """The command of a C++ compiler; None: there is none."""
+    for command in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"]):
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def _flags() -> list[str]:
+    """Those of setup.py, which cannot be imported without building, or run where setuptools is missing."""
+    for statement in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FLAGS":
+            return list(ast.literal_eval(statement.value))
+    raise ValueError("Expected FLAGS in setup.py, got none.")
 
 
 def _torch_facts(findings: Findings) -> None:
@@ -124,10 +143,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
-
-
-def need_memory(nbytes: int) -> None:
-    """SkippedError if the host has less available."""
-    available = _meminfo("MemAvailable")
-    if available < nbytes:
-        raise SkippedError(f"needs {nbytes / 2**30:.0f} GiB of host memory, and {available / 2**30:.0f} are available")

@@ -125,7 +125,8 @@ def _copies(findings: Findings, accelerator: Accelerator, pinned: HostSlab) -> N
     nbytes = _SIMULATED_BYTES // 4 if findings.simulate else _COPIED_BYTES
     device, target = accelerator.device, accelerator.torch_device
     host = [pinned.tensor(number * nbytes, nbytes, torch.uint8) for number in range(2)]
-    pageable = torch.zeros(nbytes, dtype=torch.uint8)
+    # Written to, since pages that nobody has touched are all one page of zeros.
+    pageable = torch.full((nbytes,), 1, dtype=torch.uint8)
     on_device = [torch.full((nbytes,), 3 + number, dtype=torch.uint8, device=target) for number in range(2)]
     up, down = device.lane("h2d"), device.lane("d2h")
 

@@ -14,6 +14,7 @@ from tools.gpu_check.training import (
     CONFIGURATIONS,
     NUM_FIRST_STEPS,
     SIMULATED_SIZES,
+    TWO_RANKS_SIZES,
     Configuration,
     Sizes,
     Trained,
@@ -77,7 +78,12 @@ def train_all(
         context: AbstractContextManager[Any] = accelerator.pauses(_SEED) if pauses else nullcontext()
         try:
             found[name] = train(
-                accelerator, configuration, sizes_of(findings), rank=rank, num_ranks=num_ranks, pauses=context
+                accelerator,
+                configuration,
+                sizes_of(findings, num_ranks),
+                rank=rank,
+                num_ranks=num_ranks,
+                pauses=context,
             )
         except Exception as error:
             findings.error(f"{name}: {traceback.format_exc()}")
@@ -134,8 +140,10 @@ def check_families(findings: Findings, bits: dict[str, list[str]], num_ranks: in
         )
 
 
-def sizes_of(findings: Findings) -> Sizes:
-    return SIMULATED_SIZES if findings.simulate else Sizes()
+def sizes_of(findings: Findings, num_ranks: int = 1) -> Sizes:
+    if findings.simulate:
+        return SIMULATED_SIZES
+    return Sizes() if num_ranks == 1 else TWO_RANKS_SIZES
 
 
 def _start(findings: Findings) -> Accelerator:

@@ -25,7 +25,8 @@ _POLL_SECONDS = 0.05
 
 # Ranks with different ids count as ranks of different hosts, so NCCL does not look whether they share a GPU. They talk
 # by sockets then, which must find the loopback device on a machine without a network.
-_NCCL_ON_ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+_NCCL_ON_ONE_GPU = {**_LOOPBACK, "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 
 
 class Ranks(NamedTuple):
@@ -70,6 +71,7 @@ def join(findings: Findings, accelerator: Accelerator, rank: int, num_ranks: int
     """
     # As a launcher would say it: ranks share the cores.
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    os.environ.update(_LOOPBACK)
     store = dist.FileStore(str(findings.scratch / "store"), num_ranks)
     dist.init_process_group(backend or accelerator.backend, store=store, rank=rank, world_size=num_ranks)
     if backend is not None and f"{accelerator.kind}:gloo" in backend:

@@ -86,12 +86,14 @@ class Runner:
         self._site = site
         self._tell = tell
         self._lock = threading.Lock()
+        self._kept_seconds = 0.0  # of the budget, for stages that must come to run
         self._shared = scratch / "shared"
         self._shared.mkdir(parents=True, exist_ok=True)
 
     def run(self, stages: Sequence[Stage]) -> list[Outcome]:
         """Runs them in their order. Their records are in the folder as soon as each has ended."""
         outcomes: list[Outcome] = []
+        self._kept_seconds = sum(stage.least_seconds for stage in stages if stage.keeps_time)
         for runs_alone, group in itertools.groupby(stages, key=lambda stage: stage.runs_alone):
             with ThreadPoolExecutor(1 if runs_alone else self._num_jobs) as pool:
                 outcomes += pool.map(self._run_and_tell, list(group))
@@ -112,6 +114,7 @@ class Runner:
 
     def _run_stage(self, stage: Stage) -> Outcome:
         left = self._deadline - time.monotonic()
+        left -= 0.0 if stage.keeps_time else self._kept_seconds
         if left < stage.least_seconds:
             reason = f"the budget: {max(0.0, left):.0f} s are left, and it needs {stage.least_seconds:.0f}"
             return Outcome(stage.name, SKIPPED, reason=reason)

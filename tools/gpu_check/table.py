@@ -15,6 +15,7 @@ class Stage:
         limit_seconds: after which it is killed.
         least_seconds: below which it is not worth beginning; the stage is skipped then.
         runs_alone: whether nothing may run beside it, since it measures time. The others share the GPU.
+        keeps_time: whether its least seconds are kept for it, however much the stages before it take.
         environment: variables of its process, and so of its ranks.
     """
 
@@ -24,6 +25,7 @@ class Stage:
     limit_seconds: float
     least_seconds: float = 10.0
     runs_alone: bool = False
+    keeps_time: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -35,7 +37,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("build", f"{_HERE}.facts:build", "compiles the host kernel", 90, 5, True),
     Stage("lanes", f"{_HERE}.links:lanes", "order and overlap of lanes, pinning, the link to the device", 60, 10, True),
     Stage("host", f"{_HERE}.links:host", "host memory bandwidth of the Adam pass by number of threads", 45, 8, True),
-    Stage("nccl", f"{_HERE}.two_ranks:probe", "which backend carries two ranks on one GPU", 60, 15, True),
+    Stage("nccl", f"{_HERE}.two_ranks:probe", "which backend carries two ranks on one GPU", 100, 15, True),
     Stage("adam", f"{_HERE}.adam:adam", "the Triton pass against the host kernel, bit for bit", 90, 15),
     Stage(
         "one_rank",
@@ -78,13 +80,13 @@ STAGES: tuple[Stage, ...] = (
         environment=_DETERMINISTIC,
     ),
     Stage("watchdog", f"{_HERE}.drills:drills", "ranks that die or hang, and who is blamed", 120, 40),
-    Stage("bits", f"{_HERE}.one_rank:compare_runs", "whether the runs of one rank gave the same bits", 20, 2, True),
+    Stage("bits", f"{_HERE}.one_rank:compare_runs", "whether the runs of one rank gave the same bits", 30, 15, True),
     Stage("speed_device", f"{_HERE}.speed:device", "a 3B model with everything on the device", 90, 30, True),
     Stage("speed_offload", f"{_HERE}.speed:offload_all", "the same, the optimizer in host memory", 120, 40, True),
-    Stage("speed_half", f"{_HERE}.speed:offload_half", "the same, half of it", 110, 40, True),
     Stage("speed_bf16", f"{_HERE}.speed:offload_bf16_moments", "all of it, with bf16 moments", 110, 40, True),
+    Stage("speed_half", f"{_HERE}.speed:offload_half", "the same, half of it", 110, 40, True),
     Stage("speed_fsdp2", f"{_HERE}.speed:fsdp2", "PyTorch FSDP2 with CPUOffloadPolicy", 120, 45, True),
-    Stage("speed_verdict", f"{_HERE}.speed:verdict", "the bars, and measured against predicted", 20, 2, True),
+    Stage("speed_verdict", f"{_HERE}.speed:verdict", "the bars, and measured against predicted", 30, 15, True, True),
 )
 
 

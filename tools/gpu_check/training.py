@@ -23,6 +23,7 @@ from tools.gpu_check.accelerator import Accelerator
 
 _VOCABULARY = 128
 _SEED = 7
+_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class Sizes(NamedTuple):
     num_steps: int = 6
 
 
+# Every collective of ranks that share a GPU waits for the device to turn from one process to the other.
+TWO_RANKS_SIZES = Sizes(num_layers=2, num_microbatches=2, num_steps=5)
 SIMULATED_SIZES = Sizes(num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=5)
 NUM_FIRST_STEPS = 3  # in which memory may be taken from the device
 
@@ -179,7 +182,7 @@ def build(
     )
     config = EngineConfig(
         configuration.optimizer,
-        LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+        LRScheduleConfig(lr=_LEARNING_RATE, lr_decay_style="constant"),
         configuration.parallel,
         train_iters=99,
         compute_dtype=configuration.compute_dtype,

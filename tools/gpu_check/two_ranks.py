@@ -14,7 +14,7 @@ from tools.gpu_check.one_rank import train_all
 from tools.gpu_check.ranks import join, run_ranks
 
 _NUM_RANKS = 2
-_PROBE_SECONDS = 25.0
+_PROBE_SECONDS = 40.0
 # Those whose lanes have the most to do with each other run a second time, with pauses.
 _DELAYED = ["zero3", "offload_forward_half", "offload_zero1", "offload_hsdp"]
 
