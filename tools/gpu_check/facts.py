@@ -41,6 +41,8 @@ def facts(findings: Findings) -> None:
     from tools.gpu_check.accelerator import open_accelerator
 
     _torch_facts(findings)
+    if not findings.simulate and not _has_gpu(findings):
+        return
     accelerator = open_accelerator(findings)
     _device_facts(findings, accelerator.device.description, accelerator.memory_bytes())
 
@@ -112,6 +114,12 @@ def _torch_facts(findings: Findings) -> None:
         findings.figure("multiprocessors", found.multi_processor_count)
         findings.figure("NCCL", ".".join(map(str, torch.cuda.nccl.version())), is_telling=True)
         findings.expect("the GPU adds", float((torch.ones(1000, device="cuda") * 2).sum()), 2000.0)
+
+
+def _has_gpu(findings: Findings) -> bool:
+    import torch
+
+    return findings.expect("torch sees a GPU", torch.cuda.is_available(), True)
 
 
 def _device_facts(findings: Findings, description: str, memory: int) -> None:

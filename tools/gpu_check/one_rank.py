@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tools.gpu_check.accelerator import Accelerator, open_accelerator
-from tools.gpu_check.findings import Findings, SkippedError
+from tools.gpu_check.findings import Findings
 from tools.gpu_check.ranks import join
 from tools.gpu_check.training import (
     CONFIGURATIONS,
@@ -21,7 +21,6 @@ from tools.gpu_check.training import (
     train,
 )
 
-RUNS = ("one_rank", "one_rank_delayed", "one_rank_blocking")
 _SEED = 11
 
 
@@ -44,19 +43,6 @@ def blocking(findings: Findings) -> None:
     accelerator = _start(findings)
     with accelerator.blocking_launches():
         train_all(findings, accelerator, checks_time=False)
-
-
-def compare_runs(findings: Findings) -> None:
-    """The three runs gave the same bits, configuration by configuration. Needs no accelerator."""
-    runs = {name: shared for name in RUNS if (shared := findings.shared_by(name))}
-    if len(runs) < 2:
-        raise SkippedError(f"needs two of {', '.join(RUNS)}, and {', '.join(runs) or 'none'} ran")
-    first, *others = runs
-    for other in others:
-        names = runs[first].keys() & runs[other].keys()
-        findings.expect_at_least(f"configurations of {first} and of {other}", len(names), 1)
-        different = sorted(name for name in names if runs[first][name] != runs[other][name])
-        findings.expect(f"configurations whose bits are others in {other} than in {first}", different, [])
 
 
 def train_all(

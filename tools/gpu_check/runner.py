@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OK, STAGE_FAILED, SKIPPED = "ok", "failed", "skipped"
 _POLL_SECONDS = 0.05
 _RESERVE_SECONDS = 3.0  # of the budget, for the page
+_SLACK_SECONDS = 1.0  # that ending a stage at its limit may take
 _MOST_RECORD_BYTES = 512 << 10  # of one stage
 _MOST_SCRATCH_BYTES = 32 << 20  # of one stage's output, which is a runaway loop's rather than a log
 _CORES_A_STAGE = 4
@@ -93,7 +94,7 @@ class Runner:
     def run(self, stages: Sequence[Stage]) -> list[Outcome]:
         """Runs them in their order. Their records are in the folder as soon as each has ended."""
         outcomes: list[Outcome] = []
-        self._kept_seconds = sum(stage.least_seconds for stage in stages if stage.keeps_time)
+        self._kept_seconds = sum(stage.least_seconds + _SLACK_SECONDS for stage in stages if stage.keeps_time)
         for runs_alone, group in itertools.groupby(stages, key=lambda stage: stage.runs_alone):
             with ThreadPoolExecutor(1 if runs_alone else self._num_jobs) as pool:
                 outcomes += pool.map(self._run_and_tell, list(group))

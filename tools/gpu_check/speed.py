@@ -1,6 +1,6 @@
 """Three billion parameters, 4096 tokens a microbatch: everything on the device, and with the optimizer in host memory.
 
-Each side is a stage, so that memory which one has taken, or did not find, is not another's. `verdict` compares them.
+Each side is a stage, so that memory which one has taken, or did not find, is not another's. `verdict.py` compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.distributed.units import sharding_units
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.timings import LANES, OffloadTimings
+from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, build_engine
@@ -29,8 +29,6 @@ from tools.gpu_check.accelerator import Accelerator, open_accelerator
 from tools.gpu_check.findings import Findings, SkippedError
 from tools.gpu_check.host_room import grown_host_memory
 from tools.gpu_check.prediction import (
-    MOST_MEMORY,
-    MOST_TIME,
     THREE_BILLION,
     Machine,
     Prediction,
@@ -41,6 +39,7 @@ from tools.gpu_check.prediction import (
 )
 from tools.gpu_check.ranks import join
 from tools.gpu_check.training import forward_step
+from tools.gpu_check.verdict import measured_machine
 
 _SIMULATED = Shape(num_layers=2, hidden=32, ffn=64, vocabulary=128, sequence=8, micro_batch=2, num_microbatches=2)
 _HEAD_DIM = 128
@@ -49,7 +48,6 @@ _LEARNING_RATE = 3e-4
 _HOST_BYTES_AN_ELEMENT = 18  # FSDP2 needs the most: weights, gradients and moments in fp32, and what is pinned beside
 _HOST_SHARE = 0.85  # of what is available
 _MOST_TRACE_BYTES = 5 << 20
-_SIDES = ("speed_offload", "speed_half", "speed_bf16")  # that the bars are for
 
 
 def device(findings: Findings) -> None:
@@ -95,71 +93,6 @@ def fsdp2(findings: Findings) -> None:
         return float(loss)
 
     _measure(findings, accelerator, shape, step, num_warmups=1, num_measured=2)
-
-
-def verdict(findings: Findings) -> None:
-    """The bars, and what was measured beside what was predicted."""
-    device = findings.shared_by("speed_device")
-    others = {name: found for name in _SIDES if (found := findings.shared_by(name))}
-    if device is None or not others:
-        raise SkippedError("needs speed_device and a side that offloads, and they did not end well")
-    findings.expect(
-        "all sides trained the same model", {found["numel"] for found in others.values()}, {device["numel"]}
-    )
-    passing = []
-    for name, found in others.items():
-        time_ratio, memory_ratio = found["seconds"] / device["seconds"], found["allocated"] / device["allocated"]
-        findings.figure(f"{name} over device", round(time_ratio, 3), "x", is_telling=True)
-        findings.figure(f"{name} memory", round(memory_ratio, 3), is_telling=True)
-        apart = abs(found["losses"][0] - device["losses"][0])
-        findings.expect_at_most(f"{name}: first losses apart", apart, 0.02 * device["losses"][0])
-        _compare_with_prediction(findings, name, found, device)
-        if time_ratio <= MOST_TIME and memory_ratio <= MOST_MEMORY:
-            passing.append(name)
-    peer = findings.shared_by("speed_fsdp2")
-    if peer is not None:
-        best = min(found["seconds"] for found in others.values())
-        findings.figure("FSDP2 offloaded over our best", round(peer["seconds"] / best, 2), "x", is_telling=True)
-    if not findings.simulate:
-        findings.expect_at_least(
-            f"sides within {MOST_TIME}x of the time and {MOST_MEMORY} of the memory", len(passing), 1
-        )
-        findings.expect_at_least("tokens a step", device["tokens"], 47_000)
-
-
-def _compare_with_prediction(findings: Findings, name: str, found: dict[str, Any], device: dict[str, Any]) -> None:
-    """From this machine's own bandwidths, and the time of forward and backward that it was seen to take."""
-    shape = Shape(**found["shape"])
-    machine = measured_machine(findings)
-    compute = device["seconds"] - predict(shape, machine, 0.0, compute=0.0).seconds
-    expected = predict(shape, machine, found["fraction"], moments=found["moments"], compute=compute)
-    waited = {lane: found["timings"].get(f"waited_{lane}") for lane in LANES} if found["timings"] else {}
-    rows = {
-        "step": [found["seconds"], expected.seconds],
-        "exposed": [found["seconds"] - compute, expected.exposed_host + expected.exposed_link],
-        "host pass": [found["timings"].get("host"), expected.host_pass],
-        "down": [found["timings"].get("d2h"), expected.link],
-        "up": [found["timings"].get("h2d"), expected.link],
-        "waited for the host": [waited.get("host"), expected.exposed_host],
-        "waited for gradients": [waited.get("d2h"), expected.exposed_link],
-        "peak bytes": [found["allocated"], expected.peak_bytes],
-    }
-    for what, values in rows.items():
-        findings.figure(f"{name}, {what}: measured, predicted", values)
-    findings.expect_at_least(f"{name}: predicted seconds", expected.seconds, 1e-9)
-
-
-def measured_machine(findings: Findings) -> Machine:
-    """The bandwidths that earlier stages have measured, and typical ones for the others."""
-    machine = Machine()
-    link, host = findings.shared_by("link") or {}, findings.shared_by("host") or {}
-    pass_on_device = findings.shared_by("device_adam") or {}
-    return Machine(
-        machine.flops,
-        pass_on_device.get("bytes_per_second", machine.device_bytes),
-        min(link.get("h2d pinned", machine.link_bytes), link.get("d2h pinned", machine.link_bytes)),
-        host.get("bytes_per_second", machine.host_bytes),
-    )
 
 
 def _offloaded(fraction: float, **options: Any) -> OptimizerConfig:

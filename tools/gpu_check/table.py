@@ -80,13 +80,13 @@ STAGES: tuple[Stage, ...] = (
         environment=_DETERMINISTIC,
     ),
     Stage("watchdog", f"{_HERE}.drills:drills", "ranks that die or hang, and who is blamed", 120, 40),
-    Stage("bits", f"{_HERE}.one_rank:compare_runs", "whether the runs of one rank gave the same bits", 30, 15, True),
+    Stage("bits", f"{_HERE}.verdict:bits", "whether the runs of one rank gave the same bits", 30, 2, True),
     Stage("speed_device", f"{_HERE}.speed:device", "a 3B model with everything on the device", 90, 30, True),
     Stage("speed_offload", f"{_HERE}.speed:offload_all", "the same, the optimizer in host memory", 120, 40, True),
     Stage("speed_bf16", f"{_HERE}.speed:offload_bf16_moments", "all of it, with bf16 moments", 110, 40, True),
     Stage("speed_half", f"{_HERE}.speed:offload_half", "the same, half of it", 110, 40, True),
     Stage("speed_fsdp2", f"{_HERE}.speed:fsdp2", "PyTorch FSDP2 with CPUOffloadPolicy", 120, 45, True),
-    Stage("speed_verdict", f"{_HERE}.speed:verdict", "the bars, and measured against predicted", 30, 15, True, True),
+    Stage("speed_verdict", f"{_HERE}.verdict:speed", "the bars, and measured against predicted", 30, 4, True, True),
 )
 
 

@@ -6,12 +6,18 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.ranks import run_ranks
+from tools.gpu_check import verdict
 from tools.gpu_check.__main__ import main
+from tools.gpu_check.findings import Findings, SkippedError
 from tools.gpu_check.folder import MOST_BYTES, MOST_FILES, ResultFolder
 from tools.gpu_check.page import page_of
 from tools.gpu_check.prediction import THREE_BILLION, Machine, least_fraction, needed_host_bytes, predict
@@ -32,14 +38,21 @@ def run(tmp_path: Path, *stages: Stage, budget: float = 60.0, **options: Any) ->
     return outcomes, folder
 
 
-def records(folder: ResultFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder.path / "results.jsonl").read_text().splitlines()]
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def new_findings(tmp_path: Path) -> Findings:
+    (tmp_path / "shared").mkdir()
+    return Findings(
+        "x", tmp_path / "records.jsonl", tmp_path, tmp_path / "shared", simulate=False, deadline=time.monotonic() + 60
+    )
 
 
 def test_a_stage_that_passes_leaves_its_checks_figures_and_outcome_as_json_lines(tmp_path):
     [outcome], folder = run(tmp_path, fake("passes"))
     assert (outcome.outcome, outcome.reason) == ("ok", "")
-    check, figure, end = records(folder)
+    check, figure, end = records(folder.path)
     assert check == {"stage": "passes", "kind": "check", "what": "two and two", "ok": True, "got": 4, "expected": 4}
     assert (figure["name"], figure["value"], figure["unit"], figure["telling"]) == ("speed", 12.345678, "GB/s", True)
     assert (end["kind"], end["outcome"]) == ("outcome", "ok")
@@ -64,7 +77,7 @@ def test_a_stage_that_goes_wrong_is_a_failure_with_its_reason_and_the_next_one_r
     assert reason in outcome.reason
     assert following.outcome == "ok"
     assert reason in page_of([outcome, following], simulate=False, seconds=1)
-    assert [record["outcome"] for record in records(folder) if record["kind"] == "outcome"] == ["failed", "ok"]
+    assert [record["outcome"] for record in records(folder.path) if record["kind"] == "outcome"] == ["failed", "ok"]
 
 
 def test_a_stage_that_hangs_is_killed_with_its_children_and_its_log_says_where_it_was(tmp_path):
@@ -108,6 +121,12 @@ def test_what_no_longer_fits_into_the_budget_is_skipped_and_what_does_is_cut_sho
     assert 3 < third.seconds < 9
 
 
+def test_a_stage_that_keeps_time_runs_however_much_those_before_it_take(tmp_path):
+    last = Stage("last", f"{FAKES}:passes", "", 30.0, 4.0, runs_alone=True, keeps_time=True)
+    (hanging, skipped, kept), _ = run(tmp_path, fake("hangs"), fake("passes", least=1.0), last, budget=11)
+    assert (hanging.outcome, skipped.outcome, kept.outcome) == ("failed", "skipped", "ok")
+
+
 def test_stages_that_measure_nothing_run_side_by_side_and_those_that_do_alone(tmp_path):
     names = ["one", "two"]
     for alone in (False, True):
@@ -128,7 +147,7 @@ def test_the_folder_holds_at_most_eight_files_and_16_mib(tmp_path):
     assert files == ["logs.txt", "page.txt", "results.jsonl", *(f"trace{number}.gz" for number in range(5))]
     assert len(files) == MOST_FILES
     assert sum(path.stat().st_size for path in folder.path.iterdir()) < MOST_BYTES
-    left_out = [record["text"] for record in records(folder) if record["kind"] == "note"]
+    left_out = [record["text"] for record in records(folder.path) if record["kind"] == "note"]
     assert [text.split()[0] for text in left_out] == ["large.gz", "trace5.gz", "trace6.gz"]
 
 
@@ -182,6 +201,90 @@ def test_the_prediction_grows_by_what_is_not_hidden_and_shrinks_by_what_leaves_t
     assert at_least.peak_bytes / device.peak_bytes == pytest.approx(0.55)
 
 
+def test_runs_of_other_bits_are_a_failure_and_a_single_run_says_nothing(tmp_path):
+    findings = new_findings(tmp_path)
+    findings.share("one_rank", {"zero3": ["0x1p+2 0x1p+0", "digest"], "zero2": ["0x1p+2 0x1p+0", "digest"]})
+    with pytest.raises(SkippedError, match="needs two of one_rank, one_rank_delayed, one_rank_blocking, and one_rank"):
+        verdict.bits(findings)
+    findings.share("one_rank_blocking", {"zero3": ["0x1p+2 0x1p+0", "digest"]})
+    verdict.bits(findings)
+    assert (findings.num_checks, findings.num_failed) == (2, 0)
+    findings.share("one_rank_delayed", {"zero3": ["0x1p+2 0x1p+0", "another"]})
+    verdict.bits(findings)
+    assert findings.num_failed == 1
+
+
+@pytest.mark.parametrize(("seconds", "allocated", "num_failed"), [(2.8, 30e9, 0), (2.9, 30e9, 1), (2.8, 36e9, 1)])
+def test_the_verdict_asks_for_one_side_that_meets_both_bars(tmp_path, seconds, allocated, num_failed):
+    findings = new_findings(tmp_path)
+    side = {
+        "numel": THREE_BILLION.numel,
+        "tokens": THREE_BILLION.tokens,
+        "losses": [10.4, 9.0],
+        "shape": asdict(THREE_BILLION),
+        "moments": "fp32",
+    }
+    lanes = {"host": 0.5, "d2h": 0.1, "h2d": 0.1, "waited_host": 0.4, "waited_d2h": 0.0, "waited_h2d": 0.0}
+    findings.share("speed_device", {**side, "seconds": 2.5, "allocated": 63e9, "fraction": 0.0, "timings": {}})
+    findings.share(
+        "speed_offload", {**side, "seconds": seconds, "allocated": allocated, "fraction": 1.0, "timings": lanes}
+    )
+    verdict.speed(findings)
+    assert findings.num_failed == num_failed
+    texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    [step] = [text["value"] for text in texts if text.get("name") == "speed_offload, step: measured, predicted"]
+    assert step == [seconds, pytest.approx(2.98, abs=0.01)]
+
+
+def test_a_family_of_other_bits_and_a_step_that_waits_twice_are_failures(tmp_path):
+    from tools.gpu_check.one_rank import check_families, check_steps
+    from tools.gpu_check.training import CONFIGURATIONS, Step, Trained
+
+    findings = new_findings(tmp_path)
+    bits = ["0x1.0p+2 0x1.0p+0", "digest"]
+    check_families(findings, {"zero3": bits, "zero2": bits})
+    assert (findings.num_checks, findings.num_failed) == (2, 0)
+    check_families(findings, {"zero3": bits, "zero2": ["0x1.0000000000001p+2 0x1.0p+0", "digest"]})
+    assert findings.num_failed == 1
+    # On two ranks the last bits may differ between strategies, and nothing more.
+    check_families(findings, {"zero3": bits, "zero2": ["0x1.0000000000001p+2 0x1.0p+0", "digest"]}, num_ranks=2)
+    assert findings.num_failed == 1
+    check_families(findings, {"zero3": bits, "zero2": ["0x1.1p+2 0x1.0p+0", "digest"]}, num_ranks=2)
+    assert findings.num_failed == 2
+
+    steps = [Step(float(number).hex(), "0x1.0p+0", ("step.py:1",), int(number == 0)) for number in range(5)]
+    check_steps(findings, "zero3", CONFIGURATIONS["zero3"], Trained(steps, ""))
+    assert findings.num_failed == 2
+    steps[4] = steps[4]._replace(syncs=("step.py:1", "fused_adam.py:2"), new_segments=1)
+    check_steps(findings, "zero3", CONFIGURATIONS["zero3"], Trained(steps, ""))
+    assert findings.num_failed == 4
+
+
+def test_gloo_takes_the_place_of_nccl_with_the_same_sums():
+    run_ranks(2, _collectives_of_gloo)
+
+
+def _collectives_of_gloo() -> None:
+    from megatron.core.distributed.fsdp import collectives
+    from tools.gpu_check.ranks import use_gloo_on_device
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    before = collectives._all_gather_on_device, collectives._reduce_scatter_on_device
+    try:
+        use_gloo_on_device()
+        gathered = torch.empty(4)
+        collectives._all_gather_on_device(gathered, torch.full((2,), rank + 1.0), group=group)
+        assert gathered.tolist() == [1, 1, 2, 2]
+        for op, expected in ((dist.ReduceOp.AVG, [1.5, 3.0]), (dist.ReduceOp.SUM, [3.0, 6.0])):
+            own = torch.empty(2, dtype=torch.bfloat16)
+            whole = (gathered * (rank + 1)).bfloat16()
+            collectives._reduce_scatter_on_device(own, whole, op=op, group=group)
+            assert own.tolist() == [expected[rank]] * 2
+            assert whole.tolist() == [rank + 1.0] * 2 + [2 * rank + 2.0] * 2
+    finally:
+        collectives._all_gather_on_device, collectives._reduce_scatter_on_device = before
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -203,15 +306,8 @@ def test_the_stages_pass_on_the_simulated_accelerator(tmp_path, stages):
     done = subprocess.run(
         [*command, *(["--stages", stages] if stages else [])], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    found = records(ResultFolderAt(tmp_path))
+    found = records(tmp_path)
     outcomes = {record["stage"]: record["outcome"] for record in found if record["kind"] == "outcome"}
     names = stages.split(",") if stages else [stage.name for stage in STAGES]
     assert outcomes == dict.fromkeys(names, "ok"), done.stdout
     assert done.returncode == 0
-
-
-class ResultFolderAt:
-    """A folder of results, to be looked at."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
