@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from megatron.training.events import read_events
 from megatron.training.exits import ExitCode
+from megatron.training.job_secret import SECRET_VARIABLE
 from tools.gpu_check.accelerator import open_accelerator
 from tools.gpu_check.drill_rank import SIMULATE
 from tools.gpu_check.findings import Findings, SkippedError
@@ -31,6 +33,7 @@ _FLAGS = [
     *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "16", "--mock-data"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1023", "--num-workers", "0", "--bf16"),
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "1", "--train-iters", "6"),
+    *("--normalization", "RMSNorm", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--eval-interval", "3", "--eval-iters", "2", "--lr", "1e-2", "--lr-decay-style", "constant"),
 ]
 _OFFLOADED = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"]
@@ -92,7 +95,8 @@ def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
         *("--hang-timeout-seconds", str(hang_seconds), "--events-dir", str(folder), "--inject", drill.fault),
     ]
     start = time.monotonic()
-    processes = [_start(findings, command, rank, port, folder) for rank in range(2)]
+    secret = secrets.token_hex()  # that a job of several machines has to be given
+    processes = [_start(findings, command, rank, port, folder, secret) for rank in range(2)]
     deadline = time.monotonic() + (findings.seconds_left - 4 if findings.simulate else 75.0)
     statuses = []
     for process in processes:
@@ -104,7 +108,9 @@ def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
     return Ended(tuple(statuses), time.monotonic() - start, folder)
 
 
-def _start(findings: Findings, command: list[str], rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start(
+    findings: Findings, command: list[str], rank: int, port: int, folder: Path, secret: str
+) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         **shared_gpu_environment(rank),
@@ -115,6 +121,7 @@ def _start(findings: Findings, command: list[str], rank: int, port: int, folder:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        SECRET_VARIABLE: secret,
         SIMULATE: "1" if findings.simulate else "",
     }
     with (folder / f"{rank}.txt").open("wb") as log:

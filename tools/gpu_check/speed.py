@@ -5,6 +5,7 @@ Each side is a stage, so that memory which one has taken, or did not find, is no
 
 from __future__ import annotations
 
+import functools
 import gzip
 import statistics
 import time
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
+from megatron.core.host_memory import HostMemoryError
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -50,26 +52,46 @@ _HOST_SHARE = 0.85  # of what is available
 _MOST_TRACE_BYTES = 5 << 20
 
 
+def _where_it_fits(stage: Callable[[Findings], None]) -> Callable[[Findings], None]:
+    """The stage, skipped on machines that are too small for it."""
+
+    @functools.wraps(stage)
+    def wrapped(findings: Findings) -> None:
+        try:
+            stage(findings)
+        except torch.OutOfMemoryError as error:
+            raise SkippedError(f"does not fit on the device: {str(error)[:200]}") from error
+        except HostMemoryError as error:
+            raise SkippedError(f"does not fit into host memory: {error}") from error
+
+    return wrapped
+
+
+@_where_it_fits
 def device(findings: Findings) -> None:
     """Everything on the device: what the others are held against."""
-    _measure_ours(findings, OptimizerConfig(), 0.0)
+    _measure_ours(findings, OptimizerConfig())
 
 
+@_where_it_fits
 def offload_all(findings: Findings) -> None:
     """All of the optimizer in host memory; then a trace."""
-    _measure_ours(findings, _offloaded(1.0), 1.0, traces=True)
+    _measure_ours(findings, _offloaded(1.0), traces=True)
 
 
+@_where_it_fits
 def offload_half(findings: Findings) -> None:
-    _measure_ours(findings, _offloaded(0.5), 0.5)
+    _measure_ours(findings, _offloaded(0.5))
 
 
+@_where_it_fits
 def offload_bf16_moments(findings: Findings) -> None:
     """All of it, with moments of two bytes."""
     dtypes = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    _measure_ours(findings, _offloaded(1.0, **dtypes), 1.0, moments="bf16")
+    _measure_ours(findings, _offloaded(1.0, **dtypes), moments="bf16")
 
 
+@_where_it_fits
 def fsdp2(findings: Findings) -> None:
     """PyTorch's own way: parameters, gradients and states at rest in host memory, torch's fused AdamW on the CPU."""
     accelerator, shape = _start(findings)
@@ -146,7 +168,7 @@ def _model_config(shape: Shape) -> TransformerConfig:
 
 
 def _measure_ours(
-    findings: Findings, optimizer: OptimizerConfig, fraction: float, *, moments: str = "fp32", traces: bool = False
+    findings: Findings, optimizer: OptimizerConfig, *, moments: str = "fp32", traces: bool = False
 ) -> None:
     accelerator, shape = _start(findings)
     config = EngineConfig(
@@ -156,7 +178,7 @@ def _measure_ours(
         DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
         train_iters=99,
         compute_dtype="bf16",
-        records_timings=fraction > 0,
+        records_timings=optimizer.optimizer_cpu_offload,
     )
     engine = build_engine(config, accelerator.device, build_mesh(accelerator.device.kind, 1))
     start = time.perf_counter()
@@ -164,6 +186,9 @@ def _measure_ours(
     findings.figure("building", time.perf_counter() - start, "s")
     numel = sum(parameter.numel() for parameter in engine.model.parameters())
     findings.expect("parameters, as the prediction counts them", numel, shape.numel)
+    plan = engine.state.optimizer.plan
+    fraction = 0.0 if plan is None else plan.host_fraction  # whole layers, so not just what was asked for
+    findings.figure("in host memory", fraction)
 
     def step(batches: list[Batch]) -> float:
         return engine.train_batch(batches, forward_step).loss
@@ -221,14 +246,11 @@ def _measure(
     accelerator.synchronize()
     accelerator.reset_peak()
     losses, ends = [], []
-    try:
-        for number in range(num_warmups + num_measured):
-            if number == num_warmups:
-                timings()  # forget the first steps, which touch memory for the first time
-            losses.append(step(batches))
-            ends.append(time.perf_counter())
-    except torch.OutOfMemoryError as error:
-        raise SkippedError(f"does not fit on the device: {str(error)[:200]}") from error
+    for number in range(num_warmups + num_measured):
+        if number == num_warmups:
+            timings()  # forget the first steps, which touch memory for the first time
+        losses.append(step(batches))
+        ends.append(time.perf_counter())
     seconds = statistics.median(later - earlier for earlier, later in _last_pairs(ends, num_measured))
     peak, found = accelerator.peak(), timings()
 

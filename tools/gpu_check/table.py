@@ -33,7 +33,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _HERE = "tools.gpu_check"
 
 STAGES: tuple[Stage, ...] = (
-    Stage("facts", f"{_HERE}.facts:facts", "the machine, its GPU, and which dependencies are missing", 45, 5, True),
+    Stage("facts", f"{_HERE}.facts:facts", "the machine, its GPU, and which dependencies are missing", 90, 5, True),
     Stage("build", f"{_HERE}.facts:build", "compiles the host kernel", 90, 5, True),
     Stage("lanes", f"{_HERE}.links:lanes", "order and overlap of lanes, pinning, the link to the device", 60, 10, True),
     Stage("host", f"{_HERE}.links:host", "host memory bandwidth of the Adam pass by number of threads", 45, 8, True),
