@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.simulated_accelerator import build
 from tools.gpu_check import verdict
 from tools.gpu_check.__main__ import main
 from tools.gpu_check.findings import Findings, SkippedError
@@ -301,6 +302,9 @@ def is_running(pid: int) -> bool:
     ],
 )
 def test_the_stages_pass_on_the_simulated_accelerator(tmp_path, stages):
+    missing = build.missing_for_build()
+    if missing:
+        pytest.skip(missing)
     command = [sys.executable, "-m", "tools.gpu_check", "--simulate", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
