@@ -231,7 +231,8 @@ def train(
                 result = engine.train_batch(batch, forward_step)
             new = accelerator.num_segments() - before
             steps.append(Step(result.loss.hex(), result.grad_norm.hex(), tuple(syncs), new))
-            if number == 1:
+            if number == 0:
+                # It takes memory of its own, so it comes early among the steps that may.
                 engine.eval_batch(batch, forward_step)
         engine.state.optimizer.synchronize()
         accelerator.synchronize()
