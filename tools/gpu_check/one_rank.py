@@ -22,6 +22,7 @@ from tools.gpu_check.training import (
 )
 
 _SEED = 11
+_MOST_SIMULATED_BLOCKS = 2
 
 
 def plain(findings: Findings) -> None:
@@ -99,9 +100,9 @@ def check_steps(findings: Findings, name: str, configuration: Configuration, tra
             f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step", wrong, None
         )
     if configuration.reuses_memory:
-        # The simulator counts blocks, of which steps that lead and lag take one more before they settle.
-        settled = segments[-1:] if findings.simulate else segments
-        findings.expect(f"{name}: new segments after step {NUM_FIRST_STEPS}", settled, [0] * len(settled))
+        # The simulator counts blocks, not segments, and which are free depends on which stream is ahead.
+        most = _MOST_SIMULATED_BLOCKS if findings.simulate else 0
+        findings.expect_at_most(f"{name}: new segments after step {NUM_FIRST_STEPS}", max(segments), most)
     finite = all(float.fromhex(step.loss) < 10 for step in trained.steps)
     findings.expect(f"{name}: losses are finite and below 10", finite, True)
     findings.expect(f"{name}: losses change", trained.steps[0].loss != trained.steps[-1].loss, True)
