@@ -13,7 +13,7 @@ RUN := OMP_NUM_THREADS=1
 # Where `make test-matrix` makes its environments.
 MATRIX_DIR ?= .venv-matrix
 
-.PHONY: help install data pretrain generate test test-fast test-all test-matrix peer check format clean-runs clean
+.PHONY: help install data pretrain generate test test-fast test-all test-matrix peer gpu-check check format clean-runs clean
 
 help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
 	@echo "make check      lint, format, types, import floors"
+	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
 # torch first and by exact version: what depends on it then takes this build and pulls in no other.
@@ -75,6 +76,10 @@ peer: install .venv-peer/.installed
 # An environment for each line of requirements/matrix.txt. ARGS: pairs like 3.12:2.13.0 in their place, --allow-missing.
 test-matrix:
 	$(RUN) $(PYTHON) tests/matrix.py --environments $(MATRIX_DIR) $(ARGS)
+
+# Installs nothing: a machine with a GPU may have no network, and its own torch.
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

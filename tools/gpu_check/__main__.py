@@ -1,0 +1,83 @@
+"""The command line; see the package's docstring and docs/gpu.md."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.gpu_check.folder import ResultFolder
+from tools.gpu_check.page import line_of, page_of
+from tools.gpu_check.runner import STAGE_FAILED, Outcome, Runner
+from tools.gpu_check.table import STAGES, selected
+
+_BUDGET_SECONDS = 480.0
+_SIMULATED_BUDGET_SECONDS = 1800.0  # two cores do what a GPU does
+_INSTALL_SECONDS = 120.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the stages. Returns 1 if one failed, 2 for a command line that cannot be honoured."""
+    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
+    parser.add_argument("--stages", metavar="A,B", help="these alone")
+    parser.add_argument("--list", action="store_true", help="name the stages and their limits, and run nothing")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="the folder of results")
+    parser.add_argument("--simulate", action="store_true", help="on the simulated accelerator, with tiny sizes")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it; default: 480")
+    parser.add_argument("--jobs", type=int, help="stages side by side, of those that measure no time")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that are not installed")
+    arguments = parser.parse_args(argv)
+    if arguments.list:
+        for stage in STAGES:
+            print(f"{stage.name:<18} {stage.limit_seconds:4.0f} s  {stage.help}")
+        return 0
+    try:
+        stages = selected(STAGES, arguments.stages)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    start = time.monotonic()
+    budget = arguments.budget or (_SIMULATED_BUDGET_SECONDS if arguments.simulate else _BUDGET_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
+        site = _installed(arguments.wheels, Path(scratch) / "site")
+        folder = ResultFolder(arguments.out)
+        runner = Runner(
+            folder,
+            Path(scratch),
+            budget_seconds=budget - (time.monotonic() - start),
+            simulate=arguments.simulate,
+            num_jobs=arguments.jobs,
+            site=site,
+            tell=_tell,
+        )
+        outcomes = runner.run(stages)
+    page = page_of(outcomes, simulate=arguments.simulate, seconds=time.monotonic() - start)
+    folder.write_page(page)
+    print("\n" + page)
+    print(f"results: {folder.path}")
+    return int(any(outcome.outcome == STAGE_FAILED for outcome in outcomes))
+
+
+def _tell(outcome: Outcome) -> None:
+    print(line_of(outcome), flush=True)
+
+
+def _installed(wheels: Path | None, site: Path) -> Path | None:
+    """Installs wheels into a folder, without a network or their own dependencies. None: there are none."""
+    files = sorted(wheels.glob("*.whl")) if wheels else []
+    if not files:
+        if wheels:
+            print(f"--wheels: there are none in {wheels}", file=sys.stderr)
+        return None
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+    subprocess.run([*command, *map(str, files)], check=False, timeout=_INSTALL_SECONDS)
+    return site
+
+
+if __name__ == "__main__":
+    sys.exit(main())
