@@ -48,7 +48,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The L2 norm of all gradients, every element counted once however it is sharded or replicated.
 
     One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a one-axis mesh.
-    Parameters without a gradient count as zero; at least one parameter must be given.
+    Parameters without a gradient count as zero, on ranks that have none of them too; at least one must be given.
 
     Returns:
         Scalar, fp64, the same on every rank. Non-finite if a gradient is.
@@ -110,6 +110,10 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
             sharded.setdefault((grad.device_mesh, _sharding_axes(grad)), []).append(grad.to_local())
         elif grad is not None:
             plain.append(grad)
+        elif isinstance(parameter, DTensor) and parameter.requires_grad:
+            # Another rank may have one, and waits in its sum for this rank.
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            sharded.setdefault((parameter.device_mesh, _sharding_axes(parameter)), []).append(nothing)
 
     totals = [measure(runs(plain) or plain)] if plain else []
     for (mesh, axes), local in sharded.items():

@@ -99,6 +99,18 @@ def test_every_element_counts_once_however_it_is_sharded_or_replicated():
         assert ours == pytest.approx(exact, rel=1e-6)
 
 
+def _norm_where_only_one_rank_has_gradients() -> float:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    if mesh.get_rank() == 0:
+        parameter.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [Shard(0)], run_check=False)
+    return float(global_grad_norm([parameter]))
+
+
+def test_a_rank_without_any_gradient_takes_part_in_the_sum_of_those_that_have_some():
+    assert run_ranks(2, _norm_where_only_one_rank_has_gradients) == [5.0, 5.0]
+
+
 def _partial_gradient() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
