@@ -15,6 +15,8 @@ from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
 
 # Left on an optimizer that `fully_shard_optimizer` has prepared.
 CASTS_GRADIENTS = "_fsdp_casts_gradients"
+# The attribute of classes of optimizers that cut loaded states as their parameters themselves.
+RECUTS_ON_LOAD = "recuts_states_on_load"
 
 
 def follow_optimizers() -> tuple[RemovableHandle, RemovableHandle]:
@@ -30,8 +32,11 @@ def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     _check_gradient_dtypes(optimizer)
 
-    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such a one,
-    # and FusedAdam, do this when they load.
+    if getattr(type(optimizer), RECUTS_ON_LOAD, False):
+        return  # between the scalars of a step and its first kernel there is no time to look at every state
+
+    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such a one does this when
+    # it loads.
     states = vars(optimizer).get("state", {})
     for parameter, values in states.items():
         if isinstance(parameter, UnevenRows) and isinstance(values, dict):
