@@ -196,16 +196,7 @@ class FsdpModule(nn.Module):
         """
         views: dict[int, torch.Tensor] = {}
 
-        def view(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                return views.setdefault(id(value), value.view_as(value))
-            if isinstance(value, tuple) and not isinstance(value, torch.Size):
-                items = [view(item) for item in value]
-                if any(item is not before for item, before in zip(items, value, strict=True)):
-                    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-            return value
-
-        watched = view(args), {name: view(value) for name, value in kwargs.items()}
+        watched = _viewed(args, views), {name: _viewed(value, views) for name, value in kwargs.items()}
         inputs = list(views.values())
         if not inputs:
             inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
@@ -339,6 +330,19 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _sharded_classes:
         _sharded_classes[original] = type(f"Fsdp{original.__name__}", (FsdpModule, original), {})
     return _sharded_classes[original]
+
+
+# A function within its user, calling itself, would be a cycle that keeps the views, and with them every layer's inputs,
+# until Python looks for garbage.
+def _viewed(value: Any, views: dict[int, torch.Tensor]) -> Any:
+    """`value` with views in the place of tensors that require a gradient; one of each, which is left in `views`."""
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return views.setdefault(id(value), value.view_as(value))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        items = [_viewed(item, views) for item in value]
+        if any(item is not before for item, before in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -468,3 +468,33 @@ def _drawn(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case("optim"), Case(ZERO_3)], ids=repr)
 def test_a_model_on_meta_is_drawn_one_module_at_a_time_beside_the_shards(case):
     run_ranks(num_ranks(case), _drawn, case)
+
+
+def _tensors_left_to_the_collector() -> list[tuple[int, ...]]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        return [tuple(found.shape) for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_a_step_leaves_no_tensor_in_a_cycle_which_would_keep_its_memory_until_python_looks_for_garbage():
+    assert run_ranks(2, _tensors_left_to_the_collector) == [[], []]
