@@ -24,7 +24,6 @@ answer. It does so only when asked, which is when something is wrong; in normal 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -42,7 +41,8 @@ _MOST_RECORDS = 1024
 _POLL_SECONDS = 0.02
 # The walking thread stands still for so long: it waits for the device.
 _STILL_SECONDS = 0.2
-_LOOK_SECONDS = 1.0
+# Less than ranks wait for each other's answers, of which this is a part.
+_LOOK_SECONDS = 0.5
 
 
 class Outstanding(NamedTuple):
@@ -74,18 +74,21 @@ class IssuedCollectives:
     def __init__(self) -> None:
         # Appended to by the threads that issue; from the left, records are taken away by the walking thread.
         self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # for starting it
+        self._num_issued = 0
+        self._lock = threading.Lock()  # for the two counts, and for starting the thread
         self._walker: threading.Thread | None = None
         self._is_asked = threading.Event()
-        self._has_passed_all = threading.Event()
+        self._question = 0  # how often it has been asked
+        self._answered = 0  # the last question since which it has found every record over
         self._position: Outstanding | None = None  # where the walking thread stands
 
     @contextmanager
     def issuing(self, name: str, device: Device) -> Iterator[None]:
         """Around the issuing of a collective to this thread's current stream."""
-        record = _Record(next(self._numbers), name, device)
-        self._records.append(record)
+        with self._lock:
+            self._num_issued += 1
+            record = _Record(self._num_issued, name, device)
+            self._records.append(record)
         try:
             yield
             record.behind = device.event()
@@ -94,20 +97,16 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device comes on. At most a second."""
+        """The oldest collective that is not over; None if there is none, or the device comes on. In half a second."""
         if not self._records:
             return None
-        with self._lock:
-            if self._walker is None:
-                self._walker = threading.Thread(target=self._walk, name="collectives", daemon=True)
-                self._walker.start()
-        self._has_passed_all.clear()
-        self._is_asked.set()
+        question = self._ask()
 
         begin = still_since = time.monotonic()
         position = self._position
         while time.monotonic() - begin < _LOOK_SECONDS:
-            if self._has_passed_all.wait(_POLL_SECONDS):
+            time.sleep(_POLL_SECONDS)
+            if self._answered >= question:
                 return None
             if position is None or self._position != position:
                 position, still_since = self._position, time.monotonic()
@@ -115,27 +114,40 @@ class IssuedCollectives:
                 return position
         return None
 
+    def _ask(self) -> int:
+        """Sends the walking thread on its way, and answers the number of the question."""
+        with self._lock:
+            self._question += 1
+            if self._walker is None or not self._walker.is_alive():
+                self._walker = threading.Thread(target=self._walk, name="collectives", daemon=True)
+                self._walker.start()
+            self._is_asked.set()
+            return self._question
+
     # Below, the walking thread.
 
     def _walk(self) -> None:
         while self._is_asked.wait():
             self._is_asked.clear()
-            while self._records:
-                # It may be dropped meanwhile, by a thread that issues more.
-                with suppress(IndexError):
-                    record = self._records[0]
-                    self._pass(record)
-                    self._forget(record)
-            self._position = None
-            self._has_passed_all.set()
+            question = self._question  # what is issued from here on is looked at when the next one is asked
+            try:
+                while self._records:
+                    # It may be dropped meanwhile, by a thread that issues more.
+                    with suppress(IndexError):
+                        record = self._records[0]
+                        self._pass(record)
+                        self._forget(record)
+            finally:
+                self._position = None
+            self._answered = question
 
     def _pass(self, record: _Record) -> None:
         """Waits until a collective is over, and says all the while whether it has begun."""
-        # A thread that names no device is on the first one, and would open a context there.
-        record.device.make_current()
         self._position = Outstanding(record.number, record.name, has_begun=False)
-        # An error of the device is raised to whoever uses the results, too.
+        # An error of the device ends the wait, and is raised to whoever uses the results, too.
         with suppress(RuntimeError):
+            # A thread that names no device is on the first one, and would open a context there.
+            record.device.make_current()
             record.before.synchronize()
 
         self._position = Outstanding(record.number, record.name, has_begun=True)

@@ -266,16 +266,20 @@ class Watchdog:
             return False
 
     def _is_stuck(self) -> bool:
+        return self._is_late() and not self._is_excused(self._waits(self._collectives.oldest()))
+
+    def _is_late(self) -> bool:
+        """Whether the main thread has been without progress for longer than its phase may take."""
         mark = self._seen_mark
         if self._hang_timeout is None:
             return False
         is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
         limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
-        return self._idle > limit and not self._is_excused()
+        return self._idle > limit
 
-    def _is_excused(self) -> bool:
-        """Whether the main thread waits for what may take long, and not for another rank."""
-        return self._took_long and self._idle <= self._long_timeout and not self._waits(self._collectives.oldest())
+    def _is_excused(self, waits: bool) -> bool:
+        """Whether the main thread waits for what may take long, and not for another rank as `waits` says."""
+        return self._took_long and self._idle <= self._long_timeout and not waits
 
     def _waits(self, outstanding: Outstanding | None) -> bool:
         """Whether this rank waits for others: in a collective on its device, or else by where its threads stand."""
@@ -333,8 +337,11 @@ class Watchdog:
     def _record(self, error: BaseException | None) -> Record:
         """What this rank says of itself."""
         mark, main = self._mark, stack_of(sys._current_frames().get(self._main))
-        outstanding, is_stuck = self._collectives.oldest(), self._is_stuck()
+        # Asked once, since the others wait for this record.
+        outstanding = self._collectives.oldest()
         waits = self._waits(outstanding)
+        is_excused = self._is_excused(waits)
+        is_stuck = self._is_late() and not is_excused
         is_own = error is not None and not is_peer_failure(error)
         failed = _in_one_line(error) if error is not None and not is_own else self._failed_collective
         if is_own and self._error_order is None:
@@ -349,7 +356,7 @@ class Watchdog:
             idle_seconds=self._idle,
             is_stuck=is_stuck,
             waits=waits,
-            is_excused=self._is_excused(),
+            is_excused=is_excused,
             place=place_of(main) if outstanding is None else f"{place_of(main)} ({outstanding})",
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
