@@ -103,7 +103,9 @@ def check(names: list[str], behaviour: Behaviour, expected: dict[str, Course], w
             assert course.losses == pytest.approx(expected[IN_FP32[0]].losses, rel=2e-3), name
 
     for name, steps in seen.items():
-        assert [step.syncs for step in steps] == [1] * len(STEPS), name
+        # With the first use, weights that were made in host memory come up: from there copies block.
+        first = 1 if CASES[name].optimizer.optimizer_cpu_offload else 0
+        assert [step.syncs for step in steps[first:]] == [1] * (len(STEPS) - first), name
         assert all(step.fresh_blocks == 0 for step in steps[3:]), (name, steps)
         assert all(step.recorded_streams == 0 for step in steps), name
 

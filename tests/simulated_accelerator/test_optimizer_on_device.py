@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.training import step as step_module
@@ -37,6 +36,8 @@ def _syncs(case: str) -> tuple[dict[str, int], int]:
 
 
 def _one_step(engine: Any, step: int) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # which does not travel to the ranks
+
     from tests.simulated_accelerator.engines import batches, forward_step
 
     with sdpa_kernel(SDPBackend.MATH):
