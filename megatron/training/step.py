@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.exits import ExitCode, ExitError
 
@@ -106,7 +106,7 @@ def train_step(
     digest = 0 if context is None else context.history.digest
     shared = _agree(loss, measures, own_votes, mesh, digest)
     # Python's part of the step, which the device would have to wait for once it has told the norm.
-    planned = optimizer.plan_step()
+    planned = _plan(optimizer)
     agreed = _read(shared, len(own_votes), mesh)
     if context is not None:
         context.compare_digests(agreed.digests, mesh.get_group())
@@ -164,6 +164,18 @@ def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
     if batch is None:
         raise ValueError(f"Expected {wanted} microbatches, got {number}.")
     return batch
+
+
+def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
+    """What the step can know before its scalars.
+
+    What it refuses it will refuse again, when it is taken: ranks first learn whether they have done the same, and a
+    step that is skipped is not refused.
+    """
+    try:
+        return optimizer.plan_step()
+    except (ValueError, RuntimeError):
+        return None
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -81,9 +81,9 @@ class _Hold(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Updates that are carried out together, after an event if there is one."""
+    """Updates that are carried out together, after events."""
 
-    event: Event | None
+    events: list[Event]
     updates: PlannedUpdates
 
 
@@ -93,7 +93,7 @@ class FusedStep(NamedTuple):
     inputs: StepInputs
     parameters: list[_Planned]
     batches: list[_Batch]
-    num_holds: int  # that were known
+    holds: list[_Hold]  # that were known
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -200,6 +200,7 @@ class FusedAdam(torch.optim.Optimizer):
         """What belongs to this object alone, and no copy takes over."""
         self._memory = StateMemory()
         self._holds: list[_Hold] = []
+        self._revision = 0  # of the states: see `StepInputs`
         self._host: HostAdam | None = None
         # First among the hooks, so that those of users see values.
         self.register_state_dict_post_hook(_unscale)
@@ -227,10 +228,10 @@ class FusedAdam(torch.optim.Optimizer):
         inputs = self._step_inputs()
         planned = self._plan()
         batches = [
-            _Batch(event, plan([Update(each.step, self._arrays(each)) for each in part if each.gradient.numel()]))
-            for event, part in self._batches(planned)
+            _Batch(events, plan([Update(each.step, self._arrays(each)) for each in part if each.gradient.numel()]))
+            for events, part in self._batches(planned)
         ]
-        return FusedStep(inputs, planned, batches, len(self._holds))
+        return FusedStep(inputs, planned, batches, list(self._holds))
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's has no grad_scale
@@ -245,8 +246,8 @@ class FusedAdam(torch.optim.Optimizer):
         Args:
             closure: computes the loss anew, and gradients.
             grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced or
-                options changed since, the step is planned here.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced,
+                options changed or states loaded or stepped since, the step is planned here.
 
         Returns:
             What `closure` returned.
@@ -263,12 +264,11 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
-        holds, self._holds = self._holds, []
-        for hold in holds[planned.num_holds :]:
-            hold.event.synchronize()
+        self._revision += 1
+        self._wait_for_readers(besides=planned.holds)
         for batch in planned.batches:
-            if batch.event is not None:
-                batch.event.synchronize()
+            for event in batch.events:
+                event.synchronize()
             carry_out(batch.updates, grad_scale, self._run)
         for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.step.step))
@@ -324,6 +324,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
         expected = torch.int16 if dtypes[state_name] == torch.int16 else torch.float32
         check_state(state_name, unscaled_state, param, expected)
+        self._revision += 1
         self._wait_for_readers()
         if not self.state.get(param):
             self._allocate(param)
@@ -345,6 +346,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         states = checked_states(self.param_groups, state_dict, self._state_dtypes)
+        self._revision += 1
         self._wait_for_readers()
         for parameter in self._parameters():
             if parameter in states:
@@ -406,7 +408,7 @@ class FusedAdam(torch.optim.Optimizer):
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _step_inputs(self) -> StepInputs:
-        return StepInputs.of(self.param_groups, self.use_decoupled_grad)
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _plan(self) -> list[_Planned]:
         """What there is to do, once it is known to be possible, with gradients as they are."""
@@ -426,18 +428,30 @@ class FusedAdam(torch.optim.Optimizer):
                 planned.append(_Planned(parameter, local_tensor(gradient).detach(), steps[number]))
         return planned
 
-    def _batches(self, planned: Sequence[_Planned]) -> Iterator[tuple[Event | None, list[_Planned]]]:
+    def _batches(self, planned: Sequence[_Planned]) -> Iterator[tuple[list[Event], list[_Planned]]]:
         """What may be stepped, batch by batch: first what nobody reads, then each unit once it has been read."""
-        holds = [hold for hold in self._holds if not hold.event.is_done()]
-        # Of several readers, the last one counts: those before it have been waited for by then.
-        last = {id(parameter): number for number, hold in enumerate(holds) for parameter in hold.parameters}
-        yield None, [each for each in planned if id(each.parameter) not in last]
-        for number, hold in enumerate(holds):
-            yield hold.event, [each for each in planned if last.get(id(each.parameter)) == number]
+        held = [
+            (hold.event, {id(parameter) for parameter in hold.parameters})
+            for hold in self._holds
+            if not hold.event.is_done()
+        ]
+        last = {parameter: number for number, (_, parameters) in enumerate(held) for parameter in parameters}
+        batches: dict[int, list[_Planned]] = {}
+        for each in planned:
+            batches.setdefault(last.get(id(each.parameter), -1), []).append(each)
 
-    def _wait_for_readers(self) -> None:
-        while self._holds:
-            self._holds.pop().event.synchronize()
+        for number in sorted(batches):
+            own = {id(each.parameter) for each in batches[number]}
+            yield [event for event, parameters in held[: number + 1] if parameters & own], batches[number]
+
+    def _wait_for_readers(self, besides: Sequence[_Hold] = ()) -> None:
+        """Waits for those that read any of the states, but not for some that are known."""
+        known = set(map(id, besides))
+        for hold in self._holds:
+            if id(hold) not in known:
+                hold.event.synchronize()
+        # Only now, since an error may have ended the wait; and what is still read stays.
+        self._holds = [hold for hold in self._holds if not hold.event.is_done()]
 
     def _check(self, parameter: torch.Tensor, gradient: torch.Tensor, place: str) -> None:
         """Parity between a parameter, its gradient and its states."""

@@ -14,24 +14,38 @@ import torch
 
 from megatron.core.optimizer.gradient_source import gradient_of
 
-_IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
+IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
 
 
 class StepInputs(NamedTuple):
-    """The gradients of all parameters, and the options of all groups."""
+    """The gradients of all parameters, the options of all groups, and how often states were written to."""
 
     gradients: list[torch.Tensor | None]
     options: list[dict[str, Any]]
+    revision: int
 
     @classmethod
-    def of(cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool) -> StepInputs:
-        """Those of the moment."""
+    def of(cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int) -> StepInputs:
+        """Those of the moment. `revision`: a number that grows with each step, and when states are loaded."""
         return cls(
             [gradient_of(parameter, use_decoupled_grad) for group in param_groups for parameter in group["params"]],
-            [{name: value for name, value in group.items() if name not in _IDENTITIES} for group in param_groups],
+            [
+                {name: _snapshot(value) for name, value in group.items() if name not in IDENTITIES}
+                for group in param_groups
+            ],
+            revision,
         )
 
     def are_still(self, now: StepInputs) -> bool:
-        """Whether gradients are the same tensors, whatever has been written to them, and options have equal values."""
+        """Whether gradients are the same tensors, whatever has been written to them, and all else has equal values."""
         # By their ids: tensors that are equal element by element are not meant.
-        return self.options == now.options and [*map(id, self.gradients)] == [*map(id, now.gradients)]
+        if (self.revision, self.options) != (now.revision, now.options):
+            return False
+        return [*map(id, self.gradients)] == [*map(id, now.gradients)]
+
+
+def _snapshot(option: Any) -> Any:
+    """What changes when an option does, in place too."""
+    if isinstance(option, torch.Tensor):
+        return id(option), option._version  # its value may be on a device, which would have to be waited for
+    return tuple(option) if isinstance(option, list) else option

@@ -75,10 +75,8 @@ from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit, state_units
-from megatron.core.optimizer.step_inputs import StepInputs
+from megatron.core.optimizer.step_inputs import IDENTITIES, StepInputs
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
-
-_IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
 
 
 class _Bucket:
@@ -239,6 +237,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """
         self._host: _Host | None = None
         self._device_optimizer: torch.optim.Optimizer | None = None
+        self._revision = 0  # of the states: see `StepInputs`
         host_cls, device_cls = cpu_optimizer_cls or FusedAdam, gpu_optimizer_cls or FusedAdam
         self._is_flat = is_flat_adam(host_cls, kwargs)
         moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
@@ -327,8 +326,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss again, and is called first.
             grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced or
-                options changed since, the step is planned here.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced,
+                options changed or states loaded or stepped since, the step is planned here.
 
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
@@ -341,6 +340,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
+        self._revision += 1
         now = self._device.event()
         # First, since other optimizers may refuse too; what has been planned cannot fail.
         self._step_on_device(grad_scale, planned.on_device)
@@ -430,6 +430,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 check_like(bucket.update.states(index), states)
             elif optimizer is not None and not isinstance(optimizer, FusedAdam):
                 check_like(optimizer.state.get(parameter, {}), states)
+        self._revision += 1
         if isinstance(optimizer, FusedAdam):
             self._load_fused_states(optimizer, saved)
         for parameter, states in saved.items():
@@ -439,7 +440,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             elif optimizer is not None and not isinstance(optimizer, FusedAdam):
                 load_torch_states(optimizer, parameter, states)
         for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
-            group.update({name: value for name, value in other.items() if name not in _IDENTITIES})
+            group.update({name: value for name, value in other.items() if name not in IDENTITIES})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -553,7 +554,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     # A step
 
     def _step_inputs(self) -> StepInputs:
-        return StepInputs.of(self.param_groups, self.use_decoupled_grad)
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _wait_until_free(self) -> None:
         """Waits until nobody updates the host side, or reads it."""
@@ -618,7 +619,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
             # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
             names = group if isinstance(optimizer, FusedAdam) else own
-            own.update({name: group[name] for name in names if name not in _IDENTITIES and name in group})
+            own.update({name: group[name] for name in names if name not in IDENTITIES and name in group})
         return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
 
     def _step_on_device(self, grad_scale: float, planned: FusedStep | None) -> None:
