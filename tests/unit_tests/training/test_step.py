@@ -127,6 +127,23 @@ def test_a_bad_loss_on_one_rank_stops_the_update_on_all_and_the_rank_is_named(po
         assert is_same
 
 
+class _Refusing(DistributedOptimizer):
+    def plan_step(self):
+        raise ValueError("of the plan")
+
+
+def _steps_with_a_plan_that_is_refused(poison: float | None) -> StepResult:
+    model = make_model()
+    optimizer = _Refusing(torch.optim.SGD(model.parameters(), lr=0.1), 0.0)
+    return run_step(model, optimizer, [0, 1], poison)
+
+
+def test_what_planning_refuses_does_not_come_before_what_ranks_agree_on():
+    """A step that is skipped refuses nothing, and one that is taken finds out for itself."""
+    assert all(outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, math.nan))
+    assert not any(outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, None))
+
+
 def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too():
     """The square root of zero is finite, its slope is not."""
     for outcome, is_same in run_ranks(2, _poisoned_step, 0, 1.0, root_of_zero):
