@@ -130,9 +130,13 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
         return False, f"could not be installed, {error.cmd[0]} ended with {error.returncode}"
 
     # What pip made of the wish, and what it is that the tests run with: the same version may be a CUDA or a CPU build.
-    described = subprocess.run(
-        [environment_python, "-W", "ignore", "-c", DESCRIPTION], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    result = subprocess.run(
+        [environment_python, "-W", "ignore", "-c", DESCRIPTION], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        last_line = (result.stderr.strip().splitlines() or [f"Python ended with {result.returncode}"])[-1]
+        return False, f"torch could not be imported, {last_line}"
+    described = result.stdout.strip()
     if not described.startswith(pair.torch):
         return False, f"expected torch {pair.torch}, got {described}"
 

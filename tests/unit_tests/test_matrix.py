@@ -73,6 +73,22 @@ def test_a_pair_that_fails_does_not_keep_the_next_from_being_tested(capsys, monk
     assert "torch 2.11.0: failed\nPython 3.10, torch 2.12.1: passed" in capsys.readouterr().out
 
 
+def test_a_pair_that_cannot_import_torch_is_a_failure_of_its_own_and_the_next_one_is_tested(
+    tmp_path, capsys, monkeypatch
+):
+    def install(pair: Pair, _: str, folder: Path) -> Path:
+        folder.mkdir()
+        lacks = "echo 'ImportError: libcudart.so.13: no such file' >&2; exit 1"
+        script(folder / "python", lacks if pair.torch == "2.11.0" else "echo 2.12.1 without a GPU")
+        return folder / "python"
+
+    monkeypatch.setattr(matrix, "install", install)
+    assert matrix.main(["--environments", str(tmp_path), f"{HERE}:2.11.0", f"{HERE}:2.12.1"]) == 1
+    summary = capsys.readouterr().out.partition("=== the matrix\n")[2].splitlines()
+    assert summary[0].endswith("torch 2.11.0: torch could not be imported, ImportError: libcudart.so.13: no such file")
+    assert "torch 2.12.1: passed" in summary[1]
+
+
 def test_another_torch_takes_its_own_triton_and_the_tested_versions_of_the_rest():
     tested = lines_of(matrix.CONSTRAINTS)
     other = constraints_for("2.11.0").splitlines()

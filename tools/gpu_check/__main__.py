@@ -44,8 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     budget = arguments.budget or (_SIMULATED_BUDGET_SECONDS if arguments.simulate else _BUDGET_SECONDS)
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
-        site = _installed(arguments.wheels, Path(scratch) / "site")
         folder = ResultFolder(arguments.out)
+        site, problem = _installed(arguments.wheels, Path(scratch) / "site")
+        if problem:
+            print(problem, file=sys.stderr)
+            folder.append({"stage": "", "kind": "note", "text": problem})
         runner = Runner(
             folder,
             Path(scratch),
@@ -67,16 +70,30 @@ def _tell(outcome: Outcome) -> None:
     print(line_of(outcome), flush=True)
 
 
-def _installed(wheels: Path | None, site: Path) -> Path | None:
-    """Installs wheels into a folder, without a network or their own dependencies. None: there are none."""
-    files = sorted(wheels.glob("*.whl")) if wheels else []
+def _installed(wheels: Path | None, site: Path) -> tuple[Path | None, str]:
+    """Installs wheels into a folder, without a network or their own dependencies.
+
+    Returns:
+        The folder, or None if nothing was installed, and what went wrong, in one line. The stages run all the same:
+        those that need a missing package are skipped with its name.
+    """
+    if wheels is None:
+        return None, ""
+    files = sorted(wheels.glob("*.whl"))
     if not files:
-        if wheels:
-            print(f"--wheels: there are none in {wheels}", file=sys.stderr)
-        return None
+        return None, f"--wheels: there are none in {wheels}"
+
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
-    subprocess.run([*command, *map(str, files)], check=False, timeout=_INSTALL_SECONDS)
-    return site
+    try:
+        done = subprocess.run(
+            [*command, *map(str, files)], capture_output=True, text=True, check=False, timeout=_INSTALL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"--wheels: nothing was installed, pip was still running after {_INSTALL_SECONDS:.0f} s"
+    if done.returncode:
+        last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        return None, f"--wheels: nothing was installed, pip ended with {done.returncode}: {last_line}"
+    return site, ""
 
 
 if __name__ == "__main__":

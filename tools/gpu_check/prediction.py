@@ -83,6 +83,7 @@ class Prediction:
     exposed_link: float
     host_pass: float
     link: float  # each way
+    device_pass: float  # of what is not in host memory
     peak_bytes: float
 
 
@@ -112,7 +113,7 @@ def predict(
     exposed_host = max(0.0, max(host_pass, link) - forward)
     device_pass = _DEVICE_PASS * (shape.numel - on_host) / machine.device_bytes
     seconds = compute + device_pass + exposed_host + exposed_link
-    return Prediction(seconds, exposed_host, exposed_link, host_pass, link, peak_bytes(shape, fraction))
+    return Prediction(seconds, exposed_host, exposed_link, host_pass, link, device_pass, peak_bytes(shape, fraction))
 
 
 def peak_bytes(shape: Shape, fraction: float) -> float:

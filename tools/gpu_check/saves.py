@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine
@@ -36,6 +38,33 @@ CASES: dict[str, Configuration] = {
 }
 # Values in a format with a scale are rounded anew when they are loaded into shards that have other scales.
 _SCALED = ("fp16_moments", "fp8_moments")
+
+# One case saves as `--async-save` does by default: its states come down into host memory at once, whatever the disk
+# does. The others wait for the disk, buffer by buffer.
+_STAGED = "zero3"
+_STAGING_SHARE = 0.5
+# On the simulated accelerator too, its states must be more than the 24 MiB of buffers that a save begins with.
+_SIMULATED_STAGED_SIZES = SIMULATED_SIZES._replace(hidden=512, heads=4)
+_HELD_SECONDS = 20.0  # at most, by a disk that does nothing
+
+
+class HeldStore(LocalStore):
+    """A disk that does nothing until it is let go.
+
+    Attributes:
+        let_go: to be set once the disk is to begin.
+        was_let_go: whether that happened before the disk had waited for as long as it ever does; None: nothing came.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.let_go = threading.Event()
+        self.was_let_go: bool | None = None
+
+    def open_data(self, path: str) -> DataSink:
+        # A save that needs the disk before the steps have ended must come to an end too, for its failure to be told.
+        self.was_let_go = self.let_go.wait(_HELD_SECONDS)
+        return super().open_data(path)
 
 
 class Part(NamedTuple):
@@ -61,8 +90,9 @@ def save_rank(findings: Findings, rank: int, num_ranks: int, backend: str, root:
     accelerator = open_accelerator(findings)
     join(findings, accelerator, rank, num_ranks, backend)
     for name, configuration in CASES.items():
-        engine = build(accelerator, configuration, _sizes(findings), num_ranks)
-        source = batches(_sizes(findings), rank)
+        sizes = _sizes(findings, name)
+        engine = build(accelerator, configuration, sizes, num_ranks)
+        source = batches(sizes, rank)
         for _ in range(2):
             engine.train_batch(next(source), forward_step)
         try:
@@ -79,7 +109,7 @@ def reshard_rank(findings: Findings, rank: int, num_ranks: int, root: str) -> No
     accelerator = open_accelerator(findings)
     join(findings, accelerator, rank, num_ranks)
     for name, configuration in CASES.items():
-        engine = build(accelerator, configuration, _sizes(findings), num_ranks)
+        engine = build(accelerator, configuration, _sizes(findings, name), num_ranks)
         try:
             engine.load(SaveLoadMeta(f"{root}/{name}.full", with_optim=True))
         except CheckpointError:
@@ -108,17 +138,30 @@ def _save_beside_training(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     expected = _snapshot(accelerator, engine)
     beside = f"{root}/{name}.beside"
-    manager = CheckpointManager.start(beside, accelerator.device, rank, num_ranks)
+    is_staged = name == _STAGED
+    store = HeldStore(Path(beside))
+    if not is_staged:
+        store.let_go.set()
+    manager = CheckpointManager.start(
+        store, accelerator.device, rank, num_ranks, staging_share=_STAGING_SHARE if is_staged else 0.0
+    )
+
     start = time.perf_counter()
     manager.save(1, _contents(accelerator, engine), {})
     begun = time.perf_counter() - start
     for _ in range(2):
         engine.train_batch(next(source), forward_step)
     trained = time.perf_counter() - start
+    store.let_go.set()
     manager.finish()
     findings.figure(
         f"{name}: save() returned, two steps made, published", [begun, trained, time.perf_counter() - start]
     )
+    if is_staged:
+        findings.expect(f"{name}: the steps beside the save were made before the disk began", store.was_let_go, True)
+        findings.expect_at_least(f"{name}: bytes staged in host memory", manager.staged_bytes, 1)
+    else:
+        findings.expect(f"{name}: bytes staged in host memory", manager.staged_bytes, 0)
     dist.barrier()
 
     checkpoint = PublishedCheckpoint.open(open_store(beside), "iter_0000001")
@@ -196,5 +239,7 @@ def _snapshot_file(root: str, name: str, rank: int) -> Path:
     return Path(f"{root}/{name}.{rank}.pt")
 
 
-def _sizes(findings: Findings) -> Sizes:
-    return SIMULATED_SIZES if findings.simulate else _SIZES
+def _sizes(findings: Findings, name: str) -> Sizes:
+    if findings.simulate:
+        return _SIMULATED_STAGED_SIZES if name == _STAGED else SIMULATED_SIZES
+    return _SIZES

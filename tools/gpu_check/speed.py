@@ -201,6 +201,7 @@ def _measure_ours(
         timings=engine.state.optimizer.timings,
         fraction=fraction,
         moments=moments,
+        expected=predict(shape, measured_machine(findings), fraction, moments=moments),
         least_bytes=rest_bytes(shape, fraction),
     )
     engine.state.optimizer.synchronize()
@@ -237,11 +238,16 @@ def _measure(
     timings: Callable[[], OffloadTimings | None] = lambda: None,
     fraction: float = 1.0,
     moments: str = "fp32",
+    expected: Prediction | None = None,
     least_bytes: float = 1,
     num_warmups: int = _NUM_WARMUPS,
     num_measured: int = _NUM_MEASURED,
 ) -> None:
-    """Times steps one after the other, as a run makes them: what one leaves to the next is in the next one's time."""
+    """Times steps one after the other, as a run makes them: what one leaves to the next is in the next one's time.
+
+    Args:
+        expected: of our engine; None: the step is another's, of which nothing is predicted.
+    """
     batches = _batches(shape, shape.num_microbatches)
     accelerator.synchronize()
     accelerator.reset_peak()
@@ -265,8 +271,8 @@ def _measure(
         findings.figure(f"lanes: {name}", value)
     findings.expect_at_least("loss of the first step less that of the last", losses[0] - losses[-1], 1e-4)
     findings.expect_at_least("peak bytes, what rests on the device being a part", peak.allocated, least_bytes)
-    expected = predict(shape, measured_machine(findings), fraction, moments=moments)
-    _show_prediction(findings, expected, shape)
+    if expected is not None:
+        _show_prediction(findings, expected, shape)
     findings.share(
         findings.stage,
         {

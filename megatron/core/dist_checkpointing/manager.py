@@ -167,6 +167,11 @@ class CheckpointManager:
         )
 
     @property
+    def staged_bytes(self) -> int:
+        """Host memory that saves have taken so far for what would have waited for the disk; see `staging_share`."""
+        return self._pool.staged_bytes
+
+    @property
     def is_busy(self) -> bool:
         """Whether a save is under way on this rank."""
         save = self._in_flight  # once: other threads may ask

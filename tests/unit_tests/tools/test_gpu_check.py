@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.simulated_accelerator import build
+from tools.gpu_check import __main__ as command_line
 from tools.gpu_check import verdict
 from tools.gpu_check.__main__ import main
+from tools.gpu_check.accelerator import Peak
 from tools.gpu_check.findings import Findings, SkippedError
 from tools.gpu_check.folder import MOST_BYTES, MOST_FILES, ResultFolder
 from tools.gpu_check.page import page_of
@@ -171,6 +173,37 @@ def test_list_names_every_stage_and_needs_no_torch(tmp_path):
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [stage.name for stage in STAGES]
 
 
+@pytest.fixture
+def wheels(tmp_path) -> Path:
+    """A folder with a file that is called a wheel and is none."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    (folder / "fish-1.0-py3-none-any.whl").write_bytes(b"not a wheel")
+    return folder
+
+
+def run_with(wheels: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.setattr(command_line, "STAGES", [fake("passes")])
+    assert main(["--wheels", str(wheels), "--out", str(out)]) == 0
+    return records(out)
+
+
+def test_wheels_that_pip_refuses_are_noted_with_its_status_and_the_stages_run(tmp_path, wheels, capsys, monkeypatch):
+    note, *rest = run_with(wheels, tmp_path / "out", monkeypatch)
+    assert note["kind"] == "note"
+    assert note["text"].startswith("--wheels: nothing was installed, pip ended with 1: ERROR: ")
+    assert rest[-1]["outcome"] == "ok"
+    assert capsys.readouterr().err.splitlines() == [note["text"]]
+
+
+def test_a_pip_that_does_not_end_is_noted_and_the_stages_run(tmp_path, wheels, capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "_INSTALL_SECONDS", 0.01)
+    note, *rest = run_with(wheels, tmp_path / "out", monkeypatch)
+    assert note["text"] == "--wheels: nothing was installed, pip was still running after 0 s"
+    assert rest[-1]["outcome"] == "ok"
+    assert capsys.readouterr().err.splitlines() == [note["text"]]
+
+
 def test_the_functions_of_all_stages_are_there():
     import importlib
 
@@ -235,6 +268,58 @@ def test_the_verdict_asks_for_one_side_that_meets_both_bars(tmp_path, seconds, a
     texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     [step] = [text["value"] for text in texts if text.get("name") == "speed_offload, step: measured, predicted"]
     assert step == [seconds, pytest.approx(2.98, abs=0.01)]
+
+
+def test_what_is_exposed_of_half_an_offload_leaves_out_the_pass_on_the_device(tmp_path):
+    findings = new_findings(tmp_path)
+    shape, machine = THREE_BILLION, Machine()
+    # A machine on which the steps take just as long as predicted.
+    expected = predict(shape, machine, 0.5)
+    side = {
+        "numel": shape.numel,
+        "tokens": shape.tokens,
+        "losses": [10.4, 9.0],
+        "shape": asdict(shape),
+        "moments": "fp32",
+        "allocated": 30e9,
+        "timings": {},
+    }
+    findings.share("speed_device", {**side, "seconds": predict(shape, machine, 0.0).seconds, "fraction": 0.0})
+    findings.share("speed_half", {**side, "seconds": expected.seconds, "fraction": 0.5})
+    verdict.speed(findings)
+    texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    figures = {text["name"]: text["value"] for text in texts if text["kind"] == "figure"}
+    measured, predicted = figures["speed_half, exposed: measured, predicted"]
+    assert expected.device_pass > 0.005
+    assert measured == pytest.approx(predicted)
+
+
+class StoppedAccelerator:
+    """One whose memory does not change."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> Peak:
+        return Peak(100, 100)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_figures_of_a_prediction_are_there_for_our_engine_alone(tmp_path, is_ours, monkeypatch):
+    from tools.gpu_check import speed
+
+    findings = new_findings(tmp_path)
+    monkeypatch.setattr(speed, "_batches", lambda shape, number: [])  # noqa: ARG005  # there is nothing to pin for
+    losses = iter(range(100, 0, -1))
+    expected = {"expected": predict(THREE_BILLION, Machine(), 1.0)} if is_ours else {}
+    speed._measure(findings, StoppedAccelerator(), THREE_BILLION, lambda _: float(next(losses)), **expected)
+    texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    predicted = [text["name"] for text in texts if text.get("name", "").startswith("predicted")]
+    assert predicted == (["predicted step, computation alone", "predicted peak"] if is_ours else [])
+    assert findings.num_failed == 0
 
 
 def test_a_family_of_other_bits_and_a_step_that_waits_twice_are_failures(tmp_path):
