@@ -45,7 +45,7 @@ _STAGED = "zero3"
 _STAGING_SHARE = 0.5
 # On the simulated accelerator too, its states must be more than the 24 MiB of buffers that a save begins with.
 _SIMULATED_STAGED_SIZES = SIMULATED_SIZES._replace(hidden=512, heads=4)
-_HELD_SECONDS = 20.0  # at most, by a disk that does nothing
+_HELD_SECONDS = 45.0  # at most, by a disk that does nothing
 
 
 class HeldStore(LocalStore):
