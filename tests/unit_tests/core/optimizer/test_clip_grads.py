@@ -45,7 +45,7 @@ def test_the_norm_of_many_bf16_elements_is_right():
 
 
 def parameter(grad: torch.Tensor | None) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(() if grad is None else grad.shape))
+    made = nn.Parameter(torch.zeros(()) if grad is None else torch.zeros_like(grad))
     made.grad = grad
     return made
 
