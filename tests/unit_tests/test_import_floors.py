@@ -22,6 +22,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.lanes",
         "megatron.core.device",
         "megatron.core.issued_collectives",
+        "megatron.core.local_ranks",
         "megatron.core.numa",
         "megatron.core.host_memory",
         "megatron.core.mesh",

@@ -3,7 +3,9 @@
 [Note: squares] Summing millions of fp32 squares one after another loses digits (0.4 % at 50M elements on a CPU), and
 `vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is asked for. So on a CPU the host kernel adds
 the squares in fp64, in an order that does not depend on the number of threads. Elsewhere the norm is taken in fp32 over
-rows of 256 elements, and the rows' squares are added in fp64. The relative error is below 2e-7.
+rows of 256 elements, and the rows' squares are added in fp64. The relative error is below 2e-7. CUDA's kernel widens
+16-bit elements as it reads them; for other devices they are copied into fp32 first, 64 MiB at a time. The rows' norms
+of one run take 12 bytes for 256 elements, and are gone before the next run is read.
 
 [Note: runs] Launching a kernel takes longer than reading a bias does, so gradients are not measured one by one, but in
 runs: tensors that lie end to end in memory count as one. The gradients of an FSDP group are views of one flat buffer:
@@ -32,7 +34,7 @@ from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.rank_waits import waits_for_ranks
 
 _ROW_NUMEL = 256
-# What is widened at a time where a device has no kernel that widens as it reads: 64 MiB in fp32.
+# What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB. Whole rows.
 _PIECE_NUMEL = 65536 * _ROW_NUMEL
 
 # (local tensors of one device, at least one, which may lack elements) -> scalar, fp64: of all of them together
@@ -115,15 +117,29 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
             nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             sharded.setdefault((parameter.device_mesh, _sharding_axes(parameter)), []).append(nothing)
 
-    totals = [measure(runs(plain) or plain)] if plain else []
+    totals = [_measure_by_device(plain, measure)] if plain else []
     for (mesh, axes), local in sharded.items():
-        # A rank that holds no element of any of them takes part in the sum all the same.
-        total = measure(runs(local) or local)
+        total = _measure_by_device(local, measure)
         for axis in axes:
             with issuing("all-reduce of a measure of the gradients", total):
                 dist.all_reduce(total, group=mesh.get_group(axis))
         totals.append(total)
     return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.float64)
+
+
+def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> torch.Tensor:
+    """What `measure` says of tensors, at least one, that may be on several devices. See [Note: runs].
+
+    Where the CPU and a device both have some, the result is on the device: torch hands a scalar of the CPU's to the
+    kernel by value, and nothing waits. Devices come in the order of first appearance, and so do their sums.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+
+    # A rank that holds no element of any of them takes part in the sum all the same.
+    totals = [measure(runs(local) or local) for local in by_device.values()]
+    return sum(totals[1:], totals[0])
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -152,15 +168,20 @@ def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         sums = [kernel.squared_norm(tensor) for tensor in tensors]
         return sum(sums[1:], sums[0])
 
-    # On a device: four kernels, and one or two for each tensor.
-    norms = [
-        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64 if rows.dtype == torch.float64 else torch.float32)
-        for tensor in tensors
-        for rows in _rows(tensor.detach().reshape(-1))
-    ]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    return torch.cat(norms).double().square().sum()
+    # On a device: three kernels, and three or four for each tensor.
+    return torch.stack([_norm_on_device(tensor.detach().reshape(-1)) for tensor in tensors]).square().sum()
+
+
+def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
+    """Scalar, fp64. Of each tensor by itself, so that the norms of its rows are freed before the next one's."""
+    norms = flat.new_empty(
+        -(-flat.numel() // _ROW_NUMEL), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32
+    )
+    done = 0
+    for rows in _rows(flat):
+        torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype, out=norms[done : done + len(rows)])
+        done += len(rows)
+    return torch.linalg.vector_norm(norms, dtype=torch.float64)
 
 
 def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -170,12 +191,17 @@ def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """All elements as matrices; the last one, of what is left, has a single row."""
-    for piece in flat.split(_PIECE_NUMEL):
+    for piece in [flat] if _is_widened_while_read(flat) else flat.split(_PIECE_NUMEL):
         whole = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
         if whole:
             yield piece[:whole].view(-1, _ROW_NUMEL)
         if whole < piece.numel():
             yield piece[whole:].view(1, -1)
+
+
+def _is_widened_while_read(tensor: torch.Tensor) -> bool:
+    """Whether `vector_norm` with a result in fp32 or wider copies nothing."""
+    return tensor.dtype.itemsize >= torch.float32.itemsize or tensor.device.type == "cuda"
 
 
 def _runs_of_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -268,8 +268,7 @@ class FsdpContext:
     def reduce(self, group: FsdpParameterGroup) -> None:
         """Begins to reduce what a group has collected, which may be nothing."""
         assert group.gradients is not None, "called for groups that have gradients"
-        if not group.gradients.received:
-            # Where ranks join in the others' reductions, this one may need memory all the same.
+        if group.reduction_takes_memory:
             self.make_room(group)
         self._in_flight.append(_InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch)))
 

@@ -145,6 +145,14 @@ class GroupGradients:
             self._slots[index].copy_(gradient)
             self._received.add(index)
 
+    def takes_memory_to_reduce(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether `reduce` would take the memory of whole gradients now, though none has been collected.
+
+        It does where ranks must join in the others' reductions, with zeros: not where they exchange notes, and not for
+        parameters that are frozen. After `collect` the memory has been taken already.
+        """
+        return not self._received and self._joins_others(parameters)
+
     def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Reduction:
         """Prepares the reduction of what was collected, and answers the work to do, on whichever lane.
 
@@ -154,8 +162,9 @@ class GroupGradients:
         Args:
             is_last: whether deferred axes are reduced too.
         """
+        joins = self.takes_memory_to_reduce(parameters)
         received, self._received = frozenset(self._received), set()
-        takes_part = bool(received) or self._joins_others(parameters)
+        takes_part = bool(received) or joins
         in_partial = [index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)]
         in_main = [
             index
@@ -167,7 +176,7 @@ class GroupGradients:
             axes = self._axes_to_reduce(is_last)
             return Reduction(lambda: self._tell(axes), self._notes(axes, []))
 
-        if not received and takes_part:
+        if joins:
             self._take_memory()
         self._take_over(parameters, in_main, self._main_grads)
 

@@ -36,7 +36,8 @@ class NoteHistory:
 
     def add(self, note: Sequence[int]) -> None:
         """Remembers the note of a collective that is being issued."""
-        self._hash.update(array("q", note).tobytes())
+        # All of one length, or notes of one stretch of numbers, cut differently, would have the same digest.
+        self._hash.update(array("q", _padded(note)).tobytes())
         if len(self._notes) < _MOST_NOTES:
             self._notes.append(tuple(note))
 
@@ -62,9 +63,8 @@ class NoteHistory:
         """
         length = torch.tensor(len(self._notes), dtype=torch.int64, device=device)
         dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
-        empty = (0,) * NOTE_LENGTH
-        missing = [empty] * max(1 - len(self._notes), int(length) - len(self._notes))
-        notes = torch.tensor([(*note, *empty)[:NOTE_LENGTH] for note in [*self._notes, *missing]], device=device)
+        missing = [()] * max(1 - len(self._notes), int(length) - len(self._notes))
+        notes = torch.tensor([_padded(note) for note in [*self._notes, *missing]], device=device)
 
         # What the least and the greatest say is all that is needed, and costs the same on any number of ranks.
         least, greatest = notes.clone(), notes.clone()
@@ -76,6 +76,10 @@ class NoteHistory:
         everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyones, own, group=group)
         return [tuple(note.tolist()) for note in everyones]
+
+
+def _padded(note: Sequence[int]) -> tuple[int, ...]:
+    return (*note, *(0,) * (NOTE_LENGTH - len(note)))
 
 
 def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, ...]], str]) -> str:

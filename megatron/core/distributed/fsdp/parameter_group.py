@@ -350,6 +350,12 @@ class FsdpParameterGroup:
             self._main_grad_read = self._send_down(reduced)
         return reduced
 
+    @property
+    def reduction_takes_memory(self) -> bool:
+        """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        return self.gradients.takes_memory_to_reduce([parameter.sharded for parameter in self.fsdp_parameters])
+
     def release_gradients(self) -> None:
         """Frees what `reduce` has read. Call it after the event that it answered."""
         assert self.gradients is not None, "called for groups that have gradients"

@@ -16,7 +16,6 @@ moments an element has 14 bytes on the host, and 2 of them travel.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -28,6 +27,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
 from megatron.core.issued_collectives import issuing
+from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
 from megatron.core.rank_waits import waits_for_ranks
 
@@ -170,11 +170,6 @@ def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
 def shares_memory(grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads: bool, pins_params: bool) -> bool:
     """Whether weights on their way up are written over the gradients that they came from."""
     return grad_dtype == weight_dtype and pins_grads == pins_params
-
-
-def local_world_size() -> int:
-    """Ranks on this machine, as launchers say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @waits_for_ranks

@@ -7,12 +7,13 @@ sockets they run near to the rank's device, where its host memory is. Two ranks 
     node 0   cores 0 1 | 2 3 4 5 6 7        rank 0: 6 threads on cores 2 to 7
     node 1   cores 8 9 | 10 ... 15          rank 1: 6 threads on cores 10 to 15
 
+Cores that Slurm has bound to one rank are not divided again; see local_ranks' [Note: shared cores].
+
 On the CPU as a device the main thread waits for the host threads anyway, and they have all of a rank's cores.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from megatron.core import numa
 from megatron.core.device import Device
 from megatron.core.drivers import driver_of
+from megatron.core.local_ranks import allowed_cores, num_sharing_ranks
 
 LAUNCHING_CORES = 2  # for each rank
 
@@ -38,19 +40,19 @@ def host_threads(
 
     Args:
         device: the rank's.
-        num_local_ranks: ranks on this machine, which share its cores.
+        num_local_ranks: ranks on this machine, which share its cores unless they are bound to some each.
         number: how many threads; default: a rank's share of the cores, less those of the launching threads.
     """
-    allowed = _allowed_cores()
+    allowed, num_sharing = allowed_cores(), num_sharing_ranks(num_local_ranks)
     if not device.is_accelerator:
-        return HostThreads(number or max(1, len(allowed) // num_local_ranks), None)
+        return HostThreads(number or max(1, len(allowed) // num_sharing), None)
 
     node = device.numa_node
     near = frozenset() if node is None else numa.cpus_of_node(node, nodes) & allowed
     if node is None or not near:
-        return HostThreads(number or _share(len(allowed), num_local_ranks), None)
+        return HostThreads(number or _share(len(allowed), num_sharing), None)
 
-    num_ranks = _num_ranks_near(device, node, num_local_ranks, nodes)
+    num_ranks = min(num_sharing, _num_ranks_near(device, node, num_local_ranks, nodes))
     num_kept = num_ranks * LAUNCHING_CORES
     cores = sorted(near)[num_kept:] if len(near) > num_kept else None
     return HostThreads(number or _share(len(near), num_ranks), cores)
@@ -66,9 +68,3 @@ def _num_ranks_near(device: Device, node: int, num_local_ranks: int, nodes: Path
         # Each process sees its own device only: they are spread evenly, most likely.
         return -(-num_local_ranks // numa.num_nodes(nodes))
     return sum(Device(device.kind, index).numa_node == node for index in range(num_local_ranks)) or 1
-
-
-def _allowed_cores() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))

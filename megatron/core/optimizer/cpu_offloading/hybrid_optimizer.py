@@ -26,13 +26,13 @@ from torch import nn
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
+from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
 from megatron.core.optimizer.cpu_offloading.host_arrays import (
     BucketArrays,
     HostAllocator,
     check_memory_on_all_ranks,
-    local_world_size,
 )
 from megatron.core.optimizer.cpu_offloading.host_threads import host_threads
 from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
@@ -133,8 +133,9 @@ class _Bucket:
             def send_down(reduced: Event) -> Event:
                 # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
                 mine, lane = bucket(), lane_of()
-                if mine is None or lane is None or not isinstance(mine.link, GroupLink):
+                if mine is None or lane is None:
                     return reduced
+                assert isinstance(mine.link, GroupLink), "a bucket keeps its link, and this one had a group's"
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
                 # The reduction has been issued, and has counted its writes. The copy comes behind it, not behind what

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.local_ranks import allowed_cores, local_world_size, num_sharing_ranks
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamScalars, AdamStep
 
@@ -89,8 +90,8 @@ class HostAdam:
         """Starts the threads.
 
         Args:
-            num_threads: by default the cores that this process may use, divided among the ranks of the machine
-                (LOCAL_WORLD_SIZE). The torch body takes torch's threads instead.
+            num_threads: by default the cores that this process may use, divided among the ranks of the machine that
+                share them; see local_ranks.py. The torch body takes torch's threads instead.
             body: the instructions used, one of `available_bodies()`, all of the same bits; "auto" is the first of them.
             cores: on which the threads run, as far as the system lets them; default: those of the calling thread. The
                 torch body takes no notice.
@@ -258,8 +259,7 @@ def _warn_once(path: Path) -> None:
 
 
 def _default_num_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, len(allowed_cores()) // num_sharing_ranks(local_world_size()))
 
 
 @contextmanager

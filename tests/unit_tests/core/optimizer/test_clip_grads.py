@@ -45,7 +45,7 @@ def test_the_norm_of_many_bf16_elements_is_right():
 
 
 def parameter(grad: torch.Tensor | None) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(() if grad is None else grad.shape))
+    made = nn.Parameter(torch.zeros(()) if grad is None else torch.zeros_like(grad))
     made.grad = grad
     return made
 
@@ -287,12 +287,15 @@ def flat_gradients(numels: list[int], device: str) -> list[nn.Parameter]:
 
 
 def test_the_norm_of_42_gradients_in_two_groups_takes_a_dozen_kernels_on_a_device():
-    """One by one, seven for each gradient, it took 294."""
+    """One by one, seven for each gradient, it took 294. Each of the two runs has whole rows and a rest."""
     numels = [1024, 64, 4096, 256, 1024, 32, 16] * 3
     parameters = [*flat_gradients(numels, "meta"), *flat_gradients(numels, "meta")]
     with Kernels() as kernels:
         global_grad_norm(parameters)
-    assert kernels.counts == {"linalg_vector_norm": 4, "cat": 1, "_to_copy": 1, "pow": 1, "sum": 1, "sqrt": 1}
+    assert kernels.counts["linalg_vector_norm"] == 6
+    # `new_empty` launches nothing. The rows' norms are copied to fp64 within their norm: one kernel more for each run.
+    others = {name: count for name, count in kernels.counts.items() if name != "linalg_vector_norm"}
+    assert others == {"new_empty": 2, "stack": 1, "pow": 1, "sum": 1, "sqrt": 1}
 
     with Kernels() as kernels:
         global_num_zeros(parameters)
@@ -314,8 +317,47 @@ def test_long_tensors_are_widened_piece_by_piece(monkeypatch):
     tensor = torch.randn(1300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with Kernels() as kernels:
         total = squared_norm(tensor)
-    assert kernels.counts["linalg_vector_norm"] == 4
+    assert kernels.counts["linalg_vector_norm"] == 5, "of four pieces, and of their rows' norms"
     torch.testing.assert_close(total, tensor.double().square().sum(), rtol=2e-7, atol=0)
+
+
+def test_what_needs_no_widening_is_read_in_one_pass(monkeypatch):
+    monkeypatch.setattr("megatron.core.optimizer.clip_grads.FLOAT_DTYPES", ())
+    monkeypatch.setattr("megatron.core.optimizer.clip_grads._PIECE_NUMEL", 512)
+    with Kernels() as kernels:
+        squared_norm(torch.ones(2048))
+    assert kernels.counts["linalg_vector_norm"] == 2, "of the rows, and of their norms"
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in Kernels.VIEWS and isinstance(made, torch.Tensor):
+            self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+def test_the_norm_of_many_runs_takes_no_more_memory_than_that_of_the_longest():
+    lone = [parameter(torch.empty(256 * 1024, device="meta")) for _ in range(8)]
+    with LargestAllocation() as largest:
+        global_grad_norm(lone)
+    assert 0 < largest.nbytes <= 8 * 1024, "fp64, of the rows of one"
+
+
+def test_gradients_on_the_cpu_and_on_a_device_are_measured_apart():
+    """The result is on the device, as the sum of two scalars is."""
+    on_cpu, on_device = parameter(torch.ones(4)), parameter(torch.ones(4, device="meta"))
+    for parameters in ([on_cpu, on_device, on_cpu], [on_device, on_cpu]):
+        with arrays_measured() as calls:
+            assert global_grad_norm(parameters).device.type == "meta"
+        assert calls == [4]
+        assert global_num_zeros(parameters).device.type == "meta"
 
 
 # FSDP groups

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.note_history import NoteHistory, tell_apart
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.step import train_step
@@ -101,6 +102,50 @@ def local_gradients(model: nn.Module) -> list[torch.Tensor | None]:
 def clear_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def digest_of(notes: Sequence[Sequence[int]]) -> int:
+    history = NoteHistory()
+    for note in notes:
+        history.add(note)
+    return history.digest
+
+
+def test_notes_that_are_cut_differently_from_the_same_numbers_have_another_digest():
+    assert len({digest_of(notes) for notes in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}) == 3
+    assert digest_of([[1, 2]]) == digest_of([[1, 2, 0]]), "0 stands for what is left out"
+
+
+def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
+    """In a backward in which only module a gets gradients."""
+    model = Pairs()
+    context = shard(model, "optim")
+    backward(model)  # names the groups
+    clear_gradients(model)
+    made: list[str] = []
+    original = context.make_room
+
+    def make_room(group: FsdpParameterGroup) -> None:
+        made.append(group.name)
+        original(group)
+
+    context.make_room = make_room
+    model.b.learns = False
+    if is_frozen:
+        model.b.requires_grad_(False)
+    backward(model)
+    return made
+
+
+def _room_with_and_without_notes() -> None:
+    assert _groups_that_room_is_made_for(is_frozen=False) == ["a"], "b's ranks tell each other, and need no memory"
+    with without_notes():
+        assert sorted(_groups_that_room_is_made_for(is_frozen=False)) == ["a", "b"], "b's ranks reduce zeros"
+        assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
+
+
+def test_the_host_waits_for_room_only_for_groups_that_take_memory():
+    run_ranks(2, _room_with_and_without_notes)
 
 
 # What ranks find out at the end of a step

@@ -97,6 +97,47 @@ def test_processes_that_each_see_one_device_are_taken_to_be_spread_evenly(monkey
     assert machine.threads(0, 4) == HostThreads(6, list(range(20, 32)))
 
 
+SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+FOUR_TASKS = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "12", "WORLD_SIZE": "4"}
+
+
+def set_environment(monkeypatch, environment: dict[str, str]) -> None:
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_cores_that_slurm_has_bound_to_a_rank_are_not_divided_again(monkeypatch, tmp_path):
+    set_environment(monkeypatch, FOUR_TASKS)
+    machine = Machine(monkeypatch, tmp_path, range(12, 24), {0: "0-23", 1: "24-47"}, [0, 0, 1, 1])
+    assert machine.threads(1, 4) == HostThreads(10, list(range(14, 24)))
+    assert host_threads(Device("cpu"), 4, None, tmp_path) == HostThreads(12, None)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert HostAdam().num_threads == 12
+
+    # An odd number of threads, rounded up to whole cores of two.
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "11")
+    assert machine.threads(1, 4).number == 10
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "environment"),
+    [
+        (12, {}),  # a container that holds all ranks, or numactl
+        (48, FOUR_TASKS),  # tasks that Slurm has not bound
+        (12, {**FOUR_TASKS, "SLURM_STEP_NUM_TASKS": "1"}),  # one task, in which a launcher started four ranks
+        (12, {**FOUR_TASKS, "TORCHELASTIC_RUN_ID": "job"}),
+        (12, {name: value for name, value in FOUR_TASKS.items() if name != "SLURM_CPUS_PER_TASK"}),
+    ],
+)
+def test_cores_that_all_ranks_of_a_machine_may_use_are_divided(monkeypatch, tmp_path, num_cores, environment):
+    set_environment(monkeypatch, environment)
+    machine = Machine(monkeypatch, tmp_path, range(num_cores), {}, [None] * 4)
+    assert machine.threads(1, 4).number == num_cores // 4 - LAUNCHING_CORES
+
+
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 8), st.data())
 def test_ranks_together_leave_their_launching_threads_room_wherever_there_is_any(num_cores, num_ranks, data):
