@@ -181,7 +181,8 @@ def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
     for rows in _rows(flat):
         torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype, out=norms[done : done + len(rows)])
         done += len(rows)
-    return torch.linalg.vector_norm(norms, dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    return norm
 
 
 def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
