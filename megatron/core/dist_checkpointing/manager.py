@@ -106,8 +106,8 @@ class CheckpointManager:
             timeout_seconds: for which rank 0 waits for the others, and they for it.
             staging_share: of the host memory that is free, for states on their way from a device to the disk, so that
                 the next step need not wait for the disk. For whoever waits for the save itself, 0 is best.
-            num_local_ranks: ranks on this machine, which divide that share. The default is right for a rank that has the
-                machine to itself; with more of them, each would take the share.
+            num_local_ranks: ranks on this machine, which divide that share. The default is right for a rank that has
+                the machine to itself; with more of them, each would take all of the share.
             on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
                 took; on a thread of the manager's.
             on_failed: is told the iteration of each save that has come to nothing, and why; on the thread that asks.
