@@ -78,7 +78,7 @@ class Device:
         if kind == _CPU:
             return cls(kind)
         count = driver_of(kind).device_count()
-        if count == 1 and _is_bound_by_slurm(local_rank, local_world_size):
+        if count == 1 and _is_bound_by_slurm(local_rank):
             local_rank = 0
         elif local_world_size > count:
             raise ConfigError(
@@ -221,14 +221,19 @@ class Device:
         return StreamEvent(self._driver, self.index) if self.is_accelerator else ThreadEvent.done()
 
 
-def _is_bound_by_slurm(local_rank: int, local_world_size: int) -> bool:
-    """Whether Slurm started this very process and gave each of the machine's processes a GPU (`--gpus-per-task=1`).
+def _is_bound_by_slurm(local_rank: int) -> bool:
+    """Whether Slurm started this very process and gave each of its tasks a GPU of its own (`--gpus-per-task=1`).
 
     Where it gave them one together, or where it started a torchrun, several ranks would find themselves on one.
+    How many GPUs the machine has proves nothing: a script may show all ranks the same one of them.
     """
-    names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE")
-    own, per_task, on_node = (os.environ.get(name, "") for name in names)
+    names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
+    own, per_task, binding = (os.environ.get(name, "") for name in names)
     if own != str(local_rank) or "TORCHELASTIC_RUN_ID" in os.environ:
         return False
-    # Of a kind, it may be: "a100:1".
-    return bool(per_task) or (on_node.isdigit() and int(on_node) >= local_world_size)
+    # `--gpus-per-task` implies that each task is bound to its own, unless another binding was asked for: by a map, or
+    # by what is closest, several may have the same one.
+    if binding and not binding.startswith("per_task:"):
+        return False
+    # One, or one of a kind: "a100:1".
+    return per_task.rpartition(":")[2] == "1" and "," not in per_task

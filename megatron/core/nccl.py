@@ -1,11 +1,12 @@
 """NCCL's own guard in PyTorch, and how it is kept from ending ranks that this project's watchdog watches over.
 
-Each NCCL process group of PyTorch (2.11 to 2.13) has two threads of its own. One looks for errors and timeouts of
+Each NCCL process group of PyTorch has two threads of its own. One looks for errors and timeouts of
 collectives, and ends the process for one; the other ends it if the first one hangs, or has found an error. Where both
 watchdogs run, a rank that is killed so in the middle of a roll call looks like the cause. So the settings below leave
 PyTorch's threads to find errors, and to tell whoever asks (`ProcessGroupNCCL.get_error`), which ours does.
 
-PyTorch reads them from the environment when a group is made.
+PyTorch reads them from the environment when a group is made. None of this has been seen on a GPU: the settings' names
+are in PyTorch 2.11 and 2.13, and what they do was read in the sources of another version.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ class _Run:
         recover = RecoverHandler(
             config,
             self._device,
+            num_local_ranks=launch.local_world_size,
             events=self._events,
             restart_count=launch.restart_count,
             wrap_store=self._injections.store,

@@ -1,6 +1,6 @@
 """`RecoverHandler`: a run that dies goes on where its newest intact checkpoint is, and says so.
 
-    handler = RecoverHandler(config, device, events=events, restart_count=launch.restart_count)
+    handler = RecoverHandler(config, device, num_local_ranks=launch.local_world_size, events=events)
     loaded = handler.load(engine)          # None: there is none, and training begins
     with handler:
         ...
@@ -128,6 +128,7 @@ class RecoverHandler:
         config: RunConfig,
         device: Device,
         *,
+        num_local_ranks: int,
         events: EventLog | None = None,
         restart_count: int = 0,
         wrap_store: Callable[[Store], Store] = lambda store: store,
@@ -135,6 +136,7 @@ class RecoverHandler:
     ) -> None:
         """
         Args:
+            num_local_ranks: ranks on this machine, which divide the memory that saves may stage in.
             events: where it is written down what becomes of saves and loads.
             restart_count: how often the launcher has relaunched this job.
             wrap_store: what to save through, for fault injection.
@@ -144,6 +146,7 @@ class RecoverHandler:
         self._device = device
         self._events = events or EventLog(None)
         self._restart_count = restart_count
+        self._num_local_ranks = num_local_ranks
         self._wrap_store = wrap_store
         self._clock = clock
         self._manager: CheckpointManager | None = None
@@ -281,6 +284,7 @@ class RecoverHandler:
                 retention=Retention(checkpoint.save_keep_last, checkpoint.save_retain_interval),
                 timeout_seconds=60.0 * checkpoint.save_timeout_minutes,
                 staging_share=checkpoint.save_staging_share if checkpoint.async_save else 0.0,
+                num_local_ranks=self._num_local_ranks,
                 on_published=self._on_published,
                 on_failed=self._on_failed,
             )

@@ -6,12 +6,15 @@
 So a save takes no memory that grows with the state, and copying and hashing cost no time as long as the disk is slower.
 Copies, digests and writes all run without the interpreter's lock.
 
-[Note: staging] The next step of an optimizer waits until its states have been read. Those on a device come
-down at tens of gigabytes a second, but would then wait, buffer by buffer, for a disk that takes one or two.
-So for them the pool grows: where all buffers are on their way to the disk, there is one more. The step goes
-on once the states have come down, and the disk takes them from host memory. The pool grows to a share of the
-memory that is free, and keeps what it has for the next saves, since pinning memory takes longer than filling
-it. Beyond that share, the disk is waited for.
+[Note: staging] The next step of an optimizer waits until its states have been read. Those on a device would
+wait, buffer by buffer, for the disk. So for them the pool grows: where all buffers are on their way to the
+disk, there are some more. The step goes on once the states have come down, and the disk takes them from host
+memory. The pool grows to a share of the memory that is free, and keeps what it has for the next saves. Beyond
+that share, the disk is waited for.
+
+None of this has been measured on a GPU. What bounds its speed: one thread copies a span and then hashes it,
+so the link stands still while it hashes, and hashing sets the pace where it is slower than the link. The
+first save that stages pays for pinning, too, a slab at a time; later ones find the pool as it was left.
 
 States in host memory are not staged: a copy would take as much of that memory as they do.
 """
@@ -19,7 +22,6 @@ States in host memory are not staged: a copy would take as much of that memory a
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster
 BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one write and the next
+# A mapping and a call of the driver for each buffer would be thousands of both where states are large.
+SLAB_BUFFERS = 32  # the most that staging adds at once: 256 MiB
 
 
 class BufferPool:
@@ -58,7 +62,7 @@ class BufferPool:
         buffer_bytes: int = BUFFER_BYTES,
         *,
         staging_share: float = 0.0,
-        num_local_ranks: int | None = None,
+        num_local_ranks: int = 1,
     ) -> None:
         """Allocates the memory and makes it resident.
 
@@ -66,7 +70,7 @@ class BufferPool:
             num_buffers: to begin with.
             buffer_bytes: of each; room for a block at least, and a multiple of DATA_ALIGNMENT.
             staging_share: of the host memory that is free, for more buffers; see [Note: staging]. 0: there are no more.
-            num_local_ranks: ranks on this machine, which divide that share; default: LOCAL_WORLD_SIZE, or 1.
+            num_local_ranks: ranks on this machine, which divide that share.
 
         Raises:
             ValueError: for fewer than two buffers, or another size.
@@ -83,10 +87,10 @@ class BufferPool:
         self.staged_bytes = 0
         self._device = device
         self._staging_share = staging_share
-        self._num_local_ranks = num_local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._num_local_ranks = num_local_ranks
         slab = HostSlab(num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers")
-        whole = slab.tensor(0, slab.nbytes, torch.uint8).zero_().numpy().data
-        self._buffers = [whole[begin : begin + buffer_bytes] for begin in range(0, slab.nbytes, buffer_bytes)]
+        slab.tensor(0, slab.nbytes, torch.uint8).zero_()
+        self._buffers = self._cut(slab)
         self._is_lent = threading.Lock()
 
     def lend(self) -> list[memoryview]:
@@ -95,38 +99,45 @@ class BufferPool:
             raise RuntimeError("Expected buffers that are free, got those of a data file that is still being written.")
         return list(self._buffers)
 
-    def lend_another(self) -> memoryview | None:
-        """One buffer more than there were, to whom the others are lent; None if there may be no more."""
-        if not self._has_room():
-            return None
+    def lend_more(self) -> list[memoryview]:
+        """Buffers that are added, for whoever has the others: a slab of them, or as many as there is room for."""
+        num_buffers = min(SLAB_BUFFERS, self._room())
+        if not num_buffers:
+            return []
 
+        nbytes = num_buffers * self.buffer_bytes
         try:
-            slab = HostSlab(self.buffer_bytes, self._device, is_pinned=True, purpose="staging a checkpoint")
+            slab = HostSlab(nbytes, self._device, is_pinned=True, purpose="staging a checkpoint")
         except (HostMemoryError, PinError) as error:
             # What there is serves: the save takes longer, and fails no more than it would have.
             logger.warning("Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error)
             self._staging_share = 0.0
-            return None
+            return []
 
-        buffer = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
-        self._buffers.append(buffer)
-        self.staged_bytes += self.buffer_bytes
-        return buffer
+        added = self._cut(slab)
+        self._buffers += added
+        self.staged_bytes += nbytes
+        return added
 
     def take_back(self) -> None:
         """The buffers are free again."""
         self._is_lent.release()
 
-    def _has_room(self) -> bool:
-        """Whether one more buffer stays within this rank's part of what is free, or has been before it staged."""
+    def _room(self) -> int:
+        """How many more buffers stay within this rank's part of what is free, or has been before it staged."""
         if not self._staging_share:
-            return False
+            return 0
         available = HostLimits.read().available
         if available is None:
-            return False  # what is not known is not taken
+            return 0  # what is not known is not taken
 
         part = available / self._num_local_ranks + self.staged_bytes
-        return self.staged_bytes + self.buffer_bytes <= self._staging_share * part
+        return max(0, int(self._staging_share * part - self.staged_bytes) // self.buffer_bytes)
+
+    def _cut(self, slab: HostSlab) -> list[memoryview]:
+        """A slab's buffers, which keep it."""
+        whole = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
+        return [whole[begin : begin + self.buffer_bytes] for begin in range(0, slab.nbytes, self.buffer_bytes)]
 
 
 class DataFileWriter:
@@ -246,11 +257,9 @@ class DataFileWriter:
         self._check()
 
     def _next_buffer(self) -> memoryview:
-        """One that is free; or else one more, if this is not to wait; or else the first that the disk gives back."""
+        """One that is free; or else a new one, if this is not to wait; or else the first that the disk gives back."""
         if self.is_staging and not self._free:
-            another = self._pool.lend_another()
-            if another is not None:
-                return another
+            self._free.extend(self._pool.lend_more())
 
         while not self._free:
             self._wait(self._queued.popleft())

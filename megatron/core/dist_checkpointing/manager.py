@@ -95,6 +95,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
         staging_share: float = 0.0,
+        num_local_ranks: int = 1,
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> None:
@@ -105,6 +106,8 @@ class CheckpointManager:
             timeout_seconds: for which rank 0 waits for the others, and they for it.
             staging_share: of the host memory that is free, for states on their way from a device to the disk, so that
                 the next step need not wait for the disk. For whoever waits for the save itself, 0 is best.
+            num_local_ranks: ranks on this machine, which divide that share. The default is right for a rank that has
+                the machine to itself; with more of them, each would take all of the share.
             on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
                 took; on a thread of the manager's.
             on_failed: is told the iteration of each save that has come to nothing, and why; on the thread that asks.
@@ -123,7 +126,7 @@ class CheckpointManager:
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
         self._abandoned: list[str] = []  # drafts of this run that came to nothing, on rank 0
-        self._pool = BufferPool(device, staging_share=staging_share)
+        self._pool = BufferPool(device, staging_share=staging_share, num_local_ranks=num_local_ranks)
         # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
@@ -142,6 +145,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         timeout_seconds: float = 600.0,
         staging_share: float = 0.0,
+        num_local_ranks: int = 1,
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> CheckpointManager:
@@ -162,6 +166,7 @@ class CheckpointManager:
             retention=retention,
             timeout_seconds=timeout_seconds,
             staging_share=staging_share,
+            num_local_ranks=num_local_ranks,
             on_published=on_published,
             on_failed=on_failed,
         )

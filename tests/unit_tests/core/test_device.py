@@ -32,7 +32,14 @@ def test_more_ranks_than_gpus_are_refused_on_all_of_them(monkeypatch):
         Device.for_rank("cuda", 0, local_world_size=3)
 
 
-SLURM = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "TORCHELASTIC_RUN_ID")
+SLURM = (
+    "SLURM_LOCALID",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +47,14 @@ SLURM = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "TORCHELA
     [
         ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1"}, True),
         ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "a100:1"}, True),
-        ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}, True),  # --gpu-bind
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "per_task:1"}, True),
+        # A job script with CUDA_VISIBLE_DEVICES=0, on a machine with enough GPUs.
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4", "SLURM_NTASKS_PER_NODE": "4"}, False),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4", "SLURM_GPU_BIND": "single:1"}, False),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "map_gpu:0"}, False),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, False),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "2"}, False),  # and yet it sees one
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "a100:1,v100:1"}, False),
         ({"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "1"}, False),
         ({"SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "1"}, False),  # a torchrun's, or a shell's
         ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "job"}, False),

@@ -314,7 +314,8 @@ class FsdpContext:
         """
         own = torch.tensor([self.history.digest], dtype=torch.int64, device=self.device.torch_device)
         digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
-        dist.all_gather(digests, own, group=process_group)
+        with issuing("all-gather of what ranks have done", own):
+            dist.all_gather(digests, own, group=process_group)
         self.compare_digests(torch.cat(digests).tolist(), process_group)
 
     def compare_digests(self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
+from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waits_for_ranks
 
 # A number of this size survives a sum in fp64, where the other ranks contribute zeros.
@@ -62,19 +63,23 @@ class NoteHistory:
             device: of the group's collectives.
         """
         length = torch.tensor(len(self._notes), dtype=torch.int64, device=device)
-        dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
+        with issuing("all-reduce of the number of notes", length):
+            dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
         missing = [()] * max(1 - len(self._notes), int(length) - len(self._notes))
         notes = torch.tensor([_padded(note) for note in [*self._notes, *missing]], device=device)
 
         # What the least and the greatest say is all that is needed, and costs the same on any number of ranks.
         least, greatest = notes.clone(), notes.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+        with issuing("all-reduce of the least of all notes", least):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+        with issuing("all-reduce of the greatest of all notes", greatest):
+            dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
         place = int((least != greatest).any(dim=1).int().argmax())
 
         own = notes[place].contiguous()
         everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyones, own, group=group)
+        with issuing("all-gather of the notes that differ", own):
+            dist.all_gather(everyones, own, group=group)
         return [tuple(note.tolist()) for note in everyones]
 
 

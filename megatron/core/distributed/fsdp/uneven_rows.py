@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.issued_collectives import issuing
 
 T = TypeVar("T", bound="UnevenRows")
 
@@ -278,7 +279,9 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
         return tensor._local_tensor.detach()
 
     detached: Any = tensor.detach()
-    whole: torch.Tensor = detached.full_tensor()
+    # One collective for each axis of the mesh that cuts it, all of them PyTorch's.
+    with issuing(f"gather of a DTensor of {tensor.numel()} elements", tensor._local_tensor):
+        whole: torch.Tensor = detached.full_tensor()
 
     return whole
 

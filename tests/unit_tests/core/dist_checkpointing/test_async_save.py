@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing import data_file, tensor_bytes
 from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing import tensor_bytes
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect
 from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
@@ -399,7 +399,7 @@ def staging(available: int) -> Iterator[list[BufferPool]]:
     pools: list[BufferPool] = []
 
     def small_pool(device: Device, **settings: Any) -> BufferPool:
-        pools.append(BufferPool(device, 2, BLOCK_BYTES, num_local_ranks=1, **settings))
+        pools.append(BufferPool(device, 2, BLOCK_BYTES, **settings))
         return pools[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -407,6 +407,7 @@ def staging(available: int) -> Iterator[list[BufferPool]]:
             patch.setattr(module, "lies_on_device", lambda _: True)
         patch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(available, None)))
         patch.setattr(manager_module, "BufferPool", small_pool)
+        patch.setattr(data_file, "SLAB_BUFFERS", 1)  # so that what is staged is what was needed
         yield pools
 
 

@@ -15,8 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import tensor_bytes
-from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES, NUM_BUFFERS, BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing import data_file, tensor_bytes
+from megatron.core.dist_checkpointing.data_file import (
+    BUFFER_BYTES,
+    NUM_BUFFERS,
+    SLAB_BUFFERS,
+    BufferPool,
+    DataFileWriter,
+)
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -363,7 +369,8 @@ def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 
 def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same_memory(disk, monkeypatch):
-    room_for(monkeypatch, 100 * SMALL)
+    room_for(monkeypatch, 12 * SMALL)
+    monkeypatch.setattr(data_file, "SLAB_BUFFERS", 2)
     pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
     for number in range(2):
         sink, tensor = HeldSink(), random_tensor(8 * SMALL + 5)
@@ -425,19 +432,41 @@ def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_m
         return HostLimits(100 * SMALL - sum(pool.staged_bytes for pool in pools), None)
 
     monkeypatch.setattr(HostLimits, "read", classmethod(read))
-    while [pool for pool in pools if pool.lend_another() is not None]:
+    while [pool for pool in pools if pool.lend_more()]:
         assert sum(pool.staged_bytes for pool in pools) <= share * 100 * SMALL
-    assert {pool.staged_bytes for pool in pools} == {num_buffers * SMALL}
+    # Who asks first may have one more, where the share leaves a remainder.
+    assert {pool.staged_bytes // SMALL for pool in pools} <= {num_buffers, num_buffers + 1}
+
+
+def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_there_is(monkeypatch):
+    device = PinningDevice("cpu")
+    object.__setattr__(device, "pinned", [])
+    pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5)
+    sizes = []
+    for num_buffers in (1000, SLAB_BUFFERS + 5, SLAB_BUFFERS + 5):
+        # Half of what is free and what has been taken already.
+        room_for(monkeypatch, 2 * num_buffers * SMALL - pool.staged_bytes)
+        sizes.append(len(pool.lend_more()))
+    assert sizes == [SLAB_BUFFERS, 5, 0]
+    assert [nbytes for _, nbytes in device.pinned[1:]] == [SLAB_BUFFERS * SMALL, 5 * SMALL]
+    assert pool.staged_bytes == (SLAB_BUFFERS + 5) * SMALL
+
+    buffers = pool.lend()
+    assert {buffer.nbytes for buffer in buffers} == {SMALL}
+    begins = sorted(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in buffers)
+    assert len(begins) == NUM_BUFFERS + SLAB_BUFFERS + 5
+    assert all(after - before >= SMALL for before, after in itertools.pairwise(begins))
 
 
 def test_where_nothing_is_known_of_the_memory_none_is_taken(monkeypatch):
     monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, None)))
-    assert BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.9).lend_another() is None
+    assert BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.9).lend_more() == []
 
 
 def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     room_for(monkeypatch, 100 * SMALL)
+    monkeypatch.setattr(data_file, "SLAB_BUFFERS", 1)
     device = PinningDevice("cpu")
     object.__setattr__(device, "pinned", [])
     pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)

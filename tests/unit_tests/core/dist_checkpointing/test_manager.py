@@ -17,6 +17,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import publisher
 from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import (
     TRACKER_FILE,
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.store import RemoteStore, Store, open_store
 from megatron.core.files import Sync
+from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.fused_adam import FusedAdam
 
 DEVICE = Device("cpu")
@@ -75,6 +77,18 @@ def load(store: Store, iteration: int) -> dict[str, torch.Tensor]:
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert got.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(got[key], expected[key])] == []
+
+
+def test_the_ranks_of_a_machine_divide_what_a_manager_stages_in(tmp_path, monkeypatch):
+    """Whatever the environment says: programs with ranks of their own set no LOCAL_WORLD_SIZE."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(80 * BUFFER_BYTES, None)))
+    staged = {}
+    for num_ranks in (1, 4, 8):
+        with CheckpointManager.start(str(tmp_path), DEVICE, staging_share=0.25, num_local_ranks=num_ranks) as manager:
+            manager._pool.lend_more()
+            staged[num_ranks] = manager._pool.staged_bytes / BUFFER_BYTES
+    assert staged == {1: 20, 4: 5, 8: 2}
 
 
 def test_what_is_saved_is_found_and_loaded_from_either_store(root):
