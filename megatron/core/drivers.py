@@ -27,10 +27,12 @@ class Driver:
         kind: as in `torch.device(kind)`.
         collective_backend: for `init_process_group`; carries CPU tensors, too.
         has_triton: whether Triton compiles for it.
+        widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are, without a copy.
     """
 
     collective_backend = ""
     has_triton = False
+    widens_as_it_reads = False
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -109,6 +111,7 @@ class CudaDriver(Driver):
 
     collective_backend = "cpu:gloo,cuda:nccl"
     has_triton = True
+    widens_as_it_reads = True
 
     def __init__(self) -> None:
         super().__init__("cuda")

@@ -75,7 +75,7 @@ def _norm_kernels() -> tuple[int, int]:
 def test_the_norm_takes_a_few_kernels_for_each_group_of_gradients():
     for kernels, num_gradients in run_ranks(2, _norm_kernels, device="sim"):
         assert num_gradients >= 30
-        assert kernels <= num_gradients / 2
+        assert kernels < num_gradients, "one after the other, each would take seven"
 
 
 def _planning(case: str) -> list[str]:

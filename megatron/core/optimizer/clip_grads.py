@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron.core.drivers import driver_of, kinds_of_accelerators
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
@@ -202,7 +203,10 @@ def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _is_widened_while_read(tensor: torch.Tensor) -> bool:
     """Whether `vector_norm` with a result in fp32 or wider copies nothing."""
-    return tensor.dtype.itemsize >= torch.float32.itemsize or tensor.device.type == "cuda"
+    if tensor.dtype.itemsize >= torch.float32.itemsize:
+        return True
+    kind = tensor.device.type
+    return kind in kinds_of_accelerators() and driver_of(kind).widens_as_it_reads
 
 
 def _runs_of_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

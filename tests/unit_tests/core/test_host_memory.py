@@ -247,7 +247,8 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
         cudaHostUnregister=lambda address: calls.append(address),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(CudaDriver, "_clear_error", lambda *_: None)  # needs a GPU
+    for needs_a_gpu in ("_clear_error", "pci_address"):
+        monkeypatch.setattr(CudaDriver, needs_a_gpu, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     with pytest.raises(

@@ -45,17 +45,20 @@ def host_threads(
     """
     allowed, num_sharing = allowed_cores(), num_sharing_ranks(num_local_ranks)
     if not device.is_accelerator:
-        return HostThreads(number or max(1, len(allowed) // num_sharing), None)
+        share = max(1, len(allowed) // num_sharing)
+        return HostThreads(share if number is None else number, None)
 
     node = device.numa_node
     near = frozenset() if node is None else numa.cpus_of_node(node, nodes) & allowed
     if node is None or not near:
-        return HostThreads(number or _share(len(allowed), num_sharing), None)
+        share = _share(len(allowed), num_sharing)
+        return HostThreads(share if number is None else number, None)
 
     num_ranks = min(num_sharing, _num_ranks_near(device, node, num_local_ranks, nodes))
     num_kept = num_ranks * LAUNCHING_CORES
-    cores = sorted(near)[num_kept:] if len(near) > num_kept else None
-    return HostThreads(number or _share(len(near), num_ranks), cores)
+    share = _share(len(near), num_ranks)
+    kept = sorted(near)[num_kept:] if len(near) > num_kept else None
+    return HostThreads(share if number is None else number, kept)
 
 
 def _share(num_cores: int, num_ranks: int) -> int:
