@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.02
 # The walking thread stands still for so long: it waits for the device.
 _STILL_SECONDS = 0.2
 # Less than ranks wait for each other's answers, of which this is a part.
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.9
 
 
 class Outstanding(NamedTuple):
@@ -97,7 +97,7 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device comes on. In half a second."""
+        """The oldest collective that is not over; None if there is none, or the device comes on. In a second."""
         if not self._records:
             return None
         question = self._ask()

@@ -35,6 +35,8 @@ _DEADLINE_SECONDS = 20.0
 class _Drill:
     """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its watchdog."""
 
+    needs_collective = False  # whether rank 1 stands only once a collective of its device is not over
+
     def __init__(self, number: int) -> None:
         self._store, self._key = _get_default_store(), f"drill {number}"
         self._is_rank_1 = dist.get_rank() == 1
@@ -54,7 +56,10 @@ class _Drill:
 
         def look() -> None:
             self._wait_until_main_stands()
-            said.append(self._watchdog._record(None))
+            # On a busy machine the thread that walks from event to event may take its time to come to the last one.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(issued_collectives, "_LOOK_SECONDS", 30.0)
+                said.append(self._watchdog._record(None))
             self._store.add(self._key, 1)
             self._wait_until_both_have_spoken()
             then()
@@ -83,6 +88,8 @@ class _Drill:
     def _wait_until_main_stands(self) -> None:
         if self._is_rank_1:
             assert self._stands.wait(_DEADLINE_SECONDS)
+            while self.needs_collective and issued_collectives.OF_THIS_PROCESS.oldest() is None:
+                time.sleep(0.05)
             return
         # Rank 0 stands once it waits for rank 1, and its host cannot go on.
         deadline, last, since = time.monotonic() + _DEADLINE_SECONDS, None, 0.0
@@ -145,6 +152,7 @@ def _be_stuck_on_the_device(number: int) -> Record:
     if dist.get_rank() == 0:
         return drill.run(lambda: engine.eval_batch(batches(1, "sim", 1), forward_step))
 
+    drill.needs_collective = True
     stuck = sim.held(torch.accelerator.current_stream())
 
     def evaluate_with_a_kernel_that_does_not_end() -> None:
