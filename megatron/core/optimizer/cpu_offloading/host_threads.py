@@ -43,22 +43,24 @@ def host_threads(
         num_local_ranks: ranks on this machine, which share its cores unless they are bound to some each.
         number: how many threads; default: a rank's share of the cores, less those of the launching threads.
     """
+    share, cores = _share_and_cores(device, num_local_ranks, nodes)
+    return HostThreads(share if number is None else number, cores)
+
+
+def _share_and_cores(device: Device, num_local_ranks: int, nodes: Path) -> tuple[int, list[int] | None]:
+    """A rank's share of the cores, and the ones they may run on, as in `HostThreads`."""
     allowed, num_sharing = allowed_cores(), num_sharing_ranks(num_local_ranks)
     if not device.is_accelerator:
-        share = max(1, len(allowed) // num_sharing)
-        return HostThreads(share if number is None else number, None)
+        return max(1, len(allowed) // num_sharing), None
 
     node = device.numa_node
     near = frozenset() if node is None else numa.cpus_of_node(node, nodes) & allowed
     if node is None or not near:
-        share = _share(len(allowed), num_sharing)
-        return HostThreads(share if number is None else number, None)
+        return _share(len(allowed), num_sharing), None
 
     num_ranks = min(num_sharing, _num_ranks_near(device, node, num_local_ranks, nodes))
     num_kept = num_ranks * LAUNCHING_CORES
-    share = _share(len(near), num_ranks)
-    kept = sorted(near)[num_kept:] if len(near) > num_kept else None
-    return HostThreads(share if number is None else number, kept)
+    return _share(len(near), num_ranks), sorted(near)[num_kept:] if len(near) > num_kept else None
 
 
 def _share(num_cores: int, num_ranks: int) -> int:

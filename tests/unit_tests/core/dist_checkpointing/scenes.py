@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_ite
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.unit_tests.core.dist_checkpointing.crashes import Before, Child, Operation, watched
 
@@ -33,6 +34,18 @@ ABANDONED, OLD, NEW, LATER = 5, 10, 20, 30  # iterations
 DRAFT = f"{checkpoint_name(NEW)}.saving"  # as `Operation` shows it
 _MOST_RANKS = 4
 _UNTOUCHED = 255
+
+
+class GatedStore(LocalStore):
+    """A store whose disk does nothing until a gate is opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+
+    def make_folder(self, name: str) -> None:
+        assert self.gate.wait(60)
+        super().make_folder(name)
 
 
 class Size(NamedTuple):

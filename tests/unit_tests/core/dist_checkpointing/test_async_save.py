@@ -49,7 +49,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.scenes import memory_folder
+from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore, memory_folder
 
 CPU = Device("cpu")
 DIM = 64  # a rank's part of each matrix is more than what a save may copy, on 2 ranks too
@@ -143,18 +143,6 @@ def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
     for key, (offsets, part) in found.items():
         checkpoint.read(key, offsets, part)
     return found
-
-
-class GatedStore(LocalStore):
-    """A store whose disk does nothing until a gate is opened."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.gate = threading.Event()
-
-    def make_folder(self, name: str) -> None:
-        assert self.gate.wait(60)
-        super().make_folder(name)
 
 
 @pytest.fixture(scope="module")

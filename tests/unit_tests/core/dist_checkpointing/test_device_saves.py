@@ -25,22 +25,11 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks
 from tests.simulated_accelerator.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour, all_behaviours
+from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore
 
 pytestmark = pytest.mark.sim
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-
-
-class GatedStore(LocalStore):
-    """A store whose disk does nothing until a gate is opened."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.gate = threading.Event()
-
-    def make_folder(self, name: str) -> None:
-        assert self.gate.wait(60)
-        super().make_folder(name)
 
 
 class Training:

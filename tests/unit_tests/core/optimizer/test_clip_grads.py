@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,19 +181,25 @@ class Tied(nn.Module):
         return self.output(torch.relu(self.hidden(self.embedding(tokens))))[:, :2]
 
 
+def _mesh_and_placements(kind: str) -> tuple[DeviceMesh, Placements]:
+    """Of all ranks: a strategy's, or "hsdp" in two instances."""
+    world_size = torch.distributed.get_world_size()
+    if kind != "hsdp":
+        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), Placements.for_strategy(kind)
+
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("outer", "inner"))
+    placements = Placements(
+        dp_axes=("outer", "inner"),
+        parameter=(Replicate(), Flat()),
+        gradient=(Partial("avg"), Flat()),
+        optimizer=(Replicate(), Flat()),
+    )
+    return mesh, placements
+
+
 def _zeros_of_a_sharded_model(kind: str) -> list[float]:
     expected, model = Tied(), Tied()
-    if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
-        placements = Placements(
-            dp_axes=("outer", "inner"),
-            parameter=(Replicate(), Flat()),
-            gradient=(Partial("avg"), Flat()),
-            optimizer=(Replicate(), Flat()),
-        )
-    else:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
-        placements = Placements.for_strategy(kind)
+    mesh, placements = _mesh_and_placements(kind)
     with fully_shard_context("cpu"):
         fully_shard(model, mesh, placements)
     tokens = torch.tensor([0, 1, 2, 2])
@@ -365,17 +371,7 @@ def test_gradients_on_the_cpu_and_on_a_device_are_measured_apart():
 
 def _norm_of_a_group(kind: str) -> None:
     """With padding full of junk, and with a stale gradient in the buffer that nobody has any more."""
-    if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        placements = Placements(
-            dp_axes=("outer", "inner"),
-            parameter=(Replicate(), Flat()),
-            gradient=(Partial("avg"), Flat()),
-            optimizer=(Replicate(), Flat()),
-        )
-    else:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
-        placements = Placements.for_strategy(kind)
+    mesh, placements = _mesh_and_placements(kind)
     model, expected = Tied(), Tied()
     with fully_shard_context("cpu"):
         fully_shard(model, mesh, placements)

@@ -238,9 +238,8 @@ def _delayed(setting: Setting, fraction: float, seeds: Sequence[int]) -> None:
 
 
 DELAYED = Setting(num_microbatches=2, steps=2)
-
-
-@pytest.mark.parametrize(
+# One of them by default.
+DELAYED_CASES = pytest.mark.parametrize(
     ("world_size", "strategy", "fraction"),
     [
         (2, "optim_grads_params", 1.0),
@@ -251,22 +250,15 @@ DELAYED = Setting(num_microbatches=2, steps=2)
         ),
     ],
 )
+
+
+@DELAYED_CASES
 def test_random_delays_on_every_lane_change_no_bit(world_size, strategy, fraction):
     run_ranks(world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300)
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(
-    ("world_size", "strategy", "fraction"),
-    [
-        (2, "optim_grads_params", 1.0),
-        *(
-            pytest.param(world_size, strategy, fraction, marks=pytest.mark.wide)
-            for world_size, strategy, fraction in itertools.product((1, 2), SHARDING_STRATEGIES, (0.5, 1.0))
-            if (world_size, strategy, fraction) != (2, "optim_grads_params", 1.0)
-        ),
-    ],
-)
+@DELAYED_CASES
 def test_random_delays_on_every_stream_of_an_accelerator_change_no_bit(world_size, strategy, fraction):
     setting = DELAYED._replace(strategy=strategy)
     run_ranks(world_size, _delayed, setting, fraction, range(3), timeout=300, device="sim")
