@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 from megatron.core.lanes import delays
 from tests.simulated_accelerator import build
@@ -171,6 +172,19 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(cloudpickle.dumps(answer))
+        del function, args, answer
+        _destroy_subgroups()
+
+
+def _destroy_subgroups() -> None:
+    """Destroys the process groups that a test has made.
+
+    Each has threads that look for messages several times a second: a few hundred of them take a core.
+    """
+    world = dist.group.WORLD
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
 
 
 def _start_device(kind: str, rank: int) -> str:
