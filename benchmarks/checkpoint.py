@@ -55,9 +55,9 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
-from megatron.core.dist_checkpointing.file_plan import place
 from megatron.core.dist_checkpointing.folders import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.plan.file_plan import place
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, check_data, load_entries
 from megatron.core.distributed import megatron_fsdp

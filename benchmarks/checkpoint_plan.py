@@ -36,7 +36,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.chunks import (
+from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedTensor, compose_metadata, nested_path
+from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
     FlatTensor,
@@ -45,8 +46,7 @@ from megatron.core.dist_checkpointing.chunks import (
     Replicated,
     Section,
 )
-from megatron.core.dist_checkpointing.file_plan import SavedAs, place
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedTensor, compose_metadata, nested_path
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.transformer.fused_weight import FusedWeight
 

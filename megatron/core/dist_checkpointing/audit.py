@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.blob import blob_frame
-from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     BLOCK_BYTES,
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.small_files import (
     Blob,
     blobs_by_file,

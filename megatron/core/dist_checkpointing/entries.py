@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.core.dist_checkpointing.dcp_hooks import describe
-from megatron.core.dist_checkpointing.file_plan import SavedAs
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.distributed.fsdp.dbuffer import dtensor_over
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor

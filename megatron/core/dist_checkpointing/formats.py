@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
-from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, ranges
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.small_files import path_of, read_train_state, system_errors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store

@@ -20,9 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.blob_reading import read_plain
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.chunk_data import ChunkData
-from megatron.core.dist_checkpointing.coverage import check_coverage
 from megatron.core.dist_checkpointing.dcp_files import MAX_PLAIN_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
@@ -35,6 +33,8 @@ from megatron.core.dist_checkpointing.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.small_files import (
     Blob,
     blobs_by_file,

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.boxes import Box, ranges
 from megatron.core.dist_checkpointing.entries import Contents, Entry, ScaledValues
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 
 logger = logging.getLogger(__name__)

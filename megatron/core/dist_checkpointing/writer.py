@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWrite
 from megatron.core.dist_checkpointing.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.file_plan import Placed, place
 from megatron.core.dist_checkpointing.manifest import (
     MARKER_FILE,
     ChunkRecord,
@@ -40,6 +39,7 @@ from megatron.core.dist_checkpointing.manifest import (
     dtype_name,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.tensor_bytes import lies_on_device
 from megatron.core.files import Sync

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, read_json

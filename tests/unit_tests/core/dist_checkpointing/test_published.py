@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing import chunk_data
 from megatron.core.dist_checkpointing.blob import plain_blob
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     BLOCK_BYTES,
@@ -28,6 +27,7 @@ from megatron.core.dist_checkpointing.manifest import (
     digests_of,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, range_of, ranges, row_major_strides
+from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, range_of, ranges, row_major_strides
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

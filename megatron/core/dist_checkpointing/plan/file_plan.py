@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.blob import BlobLayout, blob_layout
-from megatron.core.dist_checkpointing.chunks import Holdings, shares
 from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
 
 
 class SavedAs(NamedTuple):

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.blob import blob_layout
-from megatron.core.dist_checkpointing.chunks import FlatShards, FlatTensor, RankMesh, Replicated
-from megatron.core.dist_checkpointing.file_plan import SavedAs, place
 from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.plan.chunks import FlatShards, FlatTensor, RankMesh, Replicated
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)

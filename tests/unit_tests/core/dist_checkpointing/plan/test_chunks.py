@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from megatron.core.dist_checkpointing.chunks import (
+from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
     FlatTensor,
