@@ -55,7 +55,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
-from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.plan.file_plan import place
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint

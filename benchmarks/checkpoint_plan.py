@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedTensor, compose_metadata, nested_path
+from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedTensor, compose_metadata, nested_path
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
-from megatron.core.dist_checkpointing.folders import iteration_of
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     MARKER_FILE,
     METADATA_FILE,
@@ -26,7 +25,8 @@ from megatron.core.dist_checkpointing.manifest import (
     dtype_name,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.names import iteration_of
 
 
 class Cut(NamedTuple):

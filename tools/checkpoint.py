@@ -36,7 +36,8 @@ from megatron.core.dist_checkpointing.audit import Audit
 from megatron.core.dist_checkpointing.comparison import KeyComparison, compare
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import (
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
+from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
     iteration_of,
@@ -51,7 +52,6 @@ from megatron.core.dist_checkpointing.formats import (
     tensors_of,
 )
 from megatron.core.dist_checkpointing.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE, dtype_name
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.small_files import (
     check_size,

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.folders import iteration_of
+from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.core.log import printable
 from megatron.training.events import read_events, read_heartbeat
 

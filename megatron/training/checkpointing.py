@@ -23,14 +23,14 @@ from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import (
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
+from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
     is_checkpoint_name,
     published_iterations,
 )
 from megatron.core.dist_checkpointing.manager import CheckpointManager
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.torch_dcp import save_checkpoint

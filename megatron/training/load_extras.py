@@ -18,9 +18,9 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import install_options, match_param_groups
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, is_checkpoint_name
+from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, is_checkpoint_name
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
-from megatron.core.dist_checkpointing.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.reader import is_skipped
 from megatron.core.dist_checkpointing.small_files import path_of

@@ -29,7 +29,8 @@ from megatron.core.dist_checkpointing.collect import (
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.folders import (
+from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
+from megatron.core.dist_checkpointing.format.names import (
     checkpoint_name,
     latest_iteration,
     published_iterations,
@@ -38,7 +39,6 @@ from megatron.core.dist_checkpointing.formats import (
     TorchDcpCheckpoint,
     format_of,
 )
-from megatron.core.dist_checkpointing.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, check_data, is_skipped, load_entries

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.folders import latest_iteration
+from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from tests.functional_tests.test_checkpoints import SETTINGS, losses
 

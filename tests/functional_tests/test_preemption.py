@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.folders import latest_iteration
+from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.inject import Injections
 from megatron.training.recover import RecoverHandler

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     METADATA_FILE,
     Manifest,

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.dist_checkpointing.blob import blob_frame
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.blob import blob_frame
+from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     METADATA_FILE,
     TRAIN_STATE_FILE,
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.manifest import (
     dtype_named,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.small_files import (
     Blob,

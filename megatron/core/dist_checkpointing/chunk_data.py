@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, ChunkRecord, digests_of
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, ChunkRecord, digests_of
 from megatron.core.dist_checkpointing.plan.boxes import Box, Range, range_of, ranges, row_major_strides
 from megatron.core.dist_checkpointing.small_files import path_of, system_errors
 from megatron.core.dist_checkpointing.store import Store

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.files import sync_folder, sync_stream
 
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -14,18 +14,18 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.archive_directory import (
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.archive_directory import (
     MAX_BLOB_DIRECTORY_BYTES,
     ByteSource,
     Window,
 )
-from megatron.core.dist_checkpointing.blob_reading import (
+from megatron.core.dist_checkpointing.format.blob_reading import (
     Archive,
     TensorPlace,
     open_memory,
     read_plain,
 )
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.small_files import path_of, system_errors
 from megatron.core.dist_checkpointing.store import Store
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
-from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint

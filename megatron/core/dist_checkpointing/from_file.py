@@ -20,13 +20,13 @@ from safetensors import SafetensorError
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.archive_directory import Window
-from megatron.core.dist_checkpointing.blob import plain_blob
-from megatron.core.dist_checkpointing.blob_reading import Archive, with_tensors
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
-from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.format.archive_directory import Window
+from megatron.core.dist_checkpointing.format.blob import plain_blob
+from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.publisher import publish

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.blob_reading import read_plain
 from megatron.core.dist_checkpointing.chunk_data import ChunkData
 from megatron.core.dist_checkpointing.dcp_files import MAX_PLAIN_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.blob_reading import read_plain
+from megatron.core.dist_checkpointing.format.manifest import (
     METADATA_FILE,
     TRAIN_STATE_FILE,
     ChunkRecord,
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.manifest import (
     data_file,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.small_files import (

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import track
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
@@ -24,7 +23,8 @@ from megatron.core.dist_checkpointing.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.names import track
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
 from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason, release

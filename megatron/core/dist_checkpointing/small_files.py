@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     TRAIN_STATE_FILE,
     Manifest,

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.dist_checkpointing.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.fake_tensors import fake_tensor_mode
+from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
+from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     pieces_of,

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.dist_checkpointing.blob import blob_frame, plain_blob
 from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     ChunkRecord,
     Manifest,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events
 from megatron.training.exits import ExitCode

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.blob import BlobLayout, blob_layout
-from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
 
 

@@ -21,7 +21,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries

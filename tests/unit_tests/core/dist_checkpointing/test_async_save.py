@@ -32,9 +32,9 @@ from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWrite
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.entries import Contents, Entry, Stored
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp import (

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.audit import Audit
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MARKER_FILE, Manifest, data_file, manifest_file
+from megatron.core.dist_checkpointing.format.manifest import (
+    BLOCK_BYTES,
+    MARKER_FILE,
+    Manifest,
+    data_file,
+    manifest_file,
+)
 from megatron.core.dist_checkpointing.store import open_store
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 

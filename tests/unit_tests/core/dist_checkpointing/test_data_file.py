@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.data_file import (
     DataFileWriter,
 )
 from megatron.core.dist_checkpointing.data_sink import DataSink
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits

@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing import manager as manager_module
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.entries import Contents
-from megatron.core.dist_checkpointing.folders import checkpoint_name
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.store import LocalStore

@@ -24,14 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.formats import (
-    ReadableCheckpoint,
-    open_checkpoint,
-    plain_keys_of,
-    tensors_of,
-)
-from megatron.core.dist_checkpointing.from_file import read_file
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
@@ -40,7 +33,14 @@ from megatron.core.dist_checkpointing.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.formats import (
+    ReadableCheckpoint,
+    open_checkpoint,
+    plain_keys_of,
+    tensors_of,
+)
+from megatron.core.dist_checkpointing.from_file import read_file
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore

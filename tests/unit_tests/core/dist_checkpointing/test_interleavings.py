@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE, data_file, digest, files_of
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, data_file, digest, files_of
+from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.publisher import _PATIENCE
 from megatron.core.dist_checkpointing.small_files import read_marker
 from megatron.core.dist_checkpointing.store import LocalStore

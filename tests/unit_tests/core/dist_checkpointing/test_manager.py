@@ -19,14 +19,14 @@ from megatron.core.dist_checkpointing import publisher
 from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import (
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE
+from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
     latest_iteration,
     published_iterations,
 )
 from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.store import RemoteStore, Store, open_store

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing import chunk_data
-from megatron.core.dist_checkpointing.blob import plain_blob
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.blob import plain_blob
+from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     MARKER_FILE,
     METADATA_FILE,

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.manifest import data_file
 from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.from_file import publish_content, read_file
-from megatron.core.dist_checkpointing.manifest import data_file
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.dist_checkpointing.to_file import export_safetensors, export_torch_save

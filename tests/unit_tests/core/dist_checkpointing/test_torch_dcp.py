@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.folders import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.format import names as folders
+from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint

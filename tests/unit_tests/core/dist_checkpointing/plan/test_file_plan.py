@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.blob import blob_layout
-from megatron.core.dist_checkpointing.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.format.blob import blob_layout
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.dist_checkpointing.plan.chunks import FlatShards, FlatTensor, RankMesh, Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
 from megatron.core.distributed.fsdp.layout import GlobalLayout

@@ -38,10 +38,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron.core.dist_checkpointing.blob import blob_frame, blob_layout, plain_blob
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata, nested_path
-from megatron.core.dist_checkpointing.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout, plain_blob
+from megatron.core.dist_checkpointing.format.metadata import (
+    SavedChunk,
+    SavedPlain,
+    SavedTensor,
+    compose_metadata,
+    nested_path,
+)
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from tests.ranks import run_ranks
 

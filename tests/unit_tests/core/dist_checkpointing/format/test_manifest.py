@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
+from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
     ChunkRecord,

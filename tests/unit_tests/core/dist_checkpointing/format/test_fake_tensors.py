@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
-from megatron.core.dist_checkpointing import fake_tensors
-from megatron.core.dist_checkpointing.fake_tensors import fake_tensor_mode
+from megatron.core.dist_checkpointing.format import fake_tensors
+from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -22,7 +22,7 @@ import threading
 
 import torch
 
-from megatron.core.dist_checkpointing.blob import blob_frame
+from megatron.core.dist_checkpointing.format.blob import blob_frame
 
 thread = threading.Thread(target=blob_frame, args=(torch.float32, (3, 4)))
 thread.start()

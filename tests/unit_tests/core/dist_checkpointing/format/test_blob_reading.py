@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.dist_checkpointing.archive_directory import MAX_BLOB_DIRECTORY_BYTES, Window
-from megatron.core.dist_checkpointing.blob_reading import Archive, open_memory, read_plain
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.archive_directory import MAX_BLOB_DIRECTORY_BYTES, Window
+from megatron.core.dist_checkpointing.format.blob_reading import Archive, open_memory, read_plain
 from tests.checkpoints import raw_bytes
 
 DTYPES = [

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megatron.core.dist_checkpointing.archive_directory import (
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, shown
+from megatron.core.dist_checkpointing.format.archive_directory import (
     MAX_BLOB_DIRECTORY_BYTES,
     MAX_DIRECTORY_BYTES,
     ArchiveBytes,
@@ -33,8 +34,7 @@ from megatron.core.dist_checkpointing.archive_directory import (
     ByteSource,
     Window,
 )
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, shown
-from megatron.core.dist_checkpointing.safe_pickle import (
+from megatron.core.dist_checkpointing.format.safe_pickle import (
     DTYPES,
     MAX_DIMS,
     Admitted,

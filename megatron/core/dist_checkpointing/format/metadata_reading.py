@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     shown,
 )
-from megatron.core.dist_checkpointing.metadata import MAX_KEY_CHARS
-from megatron.core.dist_checkpointing.safe_pickle import DTYPES, Call, Record, RecordClass, read_pickle, size_of
+from megatron.core.dist_checkpointing.format.metadata import MAX_KEY_CHARS
+from megatron.core.dist_checkpointing.format.safe_pickle import DTYPES, Call, Record, RecordClass, read_pickle, size_of
 
 _MAX_PATH_PARTS = 256  # of the place of a value in the nested dict that was saved
 _MAX_FOLDER_CHARS = 4096

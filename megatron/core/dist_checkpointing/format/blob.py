@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.fake_tensors import fake_tensor_mode
+from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 
 _RECORD_ALIGNMENT = 64  # bytes
 _LARGE_NBYTES = 1 << 32  # of data whose size and all offsets behind it do not fit 32 bits

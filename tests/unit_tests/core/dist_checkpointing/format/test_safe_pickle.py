@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.safe_pickle import Call, expect_tree, read_pickle
+from megatron.core.dist_checkpointing.format.safe_pickle import Call, expect_tree, read_pickle
 
 LEAVES = (str, int, float, bool, type(None))
 

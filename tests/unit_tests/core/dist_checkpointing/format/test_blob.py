@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config as serialization_config
 
-from megatron.core.dist_checkpointing import blob
-from megatron.core.dist_checkpointing.blob import blob_frame, blob_layout, plain_blob
+from megatron.core.dist_checkpointing.format import blob
+from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout, plain_blob
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
