@@ -136,7 +136,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.audit",
         "megatron.core.dist_checkpointing.plan.chunks",
         "megatron.core.dist_checkpointing.dcp_hooks",
-        "megatron.core.dist_checkpointing.state",
+        "megatron.core.dist_checkpointing.dcp_state",
         "megatron.core.dist_checkpointing.torch_dcp",
         "megatron.core.dist_checkpointing.fsdp_checkpoint",
         "megatron.core.dist_checkpointing.plan.file_plan",
