@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.collect import install_options, match_param_groups
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_pi
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.reader import is_skipped
 from megatron.core.dist_checkpointing.small_files import path_of
+from megatron.core.dist_checkpointing.state.collect import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig

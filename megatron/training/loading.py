@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.collect import (
-    PARAM_GROUPS,
-    collect,
-    saved_param_groups,
-)
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.dcp_state import DCPState
-from megatron.core.dist_checkpointing.entries import Entry
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -44,6 +37,13 @@ from megatron.core.dist_checkpointing.plain_dcp import dcp_param_groups, load_mo
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, check_data, is_skipped, load_entries
 from megatron.core.dist_checkpointing.small_files import path_of, read_train_state
+from megatron.core.dist_checkpointing.state.collect import (
+    PARAM_GROUPS,
+    collect,
+    saved_param_groups,
+)
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dist_checkpointing.torch_dcp import check_files, check_steps, load_tensors, read_metadata
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig

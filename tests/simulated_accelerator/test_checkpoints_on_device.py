@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.engine import SaveLoadMeta
 from tests.ranks import run_ranks

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.data_sink import DataSink
-from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.training.engine import SaveLoadMeta

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.data_file import BufferPool
-from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
@@ -32,6 +31,7 @@ from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.publisher import publish
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.dist_checkpointing.small_files import path_of, train_state_bytes
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
 from megatron.core.dist_checkpointing.writer import Draft, RankWriter

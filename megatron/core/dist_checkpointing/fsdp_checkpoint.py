@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron.core.dist_checkpointing import torch_dcp
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
-from megatron.core.dist_checkpointing.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:

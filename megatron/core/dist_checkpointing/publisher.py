@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron.core.dist_checkpointing.entries import Contents, Entry
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
@@ -26,6 +25,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
 from megatron.core.dist_checkpointing.format.names import track
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
 from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason, release
 

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.dcp_files import DcpFiles
-from megatron.core.dist_checkpointing.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
@@ -37,6 +36,7 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.small_files import system_errors, train_state_bytes
+from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore
 from megatron.core.files import open_regular, read_regular, sync_stream
 from megatron.core.optimizer.state_loading import check_step

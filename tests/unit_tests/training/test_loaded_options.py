@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, check_param_groups, install_param_groups
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, check_param_groups, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.gradients import local_tensor

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import data_file, tensor_bytes
+from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.data_file import (
     BUFFER_BYTES,
     NUM_BUFFERS,
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.data_file import (
 )
 from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.state import tensor_bytes
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits

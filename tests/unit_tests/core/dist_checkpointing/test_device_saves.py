@@ -13,14 +13,14 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing.collect import collect
 from megatron.core.dist_checkpointing.data_file import BufferPool
-from megatron.core.dist_checkpointing.entries import Contents
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks

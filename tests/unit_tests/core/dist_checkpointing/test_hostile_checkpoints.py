@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron.core.dist_checkpointing.dcp_state import DCPState
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
@@ -43,6 +42,7 @@ from megatron.core.dist_checkpointing.formats import (
 )
 from megatron.core.dist_checkpointing.from_file import read_file
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.dist_checkpointing.torch_dcp import (
     check_files,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.collect import PARAM_GROUPS
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS
 from tests.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.models import (
     Setting,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.collect import collect
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
 from megatron.core.options import ConfigError

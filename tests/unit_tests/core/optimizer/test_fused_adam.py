@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron.core.dist_checkpointing.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,

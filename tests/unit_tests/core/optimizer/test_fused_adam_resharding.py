@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.dist_checkpointing.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of

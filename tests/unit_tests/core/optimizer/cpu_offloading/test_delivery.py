@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed.fsdp import OffloadPolicy, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.lanes import delays

@@ -23,7 +23,7 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.core.dist_checkpointing.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed.fsdp import (
     FsdpContext,
     MixedPrecisionPolicy,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp_state import DCPState, flatten
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState, flatten
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron.core.dist_checkpointing.dcp_hooks import describe
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
+from megatron.core.dist_checkpointing.state.dcp_hooks import describe
 from megatron.core.distributed.fsdp.dbuffer import dtensor_over
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.dist_checkpointing.entries import Contents, Entry, EntryGroup, ScaledValues, Values
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.plan.chunks import (
 )
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, ScaledValues, Values
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
