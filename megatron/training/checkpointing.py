@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.format.names import (
     is_checkpoint_name,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents

@@ -23,8 +23,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.format.names import parse_folder
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option

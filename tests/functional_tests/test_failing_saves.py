@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
 from megatron.core.options import ConfigError
@@ -232,7 +232,7 @@ def test_a_run_that_ends_in_an_error_gives_up_its_save_and_tells_that_error(tmp_
     flags = [*absurd, "--check-for-nan-in-loss", "--async-save", "--save", tmp_path / "saved", "--save-interval", 1]
 
     def never_write(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("megatron.core.dist_checkpointing.publisher._is_published", lambda _: False)
+        patch.setattr("megatron.core.dist_checkpointing.save.publisher._is_published", lambda _: False)
         real = LocalStore.write
 
         def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:

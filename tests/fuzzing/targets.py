@@ -32,7 +32,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
-from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.gradients import local_tensor

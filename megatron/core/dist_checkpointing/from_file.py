@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
@@ -28,13 +27,14 @@ from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_t
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
-from megatron.core.dist_checkpointing.publisher import publish
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
+from megatron.core.dist_checkpointing.save.data_file import BufferPool
+from megatron.core.dist_checkpointing.save.publisher import publish
+from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.small_files import path_of, train_state_bytes
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
-from megatron.core.dist_checkpointing.writer import Draft, RankWriter
 from megatron.core.files import open_regular
 from megatron.core.json_reading import parse_json
 

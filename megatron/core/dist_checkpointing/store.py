@@ -29,10 +29,10 @@ from typing import Any, NoReturn, Protocol
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron.core.dist_checkpointing.data_sink import DataSink, LocalSink, RemoteSink, naming
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder
+from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink, naming
 from megatron.core.files import Sync, UnusableFileError, open_regular, published, read_regular, sync_folder
 
 logger = logging.getLogger(__name__)

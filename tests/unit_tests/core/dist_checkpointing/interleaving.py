@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing import publisher as publisher_module
-from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
-from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.save import manager as manager_module
+from megatron.core.dist_checkpointing.save import publisher as publisher_module
+from megatron.core.dist_checkpointing.save.data_file import BufferPool
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from tests.unit_tests.core.dist_checkpointing.crashes import Operation, intercepted
 from tests.unit_tests.core.dist_checkpointing.scenes import CPU, NEW, Size, State, ending_of

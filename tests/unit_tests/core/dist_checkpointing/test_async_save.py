@@ -24,16 +24,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import data_file
-from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing import writer as writer_module
-from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
-from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.save import data_file
+from megatron.core.dist_checkpointing.save import manager as manager_module
+from megatron.core.dist_checkpointing.save import writer as writer_module
+from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state import tensor_bytes
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, Stored

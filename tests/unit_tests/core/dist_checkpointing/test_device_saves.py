@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing.data_file import BufferPool
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.manager import CheckpointManager
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.save import manager as manager_module
+from megatron.core.dist_checkpointing.save.data_file import BufferPool
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore

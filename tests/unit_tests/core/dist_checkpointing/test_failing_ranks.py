@@ -16,8 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing import manager as manager_module
-from megatron.core.dist_checkpointing.data_sink import DataSink
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.format.names import (
@@ -26,7 +24,9 @@ from megatron.core.dist_checkpointing.format.names import (
     latest_iteration,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.manager import CheckpointManager
+from megatron.core.dist_checkpointing.save import manager as manager_module
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
 from tests.unit_tests.core.dist_checkpointing.scenes import CPU, SMALL, Size, State, check_loads, ending_of

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, data_file, digest, files_of
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
-from megatron.core.dist_checkpointing.publisher import _PATIENCE
+from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
 from megatron.core.dist_checkpointing.small_files import read_marker
 from megatron.core.dist_checkpointing.store import LocalStore
 from tests.unit_tests.core.dist_checkpointing.interleaving import Fault, Interleaved, Outcome, Pause

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import fsspec
 import pytest
 
-from megatron.core.dist_checkpointing import publisher
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, published_iterations
-from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.save import publisher
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.lanes import delays
 from tests.unit_tests.core.dist_checkpointing.crashes import (

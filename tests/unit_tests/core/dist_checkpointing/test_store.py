@@ -15,10 +15,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megatron.core.dist_checkpointing import data_sink
 from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
+from megatron.core.dist_checkpointing.save import data_sink
 from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, RemoteStore, Store, open_store
 from megatron.core.files import published
 

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.lanes import delays

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import data_file
-from megatron.core.dist_checkpointing.data_file import (
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.save import data_file
+from megatron.core.dist_checkpointing.save.data_file import (
     BUFFER_BYTES,
     NUM_BUFFERS,
     SLAB_BUFFERS,
     BufferPool,
     DataFileWriter,
 )
-from megatron.core.dist_checkpointing.data_sink import DataSink
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.state import tensor_bytes
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import PinError

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.dist_checkpointing.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob import blob_frame, plain_blob
 from megatron.core.dist_checkpointing.format.manifest import (
@@ -39,6 +37,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
+from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
+from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
 from megatron.core.dist_checkpointing.store import Store

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing import publisher
-from megatron.core.dist_checkpointing.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -25,9 +23,11 @@ from megatron.core.dist_checkpointing.format.names import (
     latest_iteration,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.save import publisher
+from megatron.core.dist_checkpointing.save.data_file import BUFFER_BYTES
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import RemoteStore, Store, open_store
 from megatron.core.files import Sync

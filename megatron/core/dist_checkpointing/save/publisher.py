@@ -25,9 +25,16 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
 from megatron.core.dist_checkpointing.format.names import track
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
+from megatron.core.dist_checkpointing.save.writer import (
+    ABANDONED_FILE,
+    Draft,
+    failure_file,
+    give_up,
+    read_reason,
+    release,
+)
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
-from megatron.core.dist_checkpointing.writer import ABANDONED_FILE, Draft, failure_file, give_up, read_reason, release
 
 logger = logging.getLogger(__name__)
 
