@@ -53,9 +53,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, check_data, load_entries
 from megatron.core.dist_checkpointing.plan.file_plan import place
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, check_data, load_entries
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect

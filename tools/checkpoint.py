@@ -52,8 +52,8 @@ from megatron.core.dist_checkpointing.formats import (
     tensors_of,
 )
 from megatron.core.dist_checkpointing.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.small_files import (
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
     path_of,
     read_marker,

@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, few, shown
 from megatron.core.dist_checkpointing.formats import nbytes_of, pieces_of, read_piece
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
-from megatron.core.dist_checkpointing.small_files import system_errors
 from megatron.core.files import read_regular
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable

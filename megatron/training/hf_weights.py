@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     other_model,
 )
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry

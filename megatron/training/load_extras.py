@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, is_checkpoint_name
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
+from megatron.core.dist_checkpointing.load.reader import is_skipped
+from megatron.core.dist_checkpointing.load.small_files import path_of
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.reader import is_skipped
-from megatron.core.dist_checkpointing.small_files import path_of
 from megatron.core.dist_checkpointing.state.collect import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.optimizer.loss_scaler import LossScaler

@@ -33,10 +33,10 @@ from megatron.core.dist_checkpointing.formats import (
     TorchDcpCheckpoint,
     format_of,
 )
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, check_data, is_skipped, load_entries
+from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
 from megatron.core.dist_checkpointing.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, check_data, is_skipped, load_entries
-from megatron.core.dist_checkpointing.small_files import path_of, read_train_state
 from megatron.core.dist_checkpointing.state.collect import (
     PARAM_GROUPS,
     collect,

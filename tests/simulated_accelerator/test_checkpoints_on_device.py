@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import open_store

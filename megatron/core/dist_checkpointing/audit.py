@@ -28,8 +28,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.small_files import (
+from megatron.core.dist_checkpointing.load.small_files import (
     Blob,
     blobs_by_file,
     check_size,
@@ -42,6 +41,7 @@ from megatron.core.dist_checkpointing.small_files import (
     read_small,
     system_errors,
 )
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.store import Store
 
 T = TypeVar("T")

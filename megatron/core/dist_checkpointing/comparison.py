@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.chunk_data import flat_bytes
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     nbytes_of,
@@ -18,6 +17,7 @@ from megatron.core.dist_checkpointing.formats import (
     read_piece,
     tensors_of,
 )
+from megatron.core.dist_checkpointing.load.chunk_data import flat_bytes
 
 Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "only in B"]
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format.blob_reading import (
     open_memory,
     read_plain,
 )
-from megatron.core.dist_checkpointing.small_files import path_of, system_errors
+from megatron.core.dist_checkpointing.load.small_files import path_of, system_errors
 from megatron.core.dist_checkpointing.store import Store
 
 MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data

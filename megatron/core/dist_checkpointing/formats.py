@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state, system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.small_files import path_of, read_train_state, system_errors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store
 
 _PIECE_BYTES = 16 << 20

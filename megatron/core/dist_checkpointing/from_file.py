@@ -25,13 +25,13 @@ from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.dist_checkpointing.load.small_files import path_of, train_state_bytes
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import publish
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
-from megatron.core.dist_checkpointing.small_files import path_of, train_state_bytes
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.dist_checkpointing.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
@@ -31,6 +30,7 @@ from megatron.core.dist_checkpointing.formats import (
     read_piece,
     tensors_of,
 )
+from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.files import open_regular, published
 
 TRAIN_STATE_KEY = "train_state"

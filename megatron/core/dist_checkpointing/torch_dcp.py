@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
+from megatron.core.dist_checkpointing.load.small_files import system_errors, train_state_bytes
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.small_files import system_errors, train_state_bytes
 from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore
 from megatron.core.files import open_regular, read_regular, sync_stream

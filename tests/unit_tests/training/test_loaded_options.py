@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, check_param_groups, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig

@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import abandon, await_outcome, publish
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
-from megatron.core.dist_checkpointing.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.lanes import Event, Lane, is_lane_thread

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
@@ -27,7 +28,6 @@ from megatron.core.dist_checkpointing.plan.chunks import (
     Section,
 )
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, ScaledValues, Values
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.state.entries import Contents

@@ -20,8 +20,8 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, published_iterations
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.state.entries import Contents

@@ -27,7 +27,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.save import data_file
 from megatron.core.dist_checkpointing.save import manager as manager_module
 from megatron.core.dist_checkpointing.save import writer as writer_module

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, Manifest, data_file, files_of
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import Store, open_store
 from tests.unit_tests.core.dist_checkpointing.scenes import (
     NEW,

@@ -14,8 +14,8 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save import manager as manager_module
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager

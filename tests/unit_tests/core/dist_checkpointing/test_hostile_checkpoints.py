@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.formats import (
     tensors_of,
 )
 from megatron.core.dist_checkpointing.from_file import read_file
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.dist_checkpointing.torch_dcp import (

@@ -15,8 +15,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, data_file, digest, files_of
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.load.small_files import read_marker
 from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
-from megatron.core.dist_checkpointing.small_files import read_marker
 from megatron.core.dist_checkpointing.store import LocalStore
 from tests.unit_tests.core.dist_checkpointing.interleaving import Fault, Interleaved, Outcome, Pause
 from tests.unit_tests.core.dist_checkpointing.scenes import DRAFT, NEW, memory_folder

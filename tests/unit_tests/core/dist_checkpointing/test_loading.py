@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store

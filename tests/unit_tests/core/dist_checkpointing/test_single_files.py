@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.format.manifest import data_file
 from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.from_file import publish_content, read_file
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.dist_checkpointing.to_file import export_safetensors, export_torch_save
 from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
-from megatron.core.dist_checkpointing.small_files import read_train_state
+from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint
 from tests.ranks import run_ranks

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.format.names import (
     latest_iteration,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
-from megatron.core.dist_checkpointing.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention

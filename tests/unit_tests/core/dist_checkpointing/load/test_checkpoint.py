@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing import chunk_data
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.manifest import (
@@ -27,8 +26,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.load import chunk_data
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.published import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
 

@@ -6,8 +6,8 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, ChunkRecord, digests_of
+from megatron.core.dist_checkpointing.load.small_files import path_of, system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box, Range, range_of, ranges, row_major_strides
-from megatron.core.dist_checkpointing.small_files import path_of, system_errors
 from megatron.core.dist_checkpointing.store import Store
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.chunk_data import ChunkData
 from megatron.core.dist_checkpointing.dcp_files import MAX_PLAIN_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
@@ -33,9 +32,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
-from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.small_files import (
+from megatron.core.dist_checkpointing.load.chunk_data import ChunkData
+from megatron.core.dist_checkpointing.load.small_files import (
     Blob,
     blobs_by_file,
     check,
@@ -48,6 +46,8 @@ from megatron.core.dist_checkpointing.small_files import (
     read_marker,
     read_small,
 )
+from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.store import Store
 
 
