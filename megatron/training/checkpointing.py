@@ -20,6 +20,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConfig
+from megatron.core.dist_checkpointing.dcp.torch_dcp import save_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.torch_dcp import save_checkpoint
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError

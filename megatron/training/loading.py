@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
+from megatron.core.dist_checkpointing.dcp.torch_dcp import check_files, check_steps, load_tensors, read_metadata
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -36,7 +38,6 @@ from megatron.core.dist_checkpointing.formats import (
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, check_data, is_skipped, load_entries
 from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
-from megatron.core.dist_checkpointing.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
 from megatron.core.dist_checkpointing.state.collect import (
     PARAM_GROUPS,
     collect,
@@ -45,7 +46,6 @@ from megatron.core.dist_checkpointing.state.collect import (
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.dist_checkpointing.torch_dcp import check_files, check_steps, load_tensors, read_metadata
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect
 from megatron.training.checkpointing import RunState, named_checkpoint, place_of

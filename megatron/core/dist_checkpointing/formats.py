@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
-from megatron.core.dist_checkpointing.dcp_files import DcpFiles
+from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata

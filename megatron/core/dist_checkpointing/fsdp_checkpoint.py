@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.dist_checkpointing import torch_dcp
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
+from megatron.core.dist_checkpointing.dcp import torch_dcp
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.dist_checkpointing import torch_dcp
+from megatron.core.dist_checkpointing.dcp import torch_dcp
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp import fully_shard

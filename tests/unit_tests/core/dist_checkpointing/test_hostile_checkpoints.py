@@ -23,6 +23,13 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    check_files,
+    check_steps,
+    load_tensors,
+    read_metadata,
+    save_checkpoint,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
@@ -44,13 +51,6 @@ from megatron.core.dist_checkpointing.from_file import read_file
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.dist_checkpointing.torch_dcp import (
-    check_files,
-    check_steps,
-    load_tensors,
-    read_metadata,
-    save_checkpoint,
-)
 from megatron.core.files import UnusableFileError
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 from tests.ranks import run_ranks

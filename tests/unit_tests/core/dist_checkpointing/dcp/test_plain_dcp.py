@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.dcp.plain_dcp import _divided, load_model_weights, weights_prefix
+from megatron.core.dist_checkpointing.dcp.torch_dcp import read_metadata
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.plain_dcp import _divided, load_model_weights, weights_prefix
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.core.dist_checkpointing.torch_dcp import read_metadata
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.mesh import build_mesh

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing.dcp.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.core.dist_checkpointing.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint
 from tests.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.crashes import Fault, Operation, PowerCut, watched
 

@@ -19,12 +19,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.dcp.torch_dcp import load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.collect import check_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
-from megatron.core.dist_checkpointing.torch_dcp import load_tensors
 
 MODEL_PREFIX = "model."  # ours, and the usual one
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteIt
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.dcp_files import DcpFiles
+from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
