@@ -22,7 +22,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.engine import StepInfo
 from megatron.training.recover_info import RecoverInfo
 from tests.checkpoints import row_cuts, whole, write_checkpoint
-from tools import checkpoint
+from tools.checkpoint import __main__ as checkpoint
 
 TENSORS = {
     "model.embedding.weight": (torch.randn(9, 4), row_cuts((9, 4), 3, 4, 2)),

@@ -9,7 +9,8 @@ from torch import nn
 
 import pretrain_gpt
 from tests.ranks import run_ranks
-from tools import checkpoint, generate
+from tools import generate
+from tools.checkpoint import __main__ as checkpoint
 
 MODEL = {
     "--num-layers": "1",

@@ -47,14 +47,14 @@ from megatron.core.dist_checkpointing.formats import (
     plain_keys_of,
     tensors_of,
 )
-from megatron.core.dist_checkpointing.from_file import read_file
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 from tests.ranks import run_ranks
-from tools import checkpoint as tool
+from tools.checkpoint import __main__ as tool
+from tools.checkpoint.from_file import read_file
 
 NAME = "iter_0000010"
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing import formats
-from megatron.core.dist_checkpointing.comparison import KeyComparison, _differences, compare
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint, pieces_of, tensors_of
 from megatron.core.dist_checkpointing.store import open_store
 from tests.checkpoints import row_cuts, whole, write_checkpoint
+from tools.checkpoint.comparison import KeyComparison, _differences, compare
 
 NAN, INF = math.nan, math.inf
 

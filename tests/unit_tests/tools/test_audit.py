@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.audit import Audit
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     MARKER_FILE,
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.store import open_store
 from tests.checkpoints import row_cuts, whole, write_checkpoint
+from tools.checkpoint.audit import Audit
 
 NAME = "iter_0000010"
 BIG = torch.arange(5 * BLOCK_BYTES // 8 + 100).float().reshape(-1, 4)  # two and a half blocks

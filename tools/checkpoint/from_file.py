@@ -34,9 +34,9 @@ from megatron.core.dist_checkpointing.save.publisher import publish
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
-from megatron.core.dist_checkpointing.to_file import TRAIN_STATE_KEY, Progress
 from megatron.core.files import open_regular
 from megatron.core.json_reading import parse_json
+from tools.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
 SAFETENSORS_SUFFIX = ".safetensors"
 

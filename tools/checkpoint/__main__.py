@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Looks at checkpoints, verifies and compares them, and moves them in and out of single files.
 
-    python tools/checkpoint.py list runs/gpt_cpu
-    python tools/checkpoint.py show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
-    python tools/checkpoint.py verify runs/gpt_cpu/iter_0000300
-    python tools/checkpoint.py diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
-    python tools/checkpoint.py convert runs/gpt_cpu/iter_0000300 gpt.safetensors
-    python tools/checkpoint.py convert gpt.safetensors runs/imported/iter_0000300
+    python tools/checkpoint/__main__.py list runs/gpt_cpu
+    python tools/checkpoint/__main__.py show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
+    python tools/checkpoint/__main__.py verify runs/gpt_cpu/iter_0000300
+    python tools/checkpoint/__main__.py diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
+    python tools/checkpoint/__main__.py convert runs/gpt_cpu/iter_0000300 gpt.safetensors
+    python tools/checkpoint/__main__.py convert gpt.safetensors runs/imported/iter_0000300
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that fsspec
 knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and whatever
@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.audit import Audit
-from megatron.core.dist_checkpointing.comparison import KeyComparison, compare
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
@@ -51,7 +49,6 @@ from megatron.core.dist_checkpointing.formats import (
     plain_keys_of,
     tensors_of,
 )
-from megatron.core.dist_checkpointing.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
@@ -60,10 +57,13 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_train_state,
 )
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
-from megatron.core.dist_checkpointing.to_file import export_safetensors, export_torch_save
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.recover_info import RecoverInfo, is_of_a_run
+from tools.checkpoint.audit import Audit
+from tools.checkpoint.comparison import KeyComparison, compare
+from tools.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
+from tools.checkpoint.to_file import export_safetensors, export_torch_save
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself

@@ -15,11 +15,11 @@ from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import data_file
 from megatron.core.dist_checkpointing.formats import open_checkpoint
-from megatron.core.dist_checkpointing.from_file import publish_content, read_file
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
-from megatron.core.dist_checkpointing.to_file import export_safetensors, export_torch_save
 from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
+from tools.checkpoint.from_file import publish_content, read_file
+from tools.checkpoint.to_file import export_safetensors, export_torch_save
 
 NAME = "iter_0000010"
 TENSORS = {
