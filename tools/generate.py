@@ -32,8 +32,8 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize
 from megatron.training.arguments import read_yaml, section_from_values
-from megatron.training.checkpointing import named_checkpoint
-from megatron.training.loading import load_weights
+from megatron.training.checkpoint.loading import load_weights
+from megatron.training.checkpoint.run_state import named_checkpoint
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, padded_vocab_size
 
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")

@@ -33,10 +33,10 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.transformer.init import materialize, seeded_reset
-from megatron.training.checkpointing import RunState, save_once, split_path
+from megatron.training.checkpoint.hf_weights import load_hf, save_hf
+from megatron.training.checkpoint.loading import load_checkpoint
+from megatron.training.checkpoint.run_state import RunState, save_once, split_path
 from megatron.training.engine import SaveLoadMeta, StepInfo
-from megatron.training.hf_weights import load_hf, save_hf
-from megatron.training.loading import load_checkpoint
 from megatron.training.step import Batch, ForwardStep, Mark, StepResult, evaluate, train_step, unmarked
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+from megatron.training.checkpoint.resume import Frequency, RecoverHandler, Votes
+from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
@@ -17,8 +19,6 @@ from megatron.training.events import EventLog
 from megatron.training.exits import ExitCode
 from megatron.training.inject import Injections
 from megatron.training.metrics import Metrics
-from megatron.training.recover import Frequency, RecoverHandler, Votes
-from megatron.training.recover_info import RecoverInfo
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult
 from megatron.training.stop import Stop, StopConditions
 

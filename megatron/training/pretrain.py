@@ -30,7 +30,10 @@ from megatron.core.options import ConfigError
 from megatron.core.process_groups import failed_collective
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
-from megatron.training.checkpointing import place_of, split_path
+from megatron.training.checkpoint.loading import Loaded
+from megatron.training.checkpoint.resume import Frequency, RecoverHandler
+from megatron.training.checkpoint.run_info import RecoverInfo
+from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine, build_engine
@@ -39,11 +42,8 @@ from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.inject import Injections
 from megatron.training.job_secret import Signer
 from megatron.training.launch import Launch, process_group
-from megatron.training.loading import Loaded
 from megatron.training.loop import NoWatch, Surroundings, Watch, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
-from megatron.training.recover import Frequency, RecoverHandler
-from megatron.training.recover_info import RecoverInfo
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
 from megatron.training.stop import Stop, StopConditions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from megatron.training.hf_files import WEIGHTS_FILE
+from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
 from tests.functional_tests.test_launch import ROOT, TIMEOUT, TORCHRUN, environment
 
 

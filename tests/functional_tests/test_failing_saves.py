@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
 from megatron.core.options import ConfigError
+from megatron.training.checkpoint.resume import RecoverHandler
+from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engines import ModuleEngine
 from megatron.training.exits import ExitError
-from megatron.training.recover import RecoverHandler
-from megatron.training.recover_info import RecoverInfo
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.ranks import run_ranks

@@ -20,10 +20,10 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.options import ConfigError
-from megatron.training import recover
+from megatron.training.checkpoint import resume as recover
+from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.events import read_events
 from megatron.training.exits import ExitCode, ExitError, code_of
-from megatron.training.loading import load_checkpoint
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.functional_tests.test_failing_saves import flip_last_weight, published, trained
@@ -56,7 +56,7 @@ def _run(argv: Sequence[str], restart: int) -> tuple[Any, ...]:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        patch.setattr("megatron.training.loading.load_checkpoint", counted)
+        patch.setattr("megatron.training.checkpoint.loading.load_checkpoint", counted)
         try:
             code = pretrain_gpt.run(argv).code
         except (CheckpointError, ConfigError, ExitError) as failure:

@@ -43,11 +43,11 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import parse_config
-from megatron.training.checkpointing import save_torch_dcp
+from megatron.training.checkpoint.hf_weights import load_hf, save_hf
+from megatron.training.checkpoint.loading import load_run
+from megatron.training.checkpoint.run_state import save_torch_dcp
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.events import EventLog, read_events, read_heartbeat
-from megatron.training.hf_weights import load_hf, save_hf
-from megatron.training.loading import load_run
 from megatron.training.memory import Memory
 from megatron.training.rng import rng_state, seed_all
 from megatron.training.tokenizer import (

@@ -59,7 +59,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
-from megatron.training.recover_info import RecoverInfo, is_of_a_run
+from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from tools.checkpoint.audit import Audit
 from tools.checkpoint.comparison import KeyComparison, compare
 from tools.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file

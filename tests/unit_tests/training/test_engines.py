@@ -28,7 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpointing import split_path
+from megatron.training.checkpoint.run_state import split_path
 from megatron.training.engine import SaveLoadMeta, StepInfo, TrainEngine
 from megatron.training.engines import EngineConfig, FSDPEngine, MegatronEngine, ModuleEngine, build_engine
 from tests.ranks import run_ranks

@@ -37,8 +37,8 @@ from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
+from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engine import StepInfo
-from megatron.training.recover_info import RecoverInfo
 from megatron.training.rng import rng_state
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from megatron.core.dist_checkpointing.load.small_files import parse_train_state
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.training.checkpoint.resume import Frequency
+from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engine import StepInfo
 from megatron.training.memory import Memory
-from megatron.training.recover import Frequency
-from megatron.training.recover_info import RecoverInfo
 
 SCHEDULE = LRSchedule.build(LRScheduleConfig(lr=1e-3, lr_warmup_iters=3), 10)
 

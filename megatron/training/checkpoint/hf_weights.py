@@ -52,7 +52,7 @@ from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
 from megatron.core.options import shown
-from megatron.training.hf_files import (
+from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
     StoredTensor,
     WeightFiles,

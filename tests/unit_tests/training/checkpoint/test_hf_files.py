@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, read_json
-from megatron.training.hf_weights import _config_problems
+from megatron.training.checkpoint.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, read_json
+from megatron.training.checkpoint.hf_weights import _config_problems
 from tests.special_files import SPECIAL_FILES
 
 

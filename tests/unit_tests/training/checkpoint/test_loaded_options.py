@@ -23,7 +23,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
-from megatron.training import checkpointing
+from megatron.training.checkpoint import run_state as checkpointing
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.rng import rng_state

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.init import materialize, seeded_reset
-from megatron.training.hf_weights import load_hf, save_hf
+from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
 from tests.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.crashes import KILLED, Child, Fault, Forks, Kill, forks, watched
@@ -498,7 +498,7 @@ def forked() -> Iterator[Forks]:
     with forks(
         "tests.unit_tests.core.dist_checkpointing.crashes",
         "tests.unit_tests.core.dist_checkpointing.models",
-        "megatron.training.hf_weights",
+        "megatron.training.checkpoint.hf_weights",
     ) as found:
         yield found
 

@@ -48,9 +48,9 @@ from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect
-from megatron.training.checkpointing import RunState, named_checkpoint, place_of
-from megatron.training.load_extras import RNG_KEY, Extras, RunData, options_to_load, rng_to_load
-from megatron.training.recover_info import RecoverInfo, no_run_error
+from megatron.training.checkpoint.load_extras import RNG_KEY, Extras, RunData, options_to_load, rng_to_load
+from megatron.training.checkpoint.run_info import RecoverInfo, no_run_error
+from megatron.training.checkpoint.run_state import RunState, named_checkpoint, place_of
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,9 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Ret
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
-from megatron.training.checkpointing import (
+from megatron.training.checkpoint.loading import Loaded, load_run
+from megatron.training.checkpoint.run_info import RecoverInfo
+from megatron.training.checkpoint.run_state import (
     check_save_folder,
     checkpoint_path,
     make_save_folder,
@@ -44,9 +46,7 @@ from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
 from megatron.training.events import EventLog
 from megatron.training.exits import ExitCode, ExitError
-from megatron.training.loading import Loaded, load_run
 from megatron.training.memory import Memory
-from megatron.training.recover_info import RecoverInfo
 
 logger = logging.getLogger(__name__)
 

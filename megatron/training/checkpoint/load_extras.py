@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.store import Store
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError
-from megatron.training.checkpointing import RunState
-from megatron.training.recover_info import RecoverInfo, is_of_a_run, no_run_error
+from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run, no_run_error
+from megatron.training.checkpoint.run_state import RunState
 from megatron.training.rng import check_rng_state, rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
