@@ -21,7 +21,7 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
-from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
 from megatron.training.launch import Launch
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch

@@ -24,7 +24,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, MegatronEngine
-from megatron.training.exits import exit_process
+from megatron.training.health.exits import exit_process
 from megatron.training.launch import Launch, process_group
 from megatron.training.step import Batch
 

@@ -44,14 +44,14 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.core.log import printable
-from megatron.training.events import read_events, read_heartbeat
+from megatron.training.health.events import read_events, read_heartbeat
 
 Event = dict[str, Any]
 
 EXIT_DEAD, EXIT_NO_RUN = 1, 2
 STALE_SECONDS = 60.0  # a heartbeat is written every few seconds; a slow file system may hold one back
 _TOO_MUCH = 1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
-# Of the names in megatron.training.exits, which imports torch: that takes two seconds.
+# Of the names in megatron.training.health.exits, which imports torch: that takes two seconds.
 # A signal that is not handled gives its own name; all others are failures.
 _MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
 _ENDS = {"FINISHED": "finished", "PREEMPTED": "preempted", "PREEMPTED_UNSAVED": "preempted", "HANG": "hung"}

@@ -17,7 +17,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
-from megatron.training.inject import InjectConfig, check_paths
+from megatron.training.health.inject import InjectConfig, check_paths
 from megatron.training.metrics import LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig

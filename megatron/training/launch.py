@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.core import process_groups
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
-from megatron.training.job_secret import SECRET_VARIABLE, BadRecordError, Signer, job_secret
+from megatron.training.health.job_secret import SECRET_VARIABLE, BadRecordError, Signer, job_secret
 
 logger = logging.getLogger(__name__)
 

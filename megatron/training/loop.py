@@ -15,9 +15,9 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
-from megatron.training.events import EventLog
-from megatron.training.exits import ExitCode
-from megatron.training.inject import Injections
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitCode
+from megatron.training.health.inject import Injections
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult
 from megatron.training.stop import Stop, StopConditions

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError, check_options, expect, option
-from megatron.training.jsonl import JsonLines
+from megatron.training.health.jsonl import JsonLines
 from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)

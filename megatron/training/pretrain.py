@@ -37,17 +37,17 @@ from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine, build_engine
-from megatron.training.events import EventLog
-from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen
-from megatron.training.inject import Injections
-from megatron.training.job_secret import Signer
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
+from megatron.training.health.inject import Injections
+from megatron.training.health.job_secret import Signer
+from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 from megatron.training.loop import NoWatch, Surroundings, Watch, num_train_samples, report_evaluation, train
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
 from megatron.training.stop import Stop, StopConditions
-from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.rank_waits import waits_for_ranks
-from megatron.training.exits import ExitCode, ExitError
+from megatron.training.health.exits import ExitCode, ExitError
 
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable

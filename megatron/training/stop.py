@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megatron.core.options import check_options, expect, option
-from megatron.training.exits import ExitCode
+from megatron.training.health.exits import ExitCode
 
 logger = logging.getLogger(__name__)
 

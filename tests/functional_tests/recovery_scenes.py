@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
-from megatron.training.events import read_events
+from megatron.training.health.events import read_events
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from megatron.core.options import ConfigError
 from megatron.training.checkpoint.resume import RecoverHandler
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engines import ModuleEngine
-from megatron.training.exits import ExitError
+from megatron.training.health.exits import ExitError
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.ranks import run_ranks

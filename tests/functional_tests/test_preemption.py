@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.checkpoint.resume import RecoverHandler
-from megatron.training.inject import Injections
+from megatron.training.health.inject import Injections
 from tests.functional_tests.recovery_scenes import TIMEOUT, Job, children, started, torchrun, until
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.ranks import run_ranks

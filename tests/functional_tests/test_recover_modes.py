@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint import resume as recover
 from megatron.training.checkpoint.loading import load_checkpoint
-from megatron.training.events import read_events
-from megatron.training.exits import ExitCode, ExitError, code_of
+from megatron.training.health.events import read_events
+from megatron.training.health.exits import ExitCode, ExitError, code_of
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.functional_tests.test_failing_saves import flip_last_weight, published, trained

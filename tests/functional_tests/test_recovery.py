@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_is_found_in_time_and_named_with_where_it_hangs(hung):
     (sleep,) = hung.events("inject")
     (found,) = hung.events("hang")
     assert found["ranks"] == [1]
-    assert "megatron/training/inject.py" in found["cause"]
+    assert "megatron/training/health/inject.py" in found["cause"]
     assert "hang_for_ever" in found["cause"]
     assert HANG_TIMEOUT <= found["time"] - sleep["time"] < HANG_TIMEOUT + 5
     (line,) = [line for line in hung.log.splitlines() if found["cause"] in line and "ERROR" in line]

@@ -47,8 +47,8 @@ from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_run
 from megatron.training.checkpoint.run_state import save_torch_dcp
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
-from megatron.training.events import EventLog, read_events, read_heartbeat
-from megatron.training.memory import Memory
+from megatron.training.health.earlier_starts import Memory
+from megatron.training.health.events import EventLog, read_events, read_heartbeat
 from megatron.training.rng import rng_state, seed_all
 from megatron.training.tokenizer import (
     HuggingFaceTokenizer,

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pretrain_gpt
-from megatron.training.exits import exit_process
+from megatron.training.health.exits import exit_process
 
 SIMULATE = "GPU_CHECK_SIMULATE"
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.training.events import read_events
-from megatron.training.exits import ExitCode
-from megatron.training.job_secret import SECRET_VARIABLE
+from megatron.training.health.events import read_events
+from megatron.training.health.exits import ExitCode
+from megatron.training.health.job_secret import SECRET_VARIABLE
 from tools.gpu_check.accelerator import open_accelerator
 from tools.gpu_check.drill_rank import SIMULATE
 from tools.gpu_check.findings import Findings, SkippedError

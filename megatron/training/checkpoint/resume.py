@@ -44,9 +44,9 @@ from megatron.training.checkpoint.run_state import (
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
-from megatron.training.events import EventLog
-from megatron.training.exits import ExitCode, ExitError
-from megatron.training.memory import Memory
+from megatron.training.health.earlier_starts import Memory
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitCode, ExitError
 
 logger = logging.getLogger(__name__)
 

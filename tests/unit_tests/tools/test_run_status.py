@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.training.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events
-from megatron.training.exits import ExitCode
+from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events
+from megatron.training.health.exits import ExitCode
 from tools import run_status
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError
-from megatron.training.jsonl import read_json_lines
+from megatron.training.health.jsonl import read_json_lines
 from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink, build_sinks
 from megatron.training.step import StepResult
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megatron.core.options import ConfigError
-from megatron.training.exits import ExitCode
+from megatron.training.health.exits import ExitCode
 from megatron.training.stop import Stop, StopConditions, StopConfig
 
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.resume import Frequency
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engine import StepInfo
-from megatron.training.memory import Memory
+from megatron.training.health.earlier_starts import Memory
 
 SCHEDULE = LRSchedule.build(LRScheduleConfig(lr=1e-3, lr_warmup_iters=3), 10)
 

@@ -33,12 +33,12 @@ from megatron.core import log
 from megatron.core.device import Device
 from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
-from megatron.training import watchdog as watchdog_module
-from megatron.training.cause import Silence
-from megatron.training.events import EventLog, read_events, read_heartbeat
-from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health import watchdog as watchdog_module
+from megatron.training.health.cause import Silence
+from megatron.training.health.events import EventLog, read_events, read_heartbeat
+from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
-from megatron.training.watchdog import Watchdog
 
 WAIT = 60.0  # seconds, for what must come
 TIMEOUT = 1.0  # --hang-timeout-seconds
@@ -130,7 +130,7 @@ class Job:
         self.folder = folder
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "megatron.training.watchdog"])
+        context.set_forkserver_preload(["torch", "megatron.training.health.watchdog"])
         if is_elastic:  # as under torchrun, whose agent holds the store; here it is this process
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port if is_elastic else free_port()
@@ -793,10 +793,10 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from megatron.core import log
 from megatron.core.device import Device
-from megatron.training.events import EventLog
-from megatron.training.exits import ExitError, code_of, exit_process
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitError, code_of, exit_process
 from megatron.training.launch import Launch, process_group
-from megatron.training.watchdog import Watchdog
+from megatron.training.health.watchdog import Watchdog
 
 how, folder, timeout = sys.argv[1], sys.argv[2], float(sys.argv[3])
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import issued_collectives
-from megatron.training.cause import Record, find_cause, stack_of
-from megatron.training.events import EventLog
+from megatron.training.health.cause import Record, find_cause, stack_of
+from megatron.training.health.events import EventLog
+from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
-from megatron.training.watchdog import Watchdog
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.sim

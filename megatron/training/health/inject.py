@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
-from megatron.training.events import EventLog
+from megatron.training.health.events import EventLog
 from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)

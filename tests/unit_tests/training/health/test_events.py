@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events, read_heartbeat
+from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events, read_heartbeat
 
 
 @pytest.fixture

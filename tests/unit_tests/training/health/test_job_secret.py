@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.options import ConfigError
-from megatron.training.job_secret import (
+from megatron.training.health.job_secret import (
     FILE_VARIABLE,
     SECRET_VARIABLE,
     BadRecordError,

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.options import ConfigError
-from megatron.training.exits import ExitCode, ExitError, code_of, is_foreseen, process_status
+from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen, process_status
 
 FORESEEN = [
     (ConfigError("x"), ExitCode.BAD_CONFIGURATION),
@@ -52,7 +52,7 @@ def test_only_a_preempted_rank_hides_its_code_from_the_agent_of_torchrun(code):
 
 LEAVING = """
 import sys, threading
-from megatron.training.exits import exit_process
+from megatron.training.health.exits import exit_process
 print("out"); print("err", file=sys.stderr)
 if sys.argv[1] == "closed":
     sys.stdout.close()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron.core.log import printable
 from megatron.core.rank_waits import is_marked
-from megatron.training.exits import ExitCode
+from megatron.training.health.exits import ExitCode
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have caused. Those of other
 # types than RuntimeError itself have classes of their own.

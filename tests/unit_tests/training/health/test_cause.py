@@ -32,8 +32,9 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.clip_grads import global_grad_norm
 from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks
 from megatron.core.rank_waits import waits_for_ranks
-from megatron.training import cause, pretrain, step
-from megatron.training.cause import (
+from megatron.training import pretrain, step
+from megatron.training.health import cause
+from megatron.training.health.cause import (
     Absent,
     Frame,
     Record,
@@ -45,7 +46,7 @@ from megatron.training.cause import (
     stack_of,
     waits_for_others,
 )
-from megatron.training.exits import ExitCode
+from megatron.training.health.exits import ExitCode
 from megatron.training.launch import Launch
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
-from megatron.training.events import EVENTS_FILE, read_events
+from megatron.training.health.events import EVENTS_FILE, read_events
 
 logger = logging.getLogger(__name__)
 

@@ -33,13 +33,13 @@ from torch.distributed.distributed_c10d import Store
 from megatron.core import issued_collectives
 from megatron.core.issued_collectives import IssuedCollectives, Outstanding
 from megatron.core.log import printable
-from megatron.training.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
-from megatron.training.events import EventLog
-from megatron.training.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
-from megatron.training.job_secret import Signer
+from megatron.training.health.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.job_secret import Signer
+from megatron.training.health.roll_call import RollCall, StoreLostError
+from megatron.training.health.signals import SignalSocket
 from megatron.training.launch import Launch
-from megatron.training.roll_call import RollCall, StoreLostError
-from megatron.training.signal_socket import SignalSocket
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.files import read_regular, temporary_path
-from megatron.training.jsonl import JsonLines, finite, parse_object, read_json_lines
+from megatron.training.health.jsonl import JsonLines, finite, parse_object, read_json_lines
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron.core.files import open_regular, sync_stream, temporary_path
 from megatron.core.options import ConfigError
-from megatron.training.jsonl import parse_object
+from megatron.training.health.jsonl import parse_object
 
 SECRET_VARIABLE = "MEGATRON_JOB_SECRET"
 FILE_VARIABLE = "MEGATRON_JOB_SECRET_FILE"

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.store import LocalStore, RemoteStore, open_store
 from megatron.core.options import ConfigError
-from megatron.training import inject
-from megatron.training.events import EventLog, read_events
-from megatron.training.inject import (
+from megatron.training.health import inject
+from megatron.training.health.events import EventLog, read_events
+from megatron.training.health.inject import (
     KINDS,
     PHASES,
     InjectConfig,
@@ -223,8 +223,8 @@ def test_several_faults_are_each_their_own(tmp_path, struck):
 
 PROGRAM = (
     "import sys\n"
-    "from megatron.training.events import EventLog\n"
-    "from megatron.training.inject import InjectConfig, Injections\n"
+    "from megatron.training.health.events import EventLog\n"
+    "from megatron.training.health.inject import InjectConfig, Injections\n"
     "config = InjectConfig((sys.argv[2],))\n"
     "Injections(config, rank=0, restart=0, events=EventLog(sys.argv[1])).at('forward', 1)\n"
 )

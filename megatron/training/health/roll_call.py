@@ -33,8 +33,8 @@ from typing import Any, Generic, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron.core.log import printable
-from megatron.training.cause import Absent, Record, Silence, Verdict, find_cause, typed_fields
-from megatron.training.job_secret import Signer
+from megatron.training.health.cause import Absent, Record, Silence, Verdict, find_cause, typed_fields
+from megatron.training.health.job_secret import Signer
 from megatron.training.launch import Launch
 
 logger = logging.getLogger(__name__)

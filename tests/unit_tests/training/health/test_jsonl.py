@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.jsonl import JsonLines, finite, read_json_lines
+from megatron.training.health.jsonl import JsonLines, finite, read_json_lines
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(), SCALARS, max_size=2)
@@ -159,7 +159,7 @@ def test_threads_append_side_by_side_and_no_line_is_lost(path):
 
 APPENDS_FOR_EVER = """
 import sys
-from megatron.training.jsonl import JsonLines
+from megatron.training.health.jsonl import JsonLines
 
 lines = JsonLines(sys.argv[1])
 number = 0

@@ -14,12 +14,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megatron.training import roll_call
-from megatron.training.cause import Record, Silence, Verdict
-from megatron.training.exits import ExitCode
-from megatron.training.job_secret import Signer
+from megatron.training.health import roll_call
+from megatron.training.health.cause import Record, Silence, Verdict
+from megatron.training.health.exits import ExitCode
+from megatron.training.health.job_secret import Signer
+from megatron.training.health.roll_call import BoundedStore, Member, RollCall, StoreLostError
 from megatron.training.launch import Launch
-from megatron.training.roll_call import BoundedStore, Member, RollCall, StoreLostError
 
 
 def well(rank: int) -> Record:
