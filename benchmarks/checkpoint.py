@@ -62,12 +62,12 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.init import seeded_reset
 
 OFFLOADED = OptimizerConfig(
     optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True

@@ -23,10 +23,10 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, collectives, fully_shard_optimizer
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.launch import Launch
 
 

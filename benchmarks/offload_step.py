@@ -34,13 +34,13 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.launch import Launch
 
 IN_ORDER = OptimizerConfig(optimizer_cpu_offload=True)

@@ -25,11 +25,11 @@ from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.lanes import ThreadLane
+from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer, offloaded_units
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.transformer.init import seeded_reset
 
 CONFIGS = {
     "device": OptimizerConfig(),

@@ -27,10 +27,10 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, lates
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.init import materialize
 from megatron.training.arguments import read_yaml, section_from_values
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.checkpoint.run_state import named_checkpoint

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
@@ -32,7 +33,6 @@ from megatron.core.optimizer.distrib_optimizer import (
 )
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
-from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path

@@ -31,7 +31,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.norms",
         "megatron.core.transformer.rotary",
         "megatron.core.transformer.cross_entropy",
-        "megatron.core.transformer.init",
+        "megatron.core.materialize",
         "megatron.core.transformer.attention",
         "megatron.core.transformer.mlp",
         "megatron.core.transformer.layer",

@@ -38,8 +38,8 @@ from megatron.core.distributed.fsdp.optimizer_hooks import CASTS_GRADIENTS
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
-from megatron.core.transformer.init import draw_parameters
 
 ResetParameters = Callable[[nn.Module], None]
 

@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -46,7 +47,6 @@ from megatron.core.optimizer.scaled_states import is_scaled
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
-from megatron.core.transformer.init import seeded_reset
 from megatron.core.transformer.mlp import MLP
 
 HSDP, HFSDP = "hsdp", "hfsdp"  # on four ranks, 2 x 2

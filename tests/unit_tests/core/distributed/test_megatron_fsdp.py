@@ -11,8 +11,8 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.distributed.megatron_fsdp import microbatch_of, shard_model
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_hybrid_mesh, build_mesh
-from megatron.core.transformer.init import materialize, seeded_reset
 from tests.ranks import run_ranks
 
 

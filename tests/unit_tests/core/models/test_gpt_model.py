@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
-from megatron.core.transformer.init import materialize
 
 VOCAB = 40
 LLAMA: dict[str, Any] = {

@@ -13,6 +13,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.megatron_fsdp import shard_model
+from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -21,7 +22,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, buil
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.init import seeded_reset
 from tests.ranks import run_ranks
 
 OFFLOAD = {"optimizer_cpu_offload": True}

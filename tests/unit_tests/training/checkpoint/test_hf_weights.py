@@ -21,11 +21,11 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.init import materialize, seeded_reset
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
 from tests.ranks import run_ranks

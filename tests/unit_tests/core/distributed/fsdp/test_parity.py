@@ -35,9 +35,9 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.lanes import delays
+from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.init import materialize, seeded_reset
 from tests.ranks import random_delays, rank_device, run_ranks
 
 AVG = Partial("avg")

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
-from megatron.core.transformer.init import materialize
 from tests.ranks import run_ranks
 
 SEED = 1234
