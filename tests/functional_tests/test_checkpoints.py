@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint, read_tensors
 from tests.ranks import RankError, run_ranks
-from tools.checkpoint import __main__ as checkpoint
+from tools.checkpoint import command as checkpoint
 
 SETTINGS = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),

@@ -59,7 +59,7 @@ from megatron.training.tokenizer import (
 )
 from tests.fuzzing.target import Target
 from tools import run_status
-from tools.checkpoint import __main__ as checkpoint_tool
+from tools.checkpoint import command as checkpoint_tool
 
 ITERATION = 3
 NAME = checkpoint_name(ITERATION)
@@ -194,7 +194,7 @@ class Run(Target):
 
 
 class CheckpointTool(Target):
-    """Each command of tools/checkpoint/__main__.py on the same files."""
+    """Each command of python -m tools.checkpoint on the same files."""
 
     def __init__(self, name: str, ckpt_format: str) -> None:
         super().__init__(name)
@@ -234,7 +234,7 @@ def called(tool: Any, arguments: list[str]) -> int:
 
 
 class SingleFile(Target):
-    """`tools/checkpoint/__main__.py convert` from a file to a checkpoint."""
+    """`python -m tools.checkpoint convert` from a file to a checkpoint."""
 
     def __init__(self, name: str, suffix: str) -> None:
         super().__init__(name)

@@ -133,7 +133,6 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.dcp.dcp_files",
         "megatron.core.dist_checkpointing.load.chunk_data",
         "megatron.core.dist_checkpointing.load.checkpoint",
-        "tools.checkpoint.audit",
         "megatron.core.dist_checkpointing.plan.chunks",
         "megatron.core.dist_checkpointing.state.dcp_hooks",
         "megatron.core.dist_checkpointing.state.dcp_state",
@@ -148,10 +147,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.save.manager",
         "megatron.core.dist_checkpointing.formats",
         "megatron.core.dist_checkpointing.dcp.plain_dcp",
-        "tools.checkpoint.comparison",
-        "tools.checkpoint.to_file",
         "megatron.core.dist_checkpointing.safetensors_files",
-        "tools.checkpoint.from_file",
     ],
     [
         "megatron.training.health.jsonl",

@@ -1,1 +1,1 @@
-"""TODO-DOC."""
+"""How a run is watched: exit codes, events, the watchdog and fault injection."""

@@ -22,7 +22,9 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.engine import StepInfo
 from tests.checkpoints import row_cuts, whole, write_checkpoint
-from tools.checkpoint import __main__ as checkpoint
+from tools.checkpoint import command as checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
 
 TENSORS = {
     "model.embedding.weight": (torch.randn(9, 4), row_cuts((9, 4), 3, 4, 2)),
@@ -62,7 +64,7 @@ class Run:
         printed = self._capsys.readouterr()
         if code == 2:
             (line,) = printed.err.splitlines()
-            assert line.startswith("checkpoint.py: Expected")
+            assert line.startswith("checkpoint: Expected")
             return code, line
         assert printed.err == ""
         return code, printed.out
@@ -303,7 +305,7 @@ def test_convert_takes_what_pytorch_wrote(torch_dcp: Path, tmp_path: Path, run: 
 def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
     (tmp_path / "all.pt").write_text("mine")
     code, line = run("convert", root / "iter_0000010", tmp_path / "all.pt")
-    assert (code, line) == (2, f"checkpoint.py: Expected no file yet at {tmp_path}/all.pt, got one.")
+    assert (code, line) == (2, f"checkpoint: Expected no file yet at {tmp_path}/all.pt, got one.")
     assert (tmp_path / "all.pt").read_text() == "mine"
     assert run("convert", root / "iter_0000010", tmp_path / "new.pt")[0] == 0
     code, line = run("convert", tmp_path / "new.pt", root / "iter_0000010")
@@ -335,8 +337,8 @@ def test_what_cannot_be_done_is_one_line(root: Path, run: Run, arguments: list[s
 
 
 def test_the_tool_is_a_program_that_needs_no_process_group(root: Path):
-    program = [sys.executable, Path(checkpoint.__file__), "verify", root / "iter_0000010", "--json"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-m", "tools.checkpoint", "verify", root / "iter_0000010", "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
     assert json.loads(done.stdout)["is_intact"]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import pretrain_gpt
 from tests.ranks import run_ranks
 from tools import generate
-from tools.checkpoint import __main__ as checkpoint
+from tools.checkpoint import command as checkpoint
 
 MODEL = {
     "--num-layers": "1",

@@ -1,1 +1,1 @@
-"""TODO-DOC."""
+"""Checkpoints that PyTorch DCP itself writes and reads."""

@@ -1,1 +1,1 @@
-"""TODO-DOC."""
+"""Loading: published checkpoints, verified before use and read in parts."""

@@ -1,1 +1,1 @@
-"""TODO-DOC."""
+"""Saving: the manager, the file of each rank, and the publication by rank 0."""

@@ -1,1 +1,1 @@
-"""TODO-DOC."""
+"""What a checkpoint holds: the tensors of a model, its optimizer and a trainer, under canonical keys."""

@@ -53,7 +53,7 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 from tests.ranks import run_ranks
-from tools.checkpoint import __main__ as tool
+from tools.checkpoint import command as tool
 from tools.checkpoint.from_file import read_file
 
 NAME = "iter_0000010"
@@ -432,7 +432,7 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
     target = tmp_path / f"all.{suffix}"
     assert tool.main(["convert", str(folder), str(target)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("checkpoint.py: Expected ")
+    assert line.startswith("checkpoint: Expected ")
     assert "model.w" in line
     assert not target.exists()
 

@@ -30,7 +30,7 @@ from megatron.training.health.inject import (
     looks_like_production,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def injections(folder: Path, *specs: str, rank: int = 0, restart: int = 0) -> Injections:

@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 from megatron.core.dist_checkpointing.format import fake_tensors
 from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 # A program of its own: where this goes wrong, it ends with a segmentation fault.
 FIRST_BACKWARD_AFTER_A_THREAD = """

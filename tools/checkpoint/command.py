@@ -1,0 +1,397 @@
+"""Looks at checkpoints, verifies and compares them, and moves them in and out of single files.
+
+    python -m tools.checkpoint list runs/gpt_cpu
+    python -m tools.checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
+    python -m tools.checkpoint verify runs/gpt_cpu/iter_0000300
+    python -m tools.checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
+    python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
+    python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
+
+One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that fsspec
+knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and whatever
+torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can resume from:
+`--finetune` loads their weights. Exit code: 0, 1 if `verify` finds something wrong or `diff` a
+difference, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from tqdm import tqdm
+
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
+from megatron.core.dist_checkpointing.format.names import (
+    TRACKER_FILE,
+    checkpoint_name,
+    iteration_of,
+    parse_folder,
+)
+from megatron.core.dist_checkpointing.formats import (
+    ReadableCheckpoint,
+    format_of,
+    nbytes_of,
+    open_checkpoint,
+    plain_keys_of,
+    tensors_of,
+)
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.small_files import (
+    check_size,
+    path_of,
+    read_marker,
+    read_train_state,
+)
+from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
+from megatron.core.host_memory import format_bytes
+from megatron.core.log import printable
+from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
+from tools.checkpoint.audit import Audit
+from tools.checkpoint.comparison import KeyComparison, compare
+from tools.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
+from tools.checkpoint.to_file import export_safetensors, export_torch_save
+
+_MAX_WIDTH = 200
+_MAX_LINE = 4000  # characters, of what a checkpoint says of itself
+
+_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # with the rank that wrote it
+_NO_RUN = "no run's state: --finetune loads its weights"
+_DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted", ".damaged": "damaged"}
+
+
+class Location(NamedTuple):
+    """Where a checkpoint is, or is to be."""
+
+    store: Store
+    name: str
+
+    @property
+    def path(self) -> str:
+        return path_of(self.store, self.name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"checkpoint: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
+        return 2
+
+
+def list_checkpoints(arguments: argparse.Namespace) -> int:
+    """What there is in a folder of checkpoints, published or not."""
+    store = open_store(arguments.root)
+    if store.is_rename_atomic and not Path(store.root).is_dir():
+        raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got none.")
+    tracked = store.read(TRACKER_FILE).decode(errors="replace").strip() if store.exists(TRACKER_FILE) else ""
+    rows = [_summary(store, name, tracked) for name in store.folders() if parse_folder(name)]
+    if arguments.json:
+        _print_json(rows)
+        return 0
+    for row in rows:
+        size = "" if row["num_bytes"] is None else format_bytes(row["num_bytes"])
+        ranks = "" if row["world_size"] is None else f"{row['world_size']} ranks"
+        note = f"  {row['problem']}" if row["problem"] else ""
+        if row["is_run"] is False:
+            note = f"  {_NO_RUN}"
+        latest = "  <- latest" if row["is_latest"] else ""
+        _print(f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}")
+    return 0
+
+
+def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
+    """One line of `list`. Data is not read: sizes are what is compared."""
+    found = parse_folder(name)
+    assert found is not None, "a name that has been chosen so"
+    row: dict[str, Any] = {"name": name, "iteration": found.iteration, "format": None, "state": "draft"}
+    row |= {"world_size": None, "num_bytes": None, "problem": None, "is_latest": False}
+    row["is_run"] = None
+    if found.suffix:
+        row["state"] = _DRAFT_SUFFIXES.get(Path(name).suffix, "unknown")
+        return row
+    if store.exists(f"{name}/{SIGN_FILE}") and not store.exists(f"{name}/{MARKER_FILE}"):
+        return row  # of a remote store, where the marker alone makes it a checkpoint
+    row["format"] = format_of(store, name)
+    row["is_latest"] = tracked == str(row["iteration"])
+    try:
+        if row["format"] == FSDP_DTENSOR:
+            marker = read_marker(store, name)
+            row |= {"world_size": marker.world_size, "num_bytes": sum(file.nbytes for file in marker.files.values())}
+            for file in marker.files:
+                check_size(store, name, file, marker)
+            row["is_run"] = is_of_a_run(read_train_state(store, name))
+            if marker.iteration != found.iteration:
+                row["problem"] = f"saved as iteration {marker.iteration}: no run is resumed from it under this name"
+        elif row["format"] == TORCH_DCP:
+            checkpoint = open_checkpoint(store, name)
+            places = checkpoint.metadata.storage_data.values()
+            row |= {"world_size": len({place.relative_path for place in places})}
+            row |= {"num_bytes": sum(place.length for place in places)}
+            row["is_run"] = is_of_a_run(checkpoint.train_state)
+        if row["format"] is not None:
+            row["state"] = "published"
+    except CheckpointError as error:
+        row |= {"state": "damaged", "problem": str(error)}
+    return row
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """What a checkpoint holds, where, and which ranks wrote it."""
+    checkpoint = _open(arguments.checkpoint)
+    tensors = [_described(checkpoint, key, entry) for key, entry in tensors_of(checkpoint).items()]
+    plain = [{"key": key, **_place(checkpoint, MetadataIndex(key))} for key in plain_keys_of(checkpoint)]
+    tensors, plain = ([row for row in rows if _is_wanted(row["key"], arguments.key)] for rows in (tensors, plain))
+    head: dict[str, Any] = {"checkpoint": checkpoint.path, "format": TORCH_DCP}
+    if isinstance(checkpoint, PublishedCheckpoint):
+        marker = checkpoint.marker
+        head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration, "world_size": marker.world_size}
+        head |= {"save_id": marker.save_id}
+    is_run = is_of_a_run(checkpoint.train_state)
+    if arguments.json:
+        state = {"is_run": is_run, "train_state": checkpoint.train_state}
+        _print_json({**head, **state, "tensors": tensors, "plain": plain})
+        return 0
+    words = [f"{name} {value}" for name, value in head.items()]
+    _print(", ".join(words if is_run else [*words, _NO_RUN]))
+    width = _width(row["key"] for row in (*tensors, *plain))
+    for row in tensors:
+        _print_tensor(row, width, arguments.chunks)
+    for row in plain:
+        _print(f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}")
+    total = sum(row["nbytes"] for row in tensors)
+    print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
+    return 0
+
+
+def _described(checkpoint: ReadableCheckpoint, key: str, entry: TensorStorageMetadata) -> dict[str, Any]:
+    chunks = [
+        {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+        | _place(checkpoint, MetadataIndex(key, chunk.offsets))
+        for chunk in entry.chunks
+    ]
+    dtype, shape = dtype_name(entry.properties.dtype), list(entry.size)
+    return {"key": key, "dtype": dtype, "shape": shape, "nbytes": nbytes_of(entry), "chunks": chunks}
+
+
+def _place(checkpoint: ReadableCheckpoint, index: MetadataIndex) -> dict[str, Any]:
+    """Where a blob lies, and who wrote it."""
+    info = checkpoint.metadata.storage_data[index]
+    match = _DATA_FILE.fullmatch(info.relative_path)
+    rank = int(match.group(1)) if match else None
+    return {"rank": rank, "file": info.relative_path, "offset": info.offset, "nbytes": info.length}
+
+
+def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
+    chunks = row["chunks"]
+    what = f"{row['dtype']:<9} {row['shape']!s:<16} {format_bytes(row['nbytes']):>11}"
+    _print(f"{row['key']:<{width}}  {what}  {len(chunks)} chunks, {_writers(chunks)}")
+    for chunk in chunks if with_chunks else ():
+        box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+        _print(f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}")
+
+
+def _writers(places: Iterable[dict[str, Any]]) -> str:
+    """Who wrote them: "rank 3", "ranks 0-3, 7"."""
+    found = {place["rank"] for place in places}
+    ranks = sorted(rank for rank in found if rank is not None)
+    if len(ranks) < len(found) or not ranks:
+        return "of unknown ranks" if found else "of no rank"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Goes through every byte of a checkpoint, and lists all that is wrong."""
+    location = _locate(arguments.checkpoint)
+    found = format_of(*location)
+    if found == TORCH_DCP:
+        raise CheckpointError(
+            f"Expected a checkpoint with digests in {location.path}, got one of the format {TORCH_DCP}, which has none."
+        )
+    if found is None and not location.store.exists(location.name):
+        raise CheckpointError(f"Expected a checkpoint in {location.path}, got nothing there.")
+    with _bar("verify", _data_nbytes(location)) as progress:
+        audit = Audit(*location, progress)
+        audit.run()
+    if arguments.json:
+        report = {"checkpoint": location.path, "is_intact": not audit.problems}
+        _print_json({**report, "num_bytes": audit.num_bytes, "problems": audit.problems})
+    else:
+        for problem in audit.problems:
+            _print(problem)
+        outcome = f"{len(audit.problems)} problems" if audit.problems else "intact"
+        print(f"{location.path}: {outcome}, {format_bytes(audit.num_bytes)} of data files read")
+    return 1 if audit.problems else 0
+
+
+def _data_nbytes(location: Location) -> int | None:
+    """Of all data files; None if that is not known."""
+    try:
+        return sum(file.nbytes for file in read_marker(*location).files.values() if file.digest is None)
+    except CheckpointError:
+        return None
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compares two checkpoints key by key."""
+    a, b = _open(arguments.a), _open(arguments.b)
+    both = dict.fromkeys([*a.metadata.state_dict_metadata, *b.metadata.state_dict_metadata])
+    keys = [key for key in both if _is_wanted(key, arguments.key)]
+    with _bar("diff", sum(nbytes_of(entry) for key, entry in tensors_of(a).items() if key in keys)) as progress:
+        found = list(compare(a, b, keys, progress))
+    if arguments.json:
+        _print_json({"a": a.path, "b": b.path, "keys": [_as_json(each) for each in found]})
+    else:
+        width = _width(each.key for each in found)
+        for each in found:
+            _print(f"{each.key:<{width}}  {_sentence(each)}")
+        num_equal = sum(each.outcome == "equal" for each in found)
+        print(f"{num_equal} of {len(found)} keys are equal")
+    return int(any(each.outcome != "equal" for each in found))
+
+
+def _sentence(each: KeyComparison) -> str:
+    if each.outcome == "equal":
+        return "equal" if each.max_difference is None else "bit-equal"
+    if each.outcome == "values" and each.max_difference is not None:
+        return f"{each.num_different} elements differ, by {each.max_difference:g} at most"
+    if each.outcome == "kind":
+        return "is a tensor in one and plain data in the other"
+    return each.outcome if not each.detail else f"differs in {each.outcome}: {each.detail}"
+
+
+def _as_json(each: KeyComparison) -> dict[str, Any]:
+    row = asdict(each)
+    if each.max_difference is not None and not math.isfinite(each.max_difference):
+        row["max_difference"] = "inf"  # JSON has no number for it
+    return row
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """From a checkpoint to a file, or back, by what the target is called."""
+    target = iteration_of(arguments.target.rstrip("/").rpartition("/")[2])
+    summary = _to_file(arguments) if target is None else _from_file(arguments, target)
+    if arguments.json:
+        _print_json(summary)
+    else:
+        print(f"{summary['target']}: {summary['num_tensors']} tensors of {format_bytes(summary['num_bytes'])}")
+    return 0
+
+
+def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.prefix:
+        raise CheckpointError(f"Expected --prefix for a checkpoint to be written, got the file {arguments.target}.")
+    checkpoint, path = _open(arguments.source), Path(arguments.target)
+    if path.exists():
+        raise CheckpointError(f"Expected no file yet at {path}, got one.")
+    export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
+    entries = tensors_of(checkpoint).values()
+    num_bytes = sum(map(nbytes_of, entries))
+    with _bar("convert", num_bytes) as progress:
+        export(checkpoint, path, progress)
+    return {"target": str(path), "num_tensors": len(entries), "num_bytes": num_bytes}
+
+
+def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
+    source, location = Path(arguments.source), _locate(arguments.target)
+    if location.name != checkpoint_name(iteration) or source.is_dir() or not source.exists():
+        raise CheckpointError(
+            f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} and {location.name}."
+        )
+    content = read_file(source, arguments.prefix)
+    if content.train_state is not None and is_of_a_run(content.train_state):
+        info = RecoverInfo.from_plain(content.train_state, f"the train_state of {source}")
+        own_name = checkpoint_name(info.step_info.iteration)
+        if own_name != location.name:
+            raise CheckpointError(
+                f"Expected {own_name} for {source}, whose train_state is of that iteration, got {location.name}."
+            )
+    # Enough for --finetune; a file that a checkpoint was converted to has all of it.
+    train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
+    num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
+    with _bar("convert", num_bytes) as progress:
+        publish_content(location.store, iteration, content, train_state, progress)
+    return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
+
+
+def _locate(checkpoint: str) -> Location:
+    if "://" in checkpoint:
+        root, _, name = checkpoint.rstrip("/").rpartition("/")
+        return Location(open_store(root), name)
+    path = Path(checkpoint).resolve()
+    return Location(open_store(path.parent), path.name)
+
+
+def _open(checkpoint: str) -> ReadableCheckpoint:
+    return open_checkpoint(*_locate(checkpoint))
+
+
+def _is_wanted(key: str, patterns: Sequence[str] | None) -> bool:
+    return patterns is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+@contextmanager
+def _bar(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr, if that is a terminal."""
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
+        yield bar.update
+
+
+def _width(keys: Iterable[str]) -> int:
+    """Of a column of keys; a long one has its line to itself."""
+    return max((len(key) for key in keys if len(key) <= _MAX_WIDTH), default=0)
+
+
+def _print(line: str) -> None:
+    """Prints what a checkpoint says of itself: names may hold what a terminal would obey."""
+    print(printable(line, _MAX_LINE))
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Looks at checkpoints, verifies, compares and converts them.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], *places: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        added.set_defaults(command=command)
+        for place in places:
+            added.add_argument(place, metavar=place.upper())
+        added.add_argument("--json", action="store_true", help="print JSON")
+        return added
+
+    add("list", list_checkpoints, "root")
+    shown = add("show", show, "checkpoint")
+    shown.add_argument("--chunks", action="store_true", help="a line for every chunk, too")
+    add("verify", verify, "checkpoint")
+    compared = add("diff", diff, "a", "b")
+    for each in (shown, compared):
+        each.add_argument("--key", nargs="+", metavar="PATTERN", help="only keys like these, as in a shell")
+    converted = add("convert", convert, "source", "target")
+    converted.add_argument("--prefix", default="", help="put before every key of a file, e.g. model.")
+    return parser.parse_args(argv)
