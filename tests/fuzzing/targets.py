@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig

@@ -13,6 +13,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.log",
         "megatron.core.options",
         "megatron.core.dtypes",
+        "megatron.core.dtensors",
         "megatron.core.rank_waits",
         "megatron.core.files",
         "megatron.core.json_reading",

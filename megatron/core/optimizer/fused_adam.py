@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.distributed.fsdp.gradients import check_whole, local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.drivers import driver_of
+from megatron.core.dtensors import check_whole, local_tensor
 from megatron.core.lanes import Event
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray, PlannedUpdates, Update, carry_out, plan

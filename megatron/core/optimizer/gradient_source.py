@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 
 # `main_grad` is where Megatron's DistributedDataParallel adds gradients up.
 _ATTRIBUTES = ("grad", "decoupled_grad", "main_grad")

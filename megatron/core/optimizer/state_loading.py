@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.uneven_rows import recut
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.state_tensors import difference
 

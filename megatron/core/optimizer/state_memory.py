@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import format_bytes
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 

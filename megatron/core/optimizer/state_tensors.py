@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, dtensor_like
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.dtensors import local_tensor
 
 
 class StateMemory:

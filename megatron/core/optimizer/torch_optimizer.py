@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
 
 

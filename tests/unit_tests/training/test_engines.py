@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig

@@ -29,9 +29,9 @@ from megatron.core.dist_checkpointing.plan.chunks import (
 )
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, ScaledValues, Values
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_units import StateUnit, state_units

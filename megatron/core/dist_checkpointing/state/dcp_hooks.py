@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 
 
 def describe(tensor: DTensor, begin: Sequence[int]) -> None:

@@ -32,12 +32,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
-from megatron.core.distributed.fsdp.gradients import check_whole
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.optimizer_hooks import CASTS_GRADIENTS
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.dtensors import check_whole
 from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
 

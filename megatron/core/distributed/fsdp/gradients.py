@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.uneven_rows import recut
+from megatron.core.dtensors import is_partial, local_tensor
 
 
 @dataclass(frozen=True)
@@ -342,26 +343,6 @@ def _add_locally(source: DBuffer, target: DBuffer, accumulates: bool, divisor: f
     target.local_buffer.copy_(source.local_buffer)
     if divisor != 1:
         target.local_buffer.div_(divisor)
-
-
-def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
-    """A DTensor's local tensor itself; any other tensor as it is."""
-    assert tensor is not None, "asked of what has a gradient"
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def is_partial(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is a sum that has still to be reduced."""
-    return isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements)
-
-
-def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
-    """RuntimeError if one of the gradients that an optimizer is about to read is a partial sum."""
-    if any(is_partial(gradient) for gradient in gradients):
-        raise RuntimeError(
-            "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
-            "microbatch(context, is_last=True)."
-        )
 
 
 def _as_partial(placement: Placement) -> Placement:

@@ -32,11 +32,12 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
-from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients, local_tensor
+from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostSlab
 from megatron.core.lanes import Event
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.state_tensors import like
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
 from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import local_world_size

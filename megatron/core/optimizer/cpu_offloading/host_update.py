@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.device_link import Slot
 from megatron.core.optimizer.cpu_offloading.host_arrays import MASTER, BucketArrays
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale

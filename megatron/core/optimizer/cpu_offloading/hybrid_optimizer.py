@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
-from megatron.core.distributed.fsdp.gradients import check_whole
+from megatron.core.dtensors import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.clip_grads import scale_grads

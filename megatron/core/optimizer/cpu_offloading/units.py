@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, TensorLink
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES

@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, Placements, fully_shard, fully_shard_context
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.megatron_fsdp import shard_model
+from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel

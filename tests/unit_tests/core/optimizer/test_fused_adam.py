@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_context,
     microbatch,
 )
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
 from tests.ranks import run_ranks

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks
 

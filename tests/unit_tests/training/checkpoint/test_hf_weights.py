@@ -20,7 +20,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, check_param_groups, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import read_metadata
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.fsdp.gradients import local_tensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig

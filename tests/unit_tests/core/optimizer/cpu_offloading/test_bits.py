@@ -26,9 +26,9 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import random_delays, rank_device, run_ranks

@@ -33,9 +33,9 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_context
-from megatron.core.distributed.fsdp.gradients import local_tensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
 from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
