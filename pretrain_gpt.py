@@ -21,7 +21,14 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
-from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.exits import (
+    ExitCode,
+    ExitError,
+    code_of,
+    exit_process,
+    is_foreseen,
+    process_status,
+)
 from megatron.training.launch import Launch
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch
@@ -47,14 +54,18 @@ def run(argv: Sequence[str]) -> Outcome:
         return GPTModel(config.model, vocab_size)
 
     def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> GPTDatasets:
-        return build_gpt_datasets(config.data, num_samples, tokenizer.vocab_size, config.training.seed)
+        return build_gpt_datasets(
+            config.data, num_samples, tokenizer.vocab_size, config.training.seed
+        )
 
     return pretrain(
         config,
         model_provider=model_provider,
         datasets_provider=datasets_provider,
         forward_step=forward_step,
-        flops_per_sequence=num_floating_point_operations(config.model, vocab_size, config.data.seq_length, 1),
+        flops_per_sequence=num_floating_point_operations(
+            config.model, vocab_size, config.data.seq_length, 1
+        ),
     )
 
 

@@ -36,12 +36,20 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *ext.sources, "-o", str(target)]
+        command = [
+            *shlex.split(os.environ.get("CXX", "c++")),
+            *FLAGS,
+            *ext.sources,
+            "-o",
+            str(target),
+        ]
         try:
             subprocess.run(command, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
-            print(f"The host kernel was not built, torch will compute the optimizer's step instead: {error}")
+            print(
+                f"The host kernel was not built, torch will compute the optimizer's step instead: {error}"
+            )
 
 
 setup(

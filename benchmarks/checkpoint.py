@@ -70,7 +70,9 @@ from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded
 from megatron.core.transformer.config import TransformerConfig
 
 OFFLOADED = OptimizerConfig(
-    optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+    optimizer_cpu_offload=True,
+    overlap_cpu_optimizer_d2h_h2d=True,
+    overlap_optimizer_with_forward=True,
 )
 PIECE = 1 << 20  # elements that are made or checked at a time
 Figures = dict[str, float]
@@ -88,7 +90,10 @@ def pattern(part: Part, start: int, stop: int) -> torch.Tensor:
     """What belongs at these elements of a part: positive numbers about 0.01, as bits."""
     places = torch.arange(part.begin + start, part.begin + stop, dtype=torch.int32)
     return (
-        places.mul_(-1640531527).add_(zlib.crc32(part.key.encode()) & 0xFFFFFF).bitwise_and_(0x7FFFFF).add_(0x3C000000)
+        places.mul_(-1640531527)
+        .add_(zlib.crc32(part.key.encode()) & 0xFFFFFF)
+        .bitwise_and_(0x7FFFFF)
+        .add_(0x3C000000)
     )
 
 
@@ -103,7 +108,9 @@ def pieces(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 class State:
     """The model with its optimizer; and the same values in DTensors for DCP."""
 
-    def __init__(self, arguments: argparse.Namespace, device: Device, rank: int, world_size: int) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, device: Device, rank: int, world_size: int
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         config = TransformerConfig(
             num_layers=arguments.layers,
@@ -134,10 +141,14 @@ class State:
         for entry in contents.entries:
             if entry.saved_as.shape:
                 row = int(np.prod(entry.saved_as.shape[1:]))
-                self.parts.append(Part(entry.key, entry.offsets[0] * row, entry.part_of(entry.values.target())))
+                self.parts.append(
+                    Part(entry.key, entry.offsets[0] * row, entry.part_of(entry.values.target()))
+                )
         self.even_parts: list[Part] = []
         self.even = self._even(contents, mesh)
-        self.file_nbytes = max(placed.stop for placed in place([e.saved_as for e in contents.entries], rank))
+        self.file_nbytes = max(
+            placed.stop for placed in place([e.saved_as for e in contents.entries], rank)
+        )
         for part in (*self.parts, *self.even_parts):
             for bits, wanted in pieces(part):
                 bits.copy_(wanted)
@@ -155,7 +166,9 @@ class State:
             sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
             local = torch.empty(sizes)
             strides = torch.empty(shape, device="meta").stride()
-            state[entry.key] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+            state[entry.key] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
+            )
             self.even_parts.append(Part(entry.key, offsets[0] * strides[0], local))
         return state
 
@@ -170,7 +183,9 @@ def check(parts: list[Part]) -> None:
     for part in parts:
         for bits, wanted in pieces(part):
             if not torch.equal(bits, wanted):
-                raise RuntimeError(f"Expected the values that were saved in {part.key}, got others.")
+                raise RuntimeError(
+                    f"Expected the values that were saved in {part.key}, got others."
+                )
 
 
 # What the system says.
@@ -198,7 +213,9 @@ def resident_share(folder: Path) -> float:
             found = np.zeros(num_pages, np.uint8)
             view = np.frombuffer(mapped, np.uint8)
             status = libc.mincore(
-                ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(found.ctypes.data)
+                ctypes.c_void_p(view.ctypes.data),
+                ctypes.c_size_t(len(mapped)),
+                ctypes.c_void_p(found.ctypes.data),
             )
             del view
             if status:
@@ -219,13 +236,16 @@ def evict(folder: Path) -> None:
 class Bench:
     """One rank's side of one process group."""
 
-    def __init__(self, arguments: argparse.Namespace, folders: dict[str, Path], rank: int, world_size: int) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, folders: dict[str, Path], rank: int, world_size: int
+    ) -> None:
         self.device = Device("cpu")
         self.rank, self.world_size = rank, world_size
         self.folders = folders
         self.state = State(arguments, self.device, rank, world_size)
         self.managers = {
-            where: CheckpointManager.start(str(self._ours(where)), self.device, rank, world_size) for where in folders
+            where: CheckpointManager.start(str(self._ours(where)), self.device, rank, world_size)
+            for where in folders
         }
         self.buffers = BufferPool(self.device).lend()
         for buffer in self.buffers:
@@ -233,14 +253,17 @@ class Bench:
         self.iteration = world_size  # of what is kept, see `keep`
         self._reserve = folders["tmpfs"] / f"reserve_{rank}"
 
-    def run(self, variants: dict[str, Callable[[], Figures]], num_rounds: int) -> dict[str, list[Figures]]:
+    def run(
+        self, variants: dict[str, Callable[[], Figures]], num_rounds: int
+    ) -> dict[str, list[Figures]]:
         """What each variant has measured in each round."""
         figures: dict[str, list[Figures]] = {name: [] for name in variants}
         for number, name in enumerate(report.schedule(list(variants), num_rounds)):
             figures[name].append(self._slowest(self._run_one(variants[name])))
             if self.rank == 0 and not (number + 1) % len(variants):
                 print(
-                    f"{self.world_size} ranks: round {(number + 1) // len(variants)} of {num_rounds}", file=sys.stderr
+                    f"{self.world_size} ranks: round {(number + 1) // len(variants)} of {num_rounds}",
+                    file=sys.stderr,
                 )
         return figures
 
@@ -267,7 +290,9 @@ class Bench:
         def work() -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             descriptor = os.open(path, flags | (os.O_DIRECT if where == "disk" else 0))
-            for number, position in enumerate(range(0, self.state.file_nbytes, len(self.buffers[0]))):
+            for number, position in enumerate(
+                range(0, self.state.file_nbytes, len(self.buffers[0]))
+            ):
                 nbytes = min(len(self.buffers[0]), self.state.file_nbytes - position) // 4096 * 4096
                 os.write(descriptor, self.buffers[number % len(self.buffers)][:nbytes])
             os.fsync(descriptor)
@@ -307,7 +332,9 @@ class Bench:
         folder = self.folders["disk"] / "dcp"
         futures = []
         with growth() as grown:
-            blocked = self._time(lambda: futures.append(dcp.async_save(self.state.even, checkpoint_id=folder)))
+            blocked = self._time(
+                lambda: futures.append(dcp.async_save(self.state.even, checkpoint_id=folder))
+            )
             total = blocked + report.seconds(futures[0].result)
         self._remove(folder)
         return {"seconds": total, "blocked_seconds": blocked, "growth_bytes": grown[0]}
@@ -330,7 +357,13 @@ class Bench:
     # Loading
 
     def load(
-        self, who: str, num_ranks: int, *, is_cold: bool = False, verify: bool = True, checks: bool = False
+        self,
+        who: str,
+        num_ranks: int,
+        *,
+        is_cold: bool = False,
+        verify: bool = True,
+        checks: bool = False,
     ) -> Figures:
         """Loads what `num_ranks` ranks have kept."""
         folder = self.kept("dcp" if who == "dcp" else "ours", num_ranks)
@@ -345,7 +378,11 @@ class Bench:
         resident = resident_share(folder)
         before = num_bytes_read()
         seconds = self._time(works[who])
-        return {"seconds": seconds, "bytes_read": num_bytes_read() - before, "resident_share": resident}
+        return {
+            "seconds": seconds,
+            "bytes_read": num_bytes_read() - before,
+            "resident_share": resident,
+        }
 
     def check_loads(self, num_ranks: int) -> None:
         """Warms up. RuntimeError if a load does not bring back what was saved."""
@@ -379,7 +416,9 @@ class Bench:
         return self.folders[where] / "ours"
 
     def _begin_ours(self, where: str) -> None:
-        self.managers[where].save(self.iteration, self.state.contents(), {"iteration": self.iteration})
+        self.managers[where].save(
+            self.iteration, self.state.contents(), {"iteration": self.iteration}
+        )
 
     def _time(self, work: Callable[[], object]) -> float:
         dist.barrier()
@@ -396,7 +435,10 @@ class Bench:
         """The largest of each figure on all ranks; but the sum of bytes read."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, figures)
-        return {name: (sum if name == "bytes_read" else max)(figures[name] for figures in gathered) for name in figures}
+        return {
+            name: (sum if name == "bytes_read" else max)(figures[name] for figures in gathered)
+            for name in figures
+        }
 
 
 @contextlib.contextmanager
@@ -441,17 +483,26 @@ def measure_four(bench: Bench, num_rounds: int) -> dict[str, list[Figures]]:
     for num_ranks in (bench.world_size // 2, bench.world_size):
         bench.check_loads(num_ranks)
         for who in ("ours", "dcp"):
-            variants[f"load {num_ranks} -> {bench.world_size}, {who}"] = partial(bench.load, who, num_ranks)
+            variants[f"load {num_ranks} -> {bench.world_size}, {who}"] = partial(
+                bench.load, who, num_ranks
+            )
     return bench.run(variants, num_rounds)
 
 
 def serve(
-    rank: int, world_size: int, arguments: argparse.Namespace, folders: dict[str, Path], results: Any, store: str
+    rank: int,
+    world_size: int,
+    arguments: argparse.Namespace,
+    folders: dict[str, Path],
+    results: Any,
+    store: str,
 ) -> None:
     """A rank's life."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
     bench = Bench(arguments, folders, rank, world_size)
     figures = (measure_two if world_size == 2 else measure_four)(bench, arguments.rounds)
     if rank == 0:
@@ -460,12 +511,17 @@ def serve(
     dist.destroy_process_group()
 
 
-def measure(world_size: int, arguments: argparse.Namespace, folders: dict[str, Path]) -> tuple[Any, int]:
+def measure(
+    world_size: int, arguments: argparse.Namespace, folders: dict[str, Path]
+) -> tuple[Any, int]:
     """(figures, number of parameters) from ranks of their own."""
     results = mp.get_context("spawn").Queue()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(
-            serve, (world_size, arguments, folders, results, f"{folder}/store"), nprocs=world_size, join=False
+            serve,
+            (world_size, arguments, folders, results, f"{folder}/store"),
+            nprocs=world_size,
+            join=False,
         )
         while True:
             with contextlib.suppress(queue.Empty):
@@ -497,7 +553,9 @@ class Bar(NamedTuple):
     most: float = math.inf
 
     def __str__(self) -> str:
-        limits = [f">= {self.least:g}"] * (self.least > -math.inf) + [f"<= {self.most:g}"] * (self.most < math.inf)
+        limits = [f">= {self.least:g}"] * (self.least > -math.inf) + [f"<= {self.most:g}"] * (
+            self.most < math.inf
+        )
         missed = [] if self.least <= self.value <= self.most else ["MISSED"]
         return "  ".join([f"{self.name:>44} {self.value:8.3f}", *limits, *missed])
 
@@ -507,19 +565,37 @@ def bars(medians: dict[str, Figures]) -> list[Bar]:
         return medians[one][figure] / medians[other][figure]
 
     found = [
-        Bar("save to disk, raw over ours", ratio("save to disk, raw", "save to disk, ours"), least=0.9),
+        Bar(
+            "save to disk, raw over ours",
+            ratio("save to disk, raw", "save to disk, ours"),
+            least=0.9,
+        ),
         Bar("save to disk, dcp over ours", ratio("save to disk, dcp", "save to disk, ours")),
-        Bar("save to tmpfs, dcp over ours", ratio("save to tmpfs, dcp", "save to tmpfs, ours"), least=1.4),
+        Bar(
+            "save to tmpfs, dcp over ours",
+            ratio("save to tmpfs, dcp", "save to tmpfs, ours"),
+            least=1.4,
+        ),
         Bar(
             "async save, blocked, ours over dcp",
             ratio("async save, ours", "async save, dcp", "blocked_seconds"),
             most=0.05,
         ),
-        Bar("async save, growth of ours in MB", medians["async save, ours"]["growth_bytes"] / 1e6, most=64),
+        Bar(
+            "async save, growth of ours in MB",
+            medians["async save, ours"]["growth_bytes"] / 1e6,
+            most=64,
+        ),
         Bar("warm load, dcp over ours", ratio("warm load, dcp", "warm load, ours"), least=1.0),
         Bar("cold load, dcp over ours", ratio("cold load, dcp", "cold load, ours"), least=1.3),
-        Bar("warm load, dcp over ours checked first", ratio("warm load, dcp", "warm load, ours checked first")),
-        Bar("cold load, dcp over ours checked first", ratio("cold load, dcp", "cold load, ours checked first")),
+        Bar(
+            "warm load, dcp over ours checked first",
+            ratio("warm load, dcp", "warm load, ours checked first"),
+        ),
+        Bar(
+            "cold load, dcp over ours checked first",
+            ratio("cold load, dcp", "cold load, ours checked first"),
+        ),
     ]
     for figure in ("seconds", "bytes_read"):
         name = f"load 2 -> 4 over 4 -> 4, ours, {figure}"
@@ -530,17 +606,25 @@ def bars(medians: dict[str, Figures]) -> list[Bar]:
 def show(medians: dict[str, Figures]) -> None:
     for name in sorted(medians):
         each = medians[name]
-        extra = [f"{each['seconds']:8.3f} s ({each['fastest_seconds']:.3f} to {each['slowest_seconds']:.3f})"]
+        extra = [
+            f"{each['seconds']:8.3f} s ({each['fastest_seconds']:.3f} to {each['slowest_seconds']:.3f})"
+        ]
         if "blocked_seconds" in each:
-            extra.append(f"blocks {each['blocked_seconds'] * 1e3:.1f} ms, grows by {each['growth_bytes'] / 1e6:.0f} MB")
+            extra.append(
+                f"blocks {each['blocked_seconds'] * 1e3:.1f} ms, grows by {each['growth_bytes'] / 1e6:.0f} MB"
+            )
         if "bytes_read" in each:
-            extra.append(f"reads {each['bytes_read'] / 1e6:.0f} MB, {each['resident_share']:.0%} were in memory")
+            extra.append(
+                f"reads {each['bytes_read'] / 1e6:.0f} MB, {each['resident_share']:.0%} were in memory"
+            )
         print(f"{name:>34} " + "  ".join(extra))
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32768)
@@ -551,7 +635,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folders = {
-            name: Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent)))
+            name: Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent))
+            )
             for name, parent in {"disk": arguments.disk, "tmpfs": arguments.tmpfs}.items()
         }
         figures, num_parameters = measure(2, arguments, folders)

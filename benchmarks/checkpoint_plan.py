@@ -33,10 +33,19 @@ from typing import Any, NamedTuple
 import report
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedTensor, compose_metadata, nested_path
+from megatron.core.dist_checkpointing.format.metadata import (
+    SavedChunk,
+    SavedTensor,
+    compose_metadata,
+    nested_path,
+)
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
@@ -105,10 +114,16 @@ def named(prefix: str, weight: Weight, whole: Holdings) -> list[Named]:
 def tensors_of(weights: Sequence[Named]) -> list[SavedAs]:
     """Weights and moments."""
     keys = ("model.{}", *(f"optimizer.state.{{}}.{moment}" for moment in MOMENTS))
-    return [SavedAs(key.format(w.fqn), torch.float32, w.shape, w.holdings) for key in keys for w in weights]
+    return [
+        SavedAs(key.format(w.fqn), torch.float32, w.shape, w.holdings)
+        for key in keys
+        for w in weights
+    ]
 
 
-def flat_tensors(layouts: dict[str, GlobalLayout], num_ranks: int, *, is_whole: bool = False) -> list[SavedAs]:
+def flat_tensors(
+    layouts: dict[str, GlobalLayout], num_ranks: int, *, is_whole: bool = False
+) -> list[SavedAs]:
     """All tensors in the order of a save, made anew for each as `collect` does.
 
     Args:
@@ -129,7 +144,10 @@ def flat_tensors(layouts: dict[str, GlobalLayout], num_ranks: int, *, is_whole: 
     if is_whole:
         for kind, nbytes in RANDOM_STATES.items():
             shape = (nbytes,)
-            found += [SavedAs(f"rng.{r}.{kind}", torch.uint8, shape, Replicated(shape, (r,))) for r in everyone]
+            found += [
+                SavedAs(f"rng.{r}.{kind}", torch.uint8, shape, Replicated(shape, (r,)))
+                for r in everyone
+            ]
     return found
 
 
@@ -149,9 +167,13 @@ def compose(tensors: Sequence[SavedAs]) -> tuple[bytes, int]:
     chunks: list[list[SavedChunk]] = [[] for _ in tensors]
     for placed in place(tensors):
         chunks[placed.tensor].append(
-            SavedChunk(placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes)
+            SavedChunk(
+                placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes
+            )
         )
-    saved = [SavedTensor(t.key, t.dtype, t.shape, own) for t, own in zip(tensors, chunks, strict=True)]
+    saved = [
+        SavedTensor(t.key, t.dtype, t.shape, own) for t, own in zip(tensors, chunks, strict=True)
+    ]
     return compose_metadata(saved, []), sum(map(len, chunks))
 
 
@@ -233,14 +255,17 @@ def measure_ours(
     return report.medians(times)
 
 
-def measure(num_ranks: int, num_rounds: int, timeouts: dict[str, float], *, with_even: bool) -> dict[str, Any]:
+def measure(
+    num_ranks: int, num_rounds: int, timeouts: dict[str, float], *, with_even: bool
+) -> dict[str, Any]:
     """All figures for one number of ranks.
 
     Args:
         timeouts: seconds for DCP, by the way to shard; one that takes longer is taken out.
     """
     layouts = {
-        prefix: GlobalLayout.build([weight.shape for weight in weights], num_ranks) for prefix, weights in UNITS.items()
+        prefix: GlobalLayout.build([weight.shape for weight in weights], num_ranks)
+        for prefix, weights in UNITS.items()
     }
     kinds = {"flat": flat_tensors(layouts, num_ranks)}
     if with_even:
@@ -257,7 +282,11 @@ def measure(num_ranks: int, num_rounds: int, timeouts: dict[str, float], *, with
         if kind in timeouts:
             plans, num_bytes = gathered_plans(tensors, num_ranks)
             seconds = time_dcp(plans, timeouts[kind])
-            found["dcp"][kind] = {"seconds": seconds, "gathered_bytes": num_bytes, "timeout_s": timeouts[kind]}
+            found["dcp"][kind] = {
+                "seconds": seconds,
+                "gathered_bytes": num_bytes,
+                "timeout_s": timeouts[kind],
+            }
             if seconds is None:
                 del timeouts[kind]
     return found
@@ -286,11 +315,17 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for DCP; 0: ours alone")
-    parser.add_argument("--most-even", type=int, default=256, help="ranks; more would take minutes and gigabytes")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds for DCP; 0: ours alone"
+    )
+    parser.add_argument(
+        "--most-even", type=int, default=256, help="ranks; more would take minutes and gigabytes"
+    )
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     timeouts = {kind: arguments.timeout for kind in ("flat", "even") if arguments.timeout}

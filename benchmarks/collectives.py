@@ -38,8 +38,12 @@ def variants(num_bytes: int) -> dict[str, Callable[[], None]]:
         "all_gather fp32, ours": lambda: collectives.all_gather(gathered, own, group),
         "all_gather fp32, torch": lambda: dist.all_gather_into_tensor(gathered, part),
         "reduce_scatter fp32, ours": lambda: collectives.reduce_scatter(part, whole, group, mean),
-        "reduce_scatter fp32, torch": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG),
-        "reduce_scatter bf16 in fp32, ours": lambda: collectives.reduce_scatter(part, half, group, mean),
+        "reduce_scatter fp32, torch": lambda: dist.reduce_scatter_tensor(
+            part, whole, op=dist.ReduceOp.AVG
+        ),
+        "reduce_scatter bf16 in fp32, ours": lambda: collectives.reduce_scatter(
+            part, half, group, mean
+        ),
         "reduce_scatter bf16 in fp32, torch": widen_then_reduce_with_torch,
     }
 
@@ -69,7 +73,9 @@ def main() -> None:
             for name in (name for name in medians if name.endswith("ours")):
                 ours, theirs = medians[name], medians[name.replace("ours", "torch")]
                 operation = name.removesuffix(", ours")
-                print(f"{size:>7} {operation:28} ours {ours:7.2f} ms, torch {theirs:7.2f} ms, {theirs / ours:.2f}x")
+                print(
+                    f"{size:>7} {operation:28} ours {ours:7.2f} ms, torch {theirs:7.2f} ms, {theirs / ours:.2f}x"
+                )
         print(report.write("collectives", {"ranks": dist.get_world_size(), "median_ms": results}))
     dist.destroy_process_group()
 

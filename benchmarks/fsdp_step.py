@@ -56,7 +56,9 @@ def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side
     }
 
 
-def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) -> dict[str, float]:
+def break_down(
+    side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int
+) -> dict[str, float]:
     """Mean milliseconds of the parts of our step.
 
     gather and reduce run on a lane beside the computation; wait is how long the computation stood still for them.
@@ -96,18 +98,28 @@ def main() -> None:
         medians = report.medians(times)
         num_tokens = arguments.micro_batch * arguments.sequence * launch.world_size
         for name, milliseconds in medians.items():
-            print(f"{name:>8} {milliseconds:8.1f} ms, {num_tokens / milliseconds * 1e3:8.0f} tokens/s")
+            print(
+                f"{name:>8} {milliseconds:8.1f} ms, {num_tokens / milliseconds * 1e3:8.0f} tokens/s"
+            )
         ratio = medians["FSDP2"] / medians["ours"]
         print(f"tokens/s of ours over FSDP2's: {ratio:.3f}")
-        print("parts of our step, ms: " + ", ".join(f"{name} {value:.1f}" for name, value in parts.items()))
-        print("last losses: " + ", ".join(f"{name} {values[-1]:.6f}" for name, values in losses.items()))
+        print(
+            "parts of our step, ms: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+        )
+        print(
+            "last losses: "
+            + ", ".join(f"{name} {values[-1]:.6f}" for name, values in losses.items())
+        )
         content = {
             "device": device.description,
             "ranks": launch.world_size,
             "parameters": sum(parameter.numel() for parameter in sides["ours"].model.parameters()),
             "settings": vars(arguments),
             "median_ms": medians,
-            "tokens_per_second": {name: num_tokens / value * 1e3 for name, value in medians.items()},
+            "tokens_per_second": {
+                name: num_tokens / value * 1e3 for name, value in medians.items()
+            },
             "ratio_to_fsdp2": ratio,
             "breakdown_ms": parts,
             "last_losses": {name: values[-1] for name, values in losses.items()},

@@ -54,17 +54,26 @@ class Arrays:
         self.out = self.make(numel, torch.bfloat16)
         self.grad_fp32 = self.make(numel, torch.float32).copy_(self.grad)
         self.weight = self.make(numel, torch.float32).normal_()
-        self.split = [self.make(numel, dtype).copy_(self.weight) for dtype in (torch.bfloat16, torch.int16)]
+        self.split = [
+            self.make(numel, dtype).copy_(self.weight) for dtype in (torch.bfloat16, torch.int16)
+        ]
         self.moments = [self.make(numel, torch.float32).fill_(1e-4) for _ in range(2)]
         self.bf16_moments = [self.make(numel, torch.bfloat16).fill_(1e-4) for _ in range(2)]
 
     def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.in_slabs:
             return torch.empty(numel, dtype=dtype)
-        slab = HostSlab(numel * dtype.itemsize, Device.for_rank("cpu", 0, 1), is_pinned=False, purpose="the benchmark")
+        slab = HostSlab(
+            numel * dtype.itemsize,
+            Device.for_rank("cpu", 0, 1),
+            is_pinned=False,
+            purpose="the benchmark",
+        )
         return slab.tensor(0, numel, dtype)
 
-    def piece(self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False) -> AdamPiece:
+    def piece(
+        self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False
+    ) -> AdamPiece:
         """The pass in one of its forms. With a remainder, the weight is what other forms write to `out`."""
         grad = self.over if over_grad else self.grad
         moments = self.bf16_moments if bf16_moments else self.moments
@@ -87,11 +96,15 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
     for name, (piece, num_bytes) in forms.items():
         skeleton = name.replace("one pass", "skeleton")
         sides[name] = Side(lambda piece=piece: kernel.run([piece]), num_bytes, skeleton)
-        sides[skeleton] = Side(lambda piece=piece: kernel.submit([piece], touch=True).wait(), num_bytes)
+        sides[skeleton] = Side(
+            lambda piece=piece: kernel.submit([piece], touch=True).wait(), num_bytes
+        )
     return sides
 
 
-def fused_adamw(weight: torch.Tensor, grad: torch.Tensor, arrays: Arrays, start: int = 0) -> torch.optim.Optimizer:
+def fused_adamw(
+    weight: torch.Tensor, grad: torch.Tensor, arrays: Arrays, start: int = 0
+) -> torch.optim.Optimizer:
     """torch's fused AdamW on a weight, its moments being a part of the arrays' from `start` on."""
     parameter = torch.nn.Parameter(weight)
     parameter.grad = grad
@@ -151,7 +164,9 @@ def ordinary_sides(numel: int) -> dict[str, Side]:
     """torch's fused AdamW, whole and by tensors, on memory as torch allocates it: what those have who use it."""
     arrays = Arrays(numel, in_slabs=False)
     return {
-        f"{name}, ordinary pages": side for name, side in torch_sides(arrays).items() if name.startswith("torch fused")
+        f"{name}, ordinary pages": side
+        for name, side in torch_sides(arrays).items()
+        if name.startswith("torch fused")
     }
 
 
@@ -168,7 +183,9 @@ def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
 
 def show(title: str, sides: dict[str, Side], milliseconds: dict[str, float], numel: int) -> None:
     """Prints a table."""
-    print(f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one pass's time")
+    print(
+        f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one pass's time"
+    )
     for name, side in sides.items():
         time, rate = milliseconds[name], numel / milliseconds[name] / 1e6
         ceiling = f"{milliseconds[side.skeleton] / time:.1%}" if side.skeleton else ""
@@ -178,12 +195,16 @@ def show(title: str, sides: dict[str, Side], milliseconds: dict[str, float], num
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=64 << 20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--body", default="auto")
-    parser.add_argument("--ordinary-pages", action="store_true", help="allocate as torch does, without huge pages")
+    parser.add_argument(
+        "--ordinary-pages", action="store_true", help="allocate as torch does, without huge pages"
+    )
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)

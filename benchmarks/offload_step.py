@@ -45,7 +45,9 @@ from megatron.training.launch import Launch
 
 IN_ORDER = OptimizerConfig(optimizer_cpu_offload=True)
 OVERLAPPED = OptimizerConfig(
-    optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+    optimizer_cpu_offload=True,
+    overlap_cpu_optimizer_d2h_h2d=True,
+    overlap_optimizer_with_forward=True,
 )
 
 
@@ -67,7 +69,10 @@ def build_ours(
         reset_parameters=seeded_reset(model, device.torch_device, SEED),
         offloaded=offloaded_units(model, config or OptimizerConfig()),
     )
-    return Side(model, None if config is None else build_optimizer(model, config, 1e-4, num_local_ranks).optimizer)
+    return Side(
+        model,
+        None if config is None else build_optimizer(model, config, 1e-4, num_local_ranks).optimizer,
+    )
 
 
 def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh) -> Side:
@@ -75,7 +80,9 @@ def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh)
     model = model_on_meta(arguments)
     policy: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+        "mp_policy": TorchMixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, cast_forward_inputs=False
+        ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_host_memory),
     }
     for unit in sharding_units(model):
@@ -85,7 +92,9 @@ def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh)
     return Side(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.kind == "cuda"))
 
 
-def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) -> dict[str, float]:
+def break_down(
+    side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int
+) -> dict[str, float]:
     """Mean milliseconds a step of the host's pass and of the two transfers, each alone: for the side `in order`."""
     watch = Stopwatch()
     wrapped = [
@@ -103,16 +112,24 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: 
 
 def main() -> None:
     """Measures; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model_arguments(parser)
     arguments = parser.parse_args()
     launch = Launch.from_environment()
     device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
     dist.init_process_group(device.collective_backend)
     mesh = build_mesh(device.kind, launch.world_size)
-    ours = {"no optimizer": None, "device": OptimizerConfig(), "in order": IN_ORDER, "overlapped": OVERLAPPED}
+    ours = {
+        "no optimizer": None,
+        "device": OptimizerConfig(),
+        "in order": IN_ORDER,
+        "overlapped": OVERLAPPED,
+    }
     sides = {
-        name: build_ours(arguments, device, mesh, config, launch.local_world_size) for name, config in ours.items()
+        name: build_ours(arguments, device, mesh, config, launch.local_world_size)
+        for name, config in ours.items()
     }
     sides["FSDP2 offloaded"] = build_fsdp2(arguments, device, mesh)
     batch = batch_of(arguments, launch.rank, device)
@@ -140,11 +157,20 @@ def report_all(
     assert isinstance(optimizer, HybridDeviceOptimizer), "as it was built"
     for name, milliseconds in medians.items():
         print(f"{name:>16} {milliseconds:8.1f} ms a step")
-    print(", ".join(f"{name} {value:.1f} ms" for name, value in parts.items()) + f"; the floor is {floor:.1f} ms")
-    print(f"offloading in order adds {added:.1f} ms to forward and backward, of which {hidden:.0%} are hidden")
-    print(f"FSDP2 offloaded over ours overlapped: {medians['FSDP2 offloaded'] / medians['overlapped']:.2f}x")
+    print(
+        ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
+        + f"; the floor is {floor:.1f} ms"
+    )
+    print(
+        f"offloading in order adds {added:.1f} ms to forward and backward, of which {hidden:.0%} are hidden"
+    )
+    print(
+        f"FSDP2 offloaded over ours overlapped: {medians['FSDP2 offloaded'] / medians['overlapped']:.2f}x"
+    )
     print(f"overlapped over device: {medians['overlapped'] / medians['device']:.2f}x")
-    print("last losses: " + ", ".join(f"{name} {values[-1]:.6f}" for name, values in losses.items()))
+    print(
+        "last losses: " + ", ".join(f"{name} {values[-1]:.6f}" for name, values in losses.items())
+    )
     content = {
         "device": device.description,
         "ranks": launch.world_size,

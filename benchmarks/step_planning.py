@@ -28,13 +28,19 @@ from megatron.core.lanes import ThreadLane
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    build_optimizer,
+    offloaded_units,
+)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 
 CONFIGS = {
     "device": OptimizerConfig(),
     "offloaded": OptimizerConfig(
-        optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+        optimizer_cpu_offload=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        overlap_optimizer_with_forward=True,
     ),
 }
 
@@ -61,7 +67,9 @@ class FirstLaunch:
         setattr(owner, name, launching)
 
 
-def build(arguments: argparse.Namespace, config: OptimizerConfig) -> tuple[nn.Module, DistributedOptimizer]:
+def build(
+    arguments: argparse.Namespace, config: OptimizerConfig
+) -> tuple[nn.Module, DistributedOptimizer]:
     """A sharded GPT on one rank, and its optimizer."""
     model, device = model_on_meta(arguments), Device("cpu")
     megatron_fsdp.shard_model(
@@ -78,7 +86,9 @@ def build(arguments: argparse.Namespace, config: OptimizerConfig) -> tuple[nn.Mo
 
 def main() -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model_arguments(parser)
     arguments = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -107,10 +117,18 @@ def main() -> None:
     medians = report.medians(times)
     for name, milliseconds in medians.items():
         print(f"{name:>26} {milliseconds:8.3f} ms until the first work")
-    ratios = {side: medians[f"{side}, planned after"] / medians[f"{side}, planned before"] for side in sides}
+    ratios = {
+        side: medians[f"{side}, planned after"] / medians[f"{side}, planned before"]
+        for side in sides
+    }
     print(", ".join(f"{side}: {ratio:.1f}x" for side, ratio in ratios.items()))
     count = sum(1 for _ in sides["device"][0].parameters())
-    content = {"parameters": count, "settings": vars(arguments), "median_ms": medians, "after_over_before": ratios}
+    content = {
+        "parameters": count,
+        "settings": vars(arguments),
+        "median_ms": medians,
+        "after_over_before": ratios,
+    }
     print(report.write("step_planning", content))
     dist.destroy_process_group()
 

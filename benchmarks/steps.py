@@ -45,7 +45,9 @@ def model_on_meta(arguments: argparse.Namespace) -> GPTModel:
         return GPTModel(config, arguments.vocabulary)
 
 
-def batch_of(arguments: argparse.Namespace, rank: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(
+    arguments: argparse.Namespace, rank: int, device: Device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's tokens and labels: [micro batch, sequence], int64."""
     generator = torch.Generator().manual_seed(rank)
     shape = (arguments.micro_batch, arguments.sequence + 1)

@@ -42,15 +42,21 @@ TINY = Qwen3Config(
 
 def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The mean loss of a microbatch; transformers shifts the labels itself."""
-    loss: torch.Tensor = model(input_ids=batch["tokens"], labels=batch["tokens"], use_cache=False).loss
+    loss: torch.Tensor = model(
+        input_ids=batch["tokens"], labels=batch["tokens"], use_cache=False
+    ).loss
     return loss.float()
 
 
 def main() -> None:
     """Trains, saves in both formats, loads what it has saved, and goes on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder or name of a pretrained model")
-    parser.add_argument("--output", type=Path, required=True, help="folder for what is saved; must not exist")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for what is saved; must not exist"
+    )
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     launch = Launch.from_environment()
@@ -69,14 +75,21 @@ def main() -> None:
             compute_dtype="bf16",
         )
         engine = MegatronEngine(
-            config, device, build_mesh(device.kind, launch.world_size), num_local_ranks=launch.local_world_size
+            config,
+            device,
+            build_mesh(device.kind, launch.world_size),
+            num_local_ranks=launch.local_world_size,
         )
         engine.initialize(model)
         tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(launch.rank))
         for _ in range(arguments.steps):
-            result = engine.train_batch([{"tokens": tokens[:2]}, {"tokens": tokens[2:]}], forward_step)
+            result = engine.train_batch(
+                [{"tokens": tokens[:2]}, {"tokens": tokens[2:]}], forward_step
+            )
             if launch.rank == 0:
-                print(f"step {engine.step_info().iteration}: loss {result.loss:.4f}, grad norm {result.grad_norm:.3f}")
+                print(
+                    f"step {engine.step_info().iteration}: loss {result.loss:.4f}, grad norm {result.grad_norm:.3f}"
+                )
         weights = SaveLoadMeta(str(arguments.output / "weights"), "hf")
         whole = SaveLoadMeta(str(arguments.output / "step"), "dcp", with_optim=True)
         for meta in (weights, whole):

@@ -25,7 +25,12 @@ from megatron.core.dist_checkpointing.format.manifest import (
     dtype_name,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import (
+    SavedChunk,
+    SavedPlain,
+    SavedTensor,
+    compose_metadata,
+)
 from megatron.core.dist_checkpointing.format.names import iteration_of
 
 
@@ -55,7 +60,13 @@ def whole(tensor: torch.Tensor, rank: int = 0) -> list[Cut]:
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The data of a tensor, row-major."""
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def write_checkpoint(
@@ -76,7 +87,9 @@ def write_checkpoint(
         chunks = []
         for cut in cuts:
             content = files[cut.rank]
-            part = tensor[tuple(slice(o, o + n) for o, n in zip(cut.offsets, cut.sizes, strict=True))]
+            part = tensor[
+                tuple(slice(o, o + n) for o, n in zip(cut.offsets, cut.sizes, strict=True))
+            ]
             record = _add(content, key, part, cut)
             records[cut.rank].append(record)
             chunks.append(SavedChunk(*cut, record.blob_offset, record.blob_nbytes))
@@ -85,10 +98,14 @@ def write_checkpoint(
     for key, value in plain.items():
         blob, offset = plain_blob(value), len(files[0])
         files[0] += blob
-        records[0].append(ChunkRecord(key, "", (), (), offset, len(blob), offset, len(blob), digests_of(blob)))
+        records[0].append(
+            ChunkRecord(key, "", (), (), offset, len(blob), offset, len(blob), digests_of(blob))
+        )
         plain_saved.append(SavedPlain(key, 0, offset, len(blob)))
     small = {METADATA_FILE: compose_metadata(saved, plain_saved)}
-    small[TRAIN_STATE_FILE] = json.dumps(dict(train_state or {"progress": {"iteration": 10}})).encode()
+    small[TRAIN_STATE_FILE] = json.dumps(
+        dict(train_state or {"progress": {"iteration": 10}})
+    ).encode()
     for rank, (content, chunk_records) in enumerate(zip(files, records, strict=True)):
         manifest = Manifest(save_id, rank, data_file(rank), len(content), tuple(chunk_records))
         small[manifest_file(rank)] = manifest.to_bytes()
@@ -111,4 +128,6 @@ def _add(content: bytearray, key: str, part: torch.Tensor, cut: Cut) -> ChunkRec
     offset = len(content)
     content += header + data + footer
     place = (offset, len(content) - offset, offset + len(header), len(data))
-    return ChunkRecord(key, dtype_name(part.dtype), cut.offsets, cut.sizes, *place, digests_of(data))
+    return ChunkRecord(
+        key, dtype_name(part.dtype), cut.offsets, cut.sizes, *place, digests_of(data)
+    )

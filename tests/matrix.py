@@ -102,7 +102,9 @@ def install(pair: Pair, python: str, folder: Path) -> Path:
     kernels = sorted((ROOT / "megatron/core/optimizer/kernels").glob("*.[ch]*"))
     sources = [ROOT / "pyproject.toml", ROOT / "setup.py", *kernels]
     constraints = constraints_for(pair.torch)
-    made_from = hashlib.sha256("\0".join([constraints, *(path.read_text() for path in sources)]).encode()).hexdigest()
+    made_from = hashlib.sha256(
+        "\0".join([constraints, *(path.read_text() for path in sources)]).encode()
+    ).hexdigest()
     if stamp.exists() and stamp.read_text() == made_from:
         return environment_python
 
@@ -110,7 +112,15 @@ def install(pair: Pair, python: str, folder: Path) -> Path:
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     constraints_path = folder / "constraints.txt"
     constraints_path.write_text(constraints)
-    command = [str(environment_python), *PIP, "install", "--constraint", str(constraints_path), "--editable", ".[dev]"]
+    command = [
+        str(environment_python),
+        *PIP,
+        "install",
+        "--constraint",
+        str(constraints_path),
+        "--editable",
+        ".[dev]",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     stamp.write_text(made_from)
     return environment_python
@@ -131,27 +141,45 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
 
     # What pip made of the wish, and what it is that the tests run with: the same version may be a CUDA or a CPU build.
     result = subprocess.run(
-        [environment_python, "-W", "ignore", "-c", DESCRIPTION], capture_output=True, text=True, check=False
+        [environment_python, "-W", "ignore", "-c", DESCRIPTION],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if result.returncode:
-        last_line = (result.stderr.strip().splitlines() or [f"Python ended with {result.returncode}"])[-1]
+        last_line = (
+            result.stderr.strip().splitlines() or [f"Python ended with {result.returncode}"]
+        )[-1]
         return False, f"torch could not be imported, {last_line}"
     described = result.stdout.strip()
     if not described.startswith(pair.torch):
         return False, f"expected torch {pair.torch}, got {described}"
 
     start = time.monotonic()
-    tests = subprocess.run([environment_python, "-m", "pytest", "-q", *lines_of(FAST_TESTS)], cwd=ROOT, check=False)
+    tests = subprocess.run(
+        [environment_python, "-m", "pytest", "-q", *lines_of(FAST_TESTS)], cwd=ROOT, check=False
+    )
     word = "passed" if tests.returncode == 0 else f"failed (pytest ended with {tests.returncode})"
     return tests.returncode == 0, f"{word} in {time.monotonic() - start:.0f} s, torch {described}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The process's exit code: 0 if all pairs passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="*", type=Pair.parse, help="like 3.12:2.11.0; default: requirements/matrix.txt")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-matrix", help="folder to make them in")
-    parser.add_argument("--allow-missing", action="store_true", help="a Python that is not here is no failure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pairs",
+        nargs="*",
+        type=Pair.parse,
+        help="like 3.12:2.11.0; default: requirements/matrix.txt",
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".venv-matrix", help="folder to make them in"
+    )
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="a Python that is not here is no failure"
+    )
     options = parser.parse_args(arguments)
 
     pairs = options.pairs or [Pair.parse(line) for line in lines_of(PAIRS)]

@@ -157,11 +157,16 @@ class _Pool:
 def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection) -> None:
     """A rank's life: join the group, then run what comes."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
     backend = "gloo" if device == "cpu" else _start_device(device, rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
     while True:
         try:
             function, args = cloudpickle.loads(pipe.recv_bytes())
@@ -199,7 +204,9 @@ def _start_device(kind: str, rank: int) -> str:
     return device.collective_backend
 
 
-def _run_under_torchrun(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], device: str) -> list[Any]:
+def _run_under_torchrun(
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], device: str
+) -> list[Any]:
     if device != "cpu":
         pytest.skip("torchrun's ranks have no simulated accelerator")
     if int(os.environ["WORLD_SIZE"]) != world_size:

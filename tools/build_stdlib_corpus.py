@@ -18,7 +18,16 @@ from pydoc_data import topics
 from megatron.core.files import published
 
 # Installed packages, tests (broken sources on purpose, generated tables) and the file the topics come from.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__", "pydoc_data"}
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "__pycache__",
+    "pydoc_data",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,7 +34,12 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.checkpoint.run_state import named_checkpoint
-from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    padded_vocab_size,
+)
 
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
 
@@ -43,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints each prompt with its continuation; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        model, tokenizer, seq_length = load_model(arguments.load, arguments.ckpt_step, arguments.config)
+        model, tokenizer, seq_length = load_model(
+            arguments.load, arguments.ckpt_step, arguments.config
+        )
     except (CheckpointError, ConfigError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 2
@@ -92,7 +99,10 @@ def load_model(
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
     with torch.device("meta"):
-        model = GPTModel(section_from_values(TransformerConfig, values), padded_vocab_size(tokenizer_config, tokenizer))
+        model = GPTModel(
+            section_from_values(TransformerConfig, values),
+            padded_vocab_size(tokenizer_config, tokenizer),
+        )
     materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
     load_weights(store, name, model)
     return model.eval(), tokenizer, seq_length
@@ -102,7 +112,9 @@ def _locate(root: str, iteration: int | None) -> tuple[Store, str]:
     named = named_checkpoint(root)
     if named is not None:
         if iteration is not None:
-            raise CheckpointError(f"Expected a folder of checkpoints with --ckpt-step, got the checkpoint {root}.")
+            raise CheckpointError(
+                f"Expected a folder of checkpoints with --ckpt-step, got the checkpoint {root}."
+            )
         return open_store(named[0]), named[1]
     store = open_store(root)
     iteration = latest_iteration(store) if iteration is None else iteration
@@ -161,7 +173,9 @@ def sample(
     return tokens[len(prompt) :]
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _choose(
+    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
     if temperature == 0:
         return int(logits.argmax())
     likeliest = torch.topk(logits, min(top_k or logits.numel(), logits.numel()))
@@ -171,22 +185,35 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: tor
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Samples text from a checkpoint.")
-    parser.add_argument("--load", required=True, help="folder of a run's checkpoints, or one checkpoint")
+    parser.add_argument(
+        "--load", required=True, help="folder of a run's checkpoints, or one checkpoint"
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
         help="YAML file with the model's and the tokenizer's settings; default: the run's own",
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
-    parser.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
+    parser.add_argument(
+        "--prompt", action="append", help="text to go on from; may be given several times"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token every time")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from so many of the likeliest tokens; 0: from all")
+    parser.add_argument(
+        "--temperature", type=float, default=0.5, help="0 takes the likeliest token every time"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        help="draw from so many of the likeliest tokens; 0: from all",
+    )
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args(argv)
     for name in ("max_new_tokens", "temperature", "top_k"):
         if not getattr(arguments, name) >= 0:
-            parser.error(f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(arguments, name)}.")
+            parser.error(
+                f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(arguments, name)}."
+            )
     return arguments
 
 

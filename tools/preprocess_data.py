@@ -108,7 +108,9 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
         raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
     if arguments.train_tokenizer:
         _train_tokenizer(arguments, files, keys)
-    config = TokenizerConfig(**{option.name: getattr(arguments, option.name) for option in _tokenizer_options()})
+    config = TokenizerConfig(
+        **{option.name: getattr(arguments, option.name) for option in _tokenizer_options()}
+    )
     tokenizer = build_tokenizer(config)
     dtype = optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
@@ -120,14 +122,18 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     _report(counts, outputs, time.monotonic() - begun)
 
 
-def _tokenize(arguments: argparse.Namespace, files: list[Path], tokenizer: Tokenizer, outputs: list[Output]) -> Counts:
+def _tokenize(
+    arguments: argparse.Namespace, files: list[Path], tokenizer: Tokenizer, outputs: list[Output]
+) -> Counts:
     """Fills the outputs with the documents of `files`."""
     counts = Counts()
     chunks = _chunks(_read(files, [output.key for output in outputs], counts))
     total = sum(path.stat().st_size for path in files)
     is_silent = not _shows_progress()
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
-        for num_bytes, encoded in _encode_all(chunks, tokenizer, arguments.append_eod, arguments.workers):
+        for num_bytes, encoded in _encode_all(
+            chunks, tokenizer, arguments.append_eod, arguments.workers
+        ):
             for output, part in zip(outputs, encoded, strict=True):
                 _add(output, part)
             counts.num_bytes += num_bytes
@@ -154,10 +160,20 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         help="only files with these suffixes are read from folders, e.g. .py .md; by default all that are UTF-8 text",
     )
-    parser.add_argument("--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines")
-    parser.add_argument("--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx")
-    parser.add_argument("--train-tokenizer", action="store_true", help="train a BPE of --vocab-size on the input first")
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx"
+    )
+    parser.add_argument(
+        "--train-tokenizer",
+        action="store_true",
+        help="train a BPE of --vocab-size on the input first",
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():
         parser.add_argument(
@@ -172,7 +188,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _tokenizer_options() -> list[Field]:
     """Those that matter here: the rows of the embedding are the training's affair."""
-    return [option for option in options_of(TokenizerConfig) if option.name != "make_vocab_size_divisible_by"]
+    return [
+        option
+        for option in options_of(TokenizerConfig)
+        if option.name != "make_vocab_size_divisible_by"
+    ]
 
 
 def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: list[str]) -> None:
@@ -180,7 +200,9 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
     if arguments.vocab_size is None:
         raise InputError("--vocab-size: expected a number for --train-tokenizer, got none.")
     if arguments.tokenizer_type != "HuggingFaceTokenizer":
-        raise InputError(f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}.")
+        raise InputError(
+            f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}."
+        )
     if arguments.tokenizer_model is None:
         arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
     if Path(arguments.tokenizer_model).is_dir():
@@ -212,7 +234,9 @@ def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[
         else:
             raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
     if not found:
-        raise InputError(f"--input: expected files to read, got none in {', '.join(map(str, inputs))}.")
+        raise InputError(
+            f"--input: expected files to read, got none in {', '.join(map(str, inputs))}."
+        )
     return found
 
 
@@ -228,7 +252,9 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
             counts.undecodable.append(path)
             continue
         if keys != [_PLAIN_TEXT_KEY]:
-            raise InputError(f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}.")
+            raise InputError(
+                f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
+            )
         yield Document((text,), len(content))
 
 
@@ -282,7 +308,11 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
     for key in keys:
         text = record.get(key)
         if not isinstance(text, str):
-            got = f"{_shown(text)} under it" if key in record else f"the keys {reprlib.repr(sorted(record))}"
+            got = (
+                f"{_shown(text)} under it"
+                if key in record
+                else f"the keys {reprlib.repr(sorted(record))}"
+            )
             raise InputError(f"expected a text under the key {key!r}, got {got}.")
         try:
             text.encode()
@@ -328,7 +358,10 @@ def _encode_all(
         return
     # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads may hang.
     executor = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, append_eod)
+        num_workers,
+        multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer, append_eod),
     )
     pending: collections.deque[tuple[int, Future[list[Encoded]]]] = collections.deque()
     try:
@@ -391,8 +424,14 @@ def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
     for output in outputs:
         builder = output.builder
         note = f"; {output.num_empty} empty documents skipped" if output.num_empty else ""
-        print(f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} tokens{note}")
-    note = f"; {len(counts.undecodable)} files skipped that are not UTF-8 text" if counts.undecodable else ""
+        print(
+            f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} tokens{note}"
+        )
+    note = (
+        f"; {len(counts.undecodable)} files skipped that are not UTF-8 text"
+        if counts.undecodable
+        else ""
+    )
     print(f"{counts.num_bytes} bytes tokenized in {seconds:.1f} s{note}")
 
 

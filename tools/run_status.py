@@ -49,12 +49,21 @@ from megatron.training.health.events import read_events, read_heartbeat
 Event = dict[str, Any]
 
 EXIT_DEAD, EXIT_NO_RUN = 1, 2
-STALE_SECONDS = 60.0  # a heartbeat is written every few seconds; a slow file system may hold one back
-_TOO_MUCH = 1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
+STALE_SECONDS = (
+    60.0  # a heartbeat is written every few seconds; a slow file system may hold one back
+)
+_TOO_MUCH = (
+    1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
+)
 # Of the names in megatron.training.health.exits, which imports torch: that takes two seconds.
 # A signal that is not handled gives its own name; all others are failures.
 _MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
-_ENDS = {"FINISHED": "finished", "PREEMPTED": "preempted", "PREEMPTED_UNSAVED": "preempted", "HANG": "hung"}
+_ENDS = {
+    "FINISHED": "finished",
+    "PREEMPTED": "preempted",
+    "PREEMPTED_UNSAVED": "preempted",
+    "HANG": "hung",
+}
 
 
 @dataclass
@@ -62,7 +71,9 @@ class Session:
     """One start of the run and what was logged until the next."""
 
     start: Event = field(default_factory=dict)  # the event `start`; empty if there is none
-    events: list[Event] = field(default_factory=list)  # in the order of the file, `start` among them
+    events: list[Event] = field(
+        default_factory=list
+    )  # in the order of the file, `start` among them
 
     @property
     def restart(self) -> float:
@@ -107,13 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"run_status.py: {error}", file=sys.stderr)
         return EXIT_NO_RUN
     if status is None:
-        print(f"run_status.py: expected a run's folder, got {folder} without events or checkpoints", file=sys.stderr)
+        print(
+            f"run_status.py: expected a run's folder, got {folder} without events or checkpoints",
+            file=sys.stderr,
+        )
         return EXIT_NO_RUN
     print(json.dumps(status, indent=1) if arguments.json else "\n".join(lines_of(status)))
     return int(status["exit_code"])
 
 
-def run_status(folder: Path, *, now: float, stale_seconds: float = STALE_SECONDS) -> dict[str, Any] | None:
+def run_status(
+    folder: Path, *, now: float, stale_seconds: float = STALE_SECONDS
+) -> dict[str, Any] | None:
     """All that is known of the run in a folder as plain data, or None if there is no run.
 
     Args:
@@ -136,7 +152,9 @@ def run_status(folder: Path, *, now: float, stale_seconds: float = STALE_SECONDS
         **state,
         "progress": progress,
         "checkpoint": _checkpoint(checkpoint, events, now),
-        "restarts": _restarts(sessions, has_failed=state["state"] in ("preempted", "failed", "hung", "dead")),
+        "restarts": _restarts(
+            sessions, has_failed=state["state"] in ("preempted", "failed", "hung", "dead")
+        ),
         "trouble": _trouble(events),
     }
 
@@ -168,7 +186,9 @@ def split_sessions(events: Iterable[Event]) -> list[Session]:
                 sessions.append(Session())
             sessions[-1].start = event
         elif is_other:
-            earlier = next((session for session in reversed(sessions) if session.restart == restart), None)
+            earlier = next(
+                (session for session in reversed(sessions) if session.restart == restart), None
+            )
             if earlier is not None:
                 earlier.events.append(event)
                 continue
@@ -179,7 +199,9 @@ def split_sessions(events: Iterable[Event]) -> list[Session]:
 
 def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None:
     """The newest published checkpoint: in the folder, or where the log says that the run saves."""
-    logged = next((event for event in reversed(events) if event.get("event") == "save_published"), {})
+    logged = next(
+        (event for event in reversed(events) if event.get("event") == "save_published"), {}
+    )
     path = logged.get("checkpoint")
     # A URL is not absolute; and a relative path is one from where the run was started.
     elsewhere = [Path(path).parent] if isinstance(path, str) and Path(path).is_absolute() else []
@@ -207,17 +229,23 @@ def _folders(place: Path) -> list[tuple[Path, int]]:
     if not place.is_dir():
         return []
     found = ((path, iteration_of(path.name)) for path in place.iterdir())
-    return [(path, iteration) for path, iteration in found if iteration is not None and path.is_dir()]
+    return [
+        (path, iteration) for path, iteration in found if iteration is not None and path.is_dir()
+    ]
 
 
 def _is_of(heartbeat: Event, session: Session) -> bool:
     """Whether a heartbeat is of this session; what is not known is taken to be so."""
     known: Event = {"restart": session.restart} if session.events else {}
-    known |= {key: session.start[key] for key in ("pid", "host") if session.start.get(key) is not None}
+    known |= {
+        key: session.start[key] for key in ("pid", "host") if session.start.get(key) is not None
+    }
     return all(heartbeat.get(key) in (None, value) for key, value in known.items())
 
 
-def _state(session: Session, heartbeat: Event | None, now: float, stale_seconds: float) -> dict[str, Any]:
+def _state(
+    session: Session, heartbeat: Event | None, now: float, stale_seconds: float
+) -> dict[str, Any]:
     """What the first line says."""
     if not session.events and heartbeat is None:
         return _state_of("unknown", 0, None, now, "no events here")
@@ -235,7 +263,9 @@ def _state(session: Session, heartbeat: Event | None, now: float, stale_seconds:
         return _state_of("dead", EXIT_DEAD, life.seen, now, life.why_dead)
     save = _save_in_flight(session)
     since = _number(session.start if save is None else save, "time")
-    return _state_of("running" if save is None else "saving", 0, since, now, _heartbeat_text(heartbeat, now))
+    return _state_of(
+        "running" if save is None else "saving", 0, since, now, _heartbeat_text(heartbeat, now)
+    )
 
 
 def _restarts_left(session: Session) -> int | None:
@@ -256,9 +286,17 @@ def _save_in_flight(session: Session) -> Event | None:
     return None
 
 
-def _state_of(state: str, exit_code: int, since: float | None, now: float, detail: str) -> dict[str, Any]:
+def _state_of(
+    state: str, exit_code: int, since: float | None, now: float, detail: str
+) -> dict[str, Any]:
     seconds = _age(now, since)
-    return {"state": state, "exit_code": exit_code, "since": since, "seconds": seconds, "detail": detail}
+    return {
+        "state": state,
+        "exit_code": exit_code,
+        "since": since,
+        "seconds": seconds,
+        "detail": detail,
+    }
 
 
 def _life(session: Session, heartbeat: Event | None, now: float, stale_seconds: float) -> Life:
@@ -306,10 +344,18 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
     beat = heartbeat or {}
     # Until a checkpoint is loaded, heartbeat and exit do not know where the run is.
     is_known = not session.events or session.last("resume", "step") is not None
-    sources = [event for event in (beat, *session.events) if is_known or event.get("event") not in (None, "exit")]
+    sources = [
+        event
+        for event in (beat, *session.events)
+        if is_known or event.get("event") not in (None, "exit")
+    ]
     # At least: a fault, a signal or an error comes in the iteration after those that have been made.
     least = [(_number(event, "iteration"), _is_under_way(event)) for event in sources]
-    known = [max(0.0, iteration - is_under_way) for iteration, is_under_way in least if iteration is not None]
+    known = [
+        max(0.0, iteration - is_under_way)
+        for iteration, is_under_way in least
+        if iteration is not None
+    ]
     iteration = max(known, default=None)
     totals = (_number(event, "train_iters") for event in (beat, *reversed(session.events)))
     train_iters = next((each for each in totals if each is not None), None)
@@ -339,12 +385,18 @@ def _is_early(progress: dict[str, Any]) -> bool:
     )
 
 
-def _checkpoint(checkpoint: Published | None, events: Sequence[Event], now: float) -> dict[str, Any] | None:
+def _checkpoint(
+    checkpoint: Published | None, events: Sequence[Event], now: float
+) -> dict[str, Any] | None:
     if checkpoint is None and not any(event.get("event") == "save_failed" for event in events):
         return None
     iteration = None if checkpoint is None else checkpoint.iteration
-    outcomes = [event for event in events if event.get("event") in ("save_published", "save_failed")]
-    failed = list(itertools.takewhile(lambda event: event["event"] == "save_failed", reversed(outcomes)))
+    outcomes = [
+        event for event in events if event.get("event") in ("save_published", "save_failed")
+    ]
+    failed = list(
+        itertools.takewhile(lambda event: event["event"] == "save_failed", reversed(outcomes))
+    )
     seconds = [_number(event, "seconds") for event in _publications(events, iteration)]
     return {
         "iteration": iteration,
@@ -372,7 +424,9 @@ def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any
 
 def _cause(session: Session) -> str:
     """Why a session ended, in the words of who found out first."""
-    found = next((event for event in session.events if event.get("event") in ("lost", "hang")), None)
+    found = next(
+        (event for event in session.events if event.get("event") in ("lost", "hang")), None
+    )
     end = session.end()
     for event, key in ((found, "cause"), (end, "reason"), (end, "name")):
         if event is not None and event.get(key):
@@ -383,8 +437,18 @@ def _cause(session: Session) -> str:
 
 def _trouble(events: Iterable[Event]) -> dict[str, Any]:
     """What went wrong since the run began. An iteration that was made again counts once."""
-    trouble: dict[str, Any] = {"skipped": [], "nan": [], "damaged": [], "signals": [], "injected": []}
-    keys = {"skip": ("skipped", "iteration"), "nan": ("nan", "iteration"), "damaged": ("damaged", "checkpoint")}
+    trouble: dict[str, Any] = {
+        "skipped": [],
+        "nan": [],
+        "damaged": [],
+        "signals": [],
+        "injected": [],
+    }
+    keys = {
+        "skip": ("skipped", "iteration"),
+        "nan": ("nan", "iteration"),
+        "damaged": ("damaged", "checkpoint"),
+    }
     keys |= {"signal": ("signals", "signal"), "inject": ("injected", "spec")}
     for event in events:
         name, key = keys.get(str(event.get("event")), (None, ""))
@@ -408,7 +472,10 @@ def _progress_line(progress: dict[str, Any]) -> str:
     parts = [f"iteration {progress['iteration']}{total}"]
     if progress["loss"] is not None:
         where = progress["loss_iteration"]
-        parts.append(f"loss {progress['loss']:.4g}" + (f" in {where}" if where != progress["iteration"] else ""))
+        parts.append(
+            f"loss {progress['loss']:.4g}"
+            + (f" in {where}" if where != progress["iteration"] else "")
+        )
     if progress["ms_per_iteration"] is not None:
         parts.append(f"{progress['ms_per_iteration']:.1f} ms per iteration")
     if progress["seconds_left"] is not None:
@@ -429,7 +496,9 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
     number = checkpoint["failed_since"]
     failed = "no save failed since"
     if number:
-        failed = f"{number} {'saves' if number > 1 else 'save'} failed since: {checkpoint['failure']}"
+        failed = (
+            f"{number} {'saves' if number > 1 else 'save'} failed since: {checkpoint['failure']}"
+        )
     return f"{', '.join(parts)}; {failed}"
 
 
@@ -444,13 +513,19 @@ def _restarts_line(restarts: dict[str, Any]) -> str:
 
 def _trouble_line(trouble: dict[str, Any]) -> str:
     parts = []
-    for name, noun in (("skipped", "skipped iteration"), ("nan", "nan iteration"), ("damaged", "damaged checkpoint")):
+    for name, noun in (
+        ("skipped", "skipped iteration"),
+        ("nan", "nan iteration"),
+        ("damaged", "damaged checkpoint"),
+    ):
         if trouble[name]:
             parts.append(f"{_count(len(trouble[name]), noun)} (last {trouble[name][-1]})")
     if trouble["signals"]:
         parts.append(f"signals {' '.join(dict.fromkeys(map(str, trouble['signals'])))}")
     if trouble["injected"]:
-        parts.append(f"{_count(len(trouble['injected']), 'injected fault')} (last {trouble['injected'][-1]})")
+        parts.append(
+            f"{_count(len(trouble['injected']), 'injected fault')} (last {trouble['injected'][-1]})"
+        )
     return ", ".join(parts) or "none"
 
 
@@ -478,7 +553,11 @@ def _date(moment: float) -> str:
 def _duration(seconds: float) -> str:
     """Its two largest units: "12 s", "4 min 2 s", "3 d 1 h"."""
     total = int(seconds)
-    for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, name, smaller, smaller_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if total >= size:
             return f"{total // size} {name} {total % size // smaller} {smaller_name}"
     return f"{total} s"
@@ -489,7 +568,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", metavar="DIR", help="the run's folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -40,14 +40,17 @@ class DeviceConfig:
     """Which kind of device to compute on."""
 
     device: str = option(
-        "auto", f"device to compute on: auto (a GPU, if there is one), cpu, {', '.join(kinds_of_accelerators())}"
+        "auto",
+        f"device to compute on: auto (a GPU, if there is one), cpu, {', '.join(kinds_of_accelerators())}",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
         kinds = kinds_of_accelerators()
         if self.device not in ("auto", _CPU, *kinds):
-            raise ConfigError(f"--device: expected one of auto, cpu, {', '.join(kinds)}, got {self.device!r}.")
+            raise ConfigError(
+                f"--device: expected one of auto, cpu, {', '.join(kinds)}, got {self.device!r}."
+            )
         if self.device in kinds and not driver_of(self.device).is_available():
             raise ConfigError(
                 f"--device: expected a device that this machine has, got {self.device!r} without a usable GPU."
@@ -187,7 +190,9 @@ class Device:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Takes back what `rng_state` gave."""
         if not self.is_accelerator:
-            raise RuntimeError(f"Expected a device with a random generator of its own, got {self.kind}.")
+            raise RuntimeError(
+                f"Expected a device with a random generator of its own, got {self.kind}."
+            )
         self._driver.set_rng_state(state, self.index)
 
     def lane(self, name: str, *, is_shared: bool = False, is_urgent: bool = False) -> Lane:

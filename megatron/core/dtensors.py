@@ -16,7 +16,9 @@ def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def is_partial(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is a sum that has still to be reduced."""
-    return isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements)
+    return isinstance(gradient, DTensor) and any(
+        isinstance(placement, Partial) for placement in gradient.placements
+    )
 
 
 def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:

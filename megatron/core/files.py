@@ -80,7 +80,9 @@ def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> b
                 return b"".join(pieces)
             pieces.append(piece)
             rest -= len(piece)
-    message = f"Expected {what} of at most {max_bytes} bytes, got {max(size, max_bytes + 1)} or more"
+    message = (
+        f"Expected {what} of at most {max_bytes} bytes, got {max(size, max_bytes + 1)} or more"
+    )
     raise UnusableFileError(errno.EFBIG, message, str(path))
 
 

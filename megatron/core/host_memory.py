@@ -90,7 +90,9 @@ class HostSlab:
         try:
             # A huge page more than is used: the system places a mapping where it likes. What is not touched costs
             # addresses only.
-            mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(
+                -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except (OSError, OverflowError) as error:
             raise HostMemoryError(
                 f"Expected {format_bytes(self.nbytes)} of host memory for {self._purpose}, got: {error}."
@@ -112,7 +114,9 @@ class HostSlab:
                 mapping.close()
                 raise
             # Tensors hold the view. The finalizer holds the mapping, which thus outlasts its pin.
-            release = weakref.finalize(self._memory, _unpin, mapping, device, address + self._begin, os.getpid())
+            release = weakref.finalize(
+                self._memory, _unpin, mapping, device, address + self._begin, os.getpid()
+            )
             # The end of the process gives everything back, and copies may still be on their way then.
             release.atexit = False
 
@@ -173,7 +177,9 @@ class HostLimits:
     """
 
     mem_available: int | None  # of the machine: free, or page cache that can be given up
-    cgroup_available: int | None  # of the tightest cgroup this process is in, its page cache counted as available
+    cgroup_available: (
+        int | None
+    )  # of the tightest cgroup this process is in, its page cache counted as available
 
     @classmethod
     def read(cls, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostLimits:
@@ -183,11 +189,15 @@ class HostLimits:
     @property
     def available(self) -> int | None:
         """What there is by all limits that are known; None if none is."""
-        known = [nbytes for nbytes in (self.mem_available, self.cgroup_available) if nbytes is not None]
+        known = [
+            nbytes for nbytes in (self.mem_available, self.cgroup_available) if nbytes is not None
+        ]
         return min(known, default=None)
 
 
-def check_host_memory(needs: Sequence[HostNeed], *, num_local_ranks: int, limits: HostLimits | None = None) -> None:
+def check_host_memory(
+    needs: Sequence[HostNeed], *, num_local_ranks: int, limits: HostLimits | None = None
+) -> None:
     """Refuses a run whose host memory would not fit, before any of it is allocated.
 
     Every rank of the machine must have passed before one of them allocates: what a rank has taken is no longer
@@ -222,7 +232,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def _sum_shown(needs: Sequence[HostNeed]) -> str:
-    terms = [f"{need.what} {format_bytes(need.nbytes)}{' (pinned)' if need.is_pinned else ''}" for need in needs]
+    terms = [
+        f"{need.what} {format_bytes(need.nbytes)}{' (pinned)' if need.is_pinned else ''}"
+        for need in needs
+    ]
     return f"{' + '.join(terms)} = {format_bytes(sum(need.nbytes for need in needs))}"
 
 

@@ -129,7 +129,9 @@ class IssuedCollectives:
     def _walk(self) -> None:
         while self._is_asked.wait():
             self._is_asked.clear()
-            question = self._question  # what is issued from here on is looked at when the next one is asked
+            question = (
+                self._question
+            )  # what is issued from here on is looked at when the next one is asked
             try:
                 while self._records:
                     # It may be dropped meanwhile, by a thread that issues more.

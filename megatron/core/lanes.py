@@ -312,7 +312,9 @@ class ThreadLane:
         self._is_closed = False
 
     @classmethod
-    def make(cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None) -> ThreadLane:
+    def make(
+        cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None
+    ) -> ThreadLane:
         """A lane with a worker of its own, whose thread first calls `prepare`, or that of all of its name."""
         if not is_shared:
             return cls(name, _Worker(name, prepare))

@@ -31,7 +31,9 @@ def num_sharing_ranks(num_local_ranks: int) -> int:
 
 
 def _is_bound_by_slurm(num_local_ranks: int) -> bool:
-    tasks, cores_per_task = (os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK"))
+    tasks, cores_per_task = (
+        os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
+    )
     if not cores_per_task.isdigit() or "TORCHELASTIC_RUN_ID" in os.environ:
         return False
     if not tasks or tasks != os.environ.get("WORLD_SIZE"):

@@ -24,7 +24,10 @@ def printable(text: str, limit: int = 500) -> str:
     """
     # Nothing beyond the limit is looked at: the text may be huge.
     head = text[:limit]
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in head)
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in head
+    )
 
     if len(text) <= limit and len(shown) <= limit:
         return shown
@@ -51,7 +54,9 @@ class _Formatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        return f"{self._prefix}[{self.formatTime(record, self.datefmt)}] {level}{record.getMessage()}"
+        return (
+            f"{self._prefix}[{self.formatTime(record, self.datefmt)}] {level}{record.getMessage()}"
+        )
 
 
 def configure(rank: int) -> logging.Logger:

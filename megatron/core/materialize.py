@@ -53,15 +53,25 @@ def _check_is_covered(model: nn.Module) -> None:
     for module in model.modules():
         if callable(getattr(module, "reset_parameters", None)):
             covered.update(map(id, module.parameters(recurse=False)))
-    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    left_out = [
+        name for name, parameter in model.named_parameters() if id(parameter) not in covered
+    ]
     if left_out:
-        raise RuntimeError(f"Expected a reset_parameters in every module with parameters, got none for {left_out}.")
+        raise RuntimeError(
+            f"Expected a reset_parameters in every module with parameters, got none for {left_out}."
+        )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and not all(type(p) in (Shard, Replicate) for p in parameter.placements):
-            raise NotImplementedError(f"Expected Shard or Replicate for {name}, got {parameter.placements}.")
+        if isinstance(parameter, DTensor) and not all(
+            type(p) in (Shard, Replicate) for p in parameter.placements
+        ):
+            raise NotImplementedError(
+                f"Expected Shard or Replicate for {name}, got {parameter.placements}."
+            )
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
-        raise RuntimeError(f"Expected buffers with storage, which nothing here would fill, got {on_meta} on meta.")
+        raise RuntimeError(
+            f"Expected buffers with storage, which nothing here would fill, got {on_meta} on meta."
+        )
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
@@ -108,7 +118,9 @@ def draw_parameters(
     """
     kind = type(module).__name__
     if not callable(getattr(module, "reset_parameters", None)):
-        raise RuntimeError(f"Expected a reset_parameters in {kind}, which has parameters to initialise, got none.")
+        raise RuntimeError(
+            f"Expected a reset_parameters in {kind}, which has parameters to initialise, got none."
+        )
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     drawn = {name: _empty_like_whole(parameter, device, dtype) for name, parameter in own.items()}
     for name, whole in drawn.items():
@@ -120,11 +132,15 @@ def draw_parameters(
             setattr(module, name, parameter)
     for name in names:
         if drawn[name].is_floating_point() and bool(drawn[name].isnan().any()):
-            raise RuntimeError(f"Expected {kind}.reset_parameters to fill {name}, got it left as it was.")
+            raise RuntimeError(
+                f"Expected {kind}.reset_parameters to fill {name}, got it left as it was."
+            )
     return {name: drawn[name] for name in names}
 
 
-def seeded_reset(model: nn.Module, device: torch.device | str, seed: int) -> Callable[[nn.Module], None]:
+def seeded_reset(
+    model: nn.Module, device: torch.device | str, seed: int
+) -> Callable[[nn.Module], None]:
     """What resets one module of `model` with the weights that `materialize` gives it, for `draw_parameters`."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     device = torch.device(device)
@@ -138,14 +154,19 @@ def seeded_reset(model: nn.Module, device: torch.device | str, seed: int) -> Cal
 
 @torch.no_grad()
 def _initialize(
-    module: nn.Module, wanted: set[str], device: torch.device, reset_parameters: Callable[[nn.Module], None]
+    module: nn.Module,
+    wanted: set[str],
+    device: torch.device,
+    reset_parameters: Callable[[nn.Module], None],
 ) -> None:
     """Draws the `wanted` ones of the module's own parameters and copies them into place."""
     for name, whole in draw_parameters(module, wanted, device, reset_parameters).items():
         _copy_local(getattr(module, name), whole)
 
 
-def _empty_like_whole(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+def _empty_like_whole(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
     if dtype is None or not parameter.is_floating_point():
         dtype = parameter.dtype
     whole = torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -162,8 +183,12 @@ def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
         return
     if parameter.device_mesh.get_coordinate() is None:
         return  # this rank is not part of the mesh and holds nothing
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, parameter.device_mesh, parameter.placements)
-    local = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    shape, offset = compute_local_shape_and_global_offset(
+        whole.shape, parameter.device_mesh, parameter.placements
+    )
+    local = whole[
+        tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    ]
     parameter.to_local().copy_(local)
 
 

@@ -17,7 +17,9 @@ def build_mesh(device_kind: str, data_parallel_size: int) -> DeviceMesh:
         device_kind: `Device.kind` of the ranks.
         data_parallel_size: the number of ranks; the default process group must have as many.
     """
-    return init_device_mesh(device_kind, (data_parallel_size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
+    return init_device_mesh(
+        device_kind, (data_parallel_size,), mesh_dim_names=(DATA_PARALLEL_AXIS,)
+    )
 
 
 def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:

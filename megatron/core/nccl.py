@@ -35,9 +35,17 @@ _SETTINGS = (
         "ends a rank for an error of a collective",
         "NCCL_ASYNC_ERROR_HANDLING",
     ),
-    _Setting("TORCH_NCCL_ENABLE_MONITORING", "0", "ends a rank some minutes after an error of a collective"),
+    _Setting(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "ends a rank some minutes after an error of a collective",
+    ),
     # Otherwise an error of the device, a failed assertion say, ends the process before the main thread can tell of it.
-    _Setting("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "ends a rank for an error of its device before it can be told"),
+    _Setting(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "ends a rank for an error of its device before it can be told",
+    ),
     # A request for a dump goes through torchrun's store, without a prefix: the next start of the job would find it.
     _Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", ""),
 )
@@ -66,7 +74,9 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
         disarming.append("TORCH_DISTRIBUTED_DEBUG=DETAIL turns error handling on again")
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
         if environment.get(name, "").lower() in _YES:
-            disarming.append(f"{name}={environment[name]} has nobody look for errors of collectives")
+            disarming.append(
+                f"{name}={environment[name]} has nobody look for errors of collectives"
+            )
 
     if disarming:
         logger.warning(

@@ -16,7 +16,10 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NODES = Path("/sys/devices/system/node")
-_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call, which the C library does not wrap
+_MBIND = {
+    "x86_64": 237,
+    "aarch64": 235,
+}  # numbers of the system call, which the C library does not wrap
 _MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must not end the program
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
@@ -66,5 +69,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     status = libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments))
     if status != 0:
         # Containers often forbid it, and some kernels do not have it.
-        logger.debug("Host memory is not placed on node %d: %s.", node, os.strerror(ctypes.get_errno()))
+        logger.debug(
+            "Host memory is not placed on node %d: %s.", node, os.strerror(ctypes.get_errno())
+        )
     return bool(status == 0)

@@ -255,5 +255,7 @@ def _resolve(hint: Any) -> tuple[type, bool, bool]:
     if is_list:
         hint = typing.get_args(hint)[0]
     if hint not in _SCALARS:
-        raise TypeError(f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}.")
+        raise TypeError(
+            f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}."
+        )
     return hint, is_optional, is_list

@@ -64,13 +64,20 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
 
 def build_config(values: dict[str, Any]) -> RunConfig:
     """A configuration from converted values by field name; the rest takes its defaults. Not resolved yet."""
-    sections = {name: _build_section(config_class, values) for name, config_class in _section_classes().items()}
+    sections = {
+        name: _build_section(config_class, values)
+        for name, config_class in _section_classes().items()
+    }
     return RunConfig(**sections)
 
 
 def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
     """One owner's config out of what `RunConfig.values()` gave (a checkpoint's, say). ConfigError as `build_config`."""
-    mine = {field.name: field.convert(values[field.name]) for field in options_of(config_class) if field.name in values}
+    mine = {
+        field.name: field.convert(values[field.name])
+        for field in options_of(config_class)
+        if field.name in values
+    }
     return _build_section(config_class, mine)
 
 
@@ -102,13 +109,20 @@ def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
             raise ConfigError(f"{field.flag}: expected {field.expected}, got {got}.")
         return one.truth if field.scalar is bool and one.truth is not None else one.text
 
-    return field.convert([plain(one) for one in setting] if isinstance(setting, list) else plain(setting))
+    return field.convert(
+        [plain(one) for one in setting] if isinstance(setting, list) else plain(setting)
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one group of flags for each owner."""
     parser = _Parser(description="Trains a GPT.", allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with any of these flags",
+    )
     for name, config_class in _section_classes().items():
         group = parser.add_argument_group(name)
         for field in options_of(config_class):
@@ -122,7 +136,9 @@ def describe(config: RunConfig) -> str:
     for name, section in config.sections():
         lines.append(f"  [{name}]")
         for field in dataclasses.fields(section):
-            lines.append(f"    {field.name} {'.' * max(2, 44 - len(field.name))} {getattr(section, field.name)}")
+            lines.append(
+                f"    {field.name} {'.' * max(2, 44 - len(field.name))} {getattr(section, field.name)}"
+            )
     return "\n".join(lines)
 
 
@@ -130,9 +146,17 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
     default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
     text = (field.option.help + default).replace("%", "%%")
     if field.scalar is bool:
-        for flag, value, line in ((field.flag, True, text), (field.off_flag, False, "the opposite")):
+        for flag, value, line in (
+            (field.flag, True, text),
+            (field.off_flag, False, "the opposite"),
+        ):
             group.add_argument(
-                flag, dest=field.name, action="store_const", const=value, default=argparse.SUPPRESS, help=line
+                flag,
+                dest=field.name,
+                action="store_const",
+                const=value,
+                default=argparse.SUPPRESS,
+                help=line,
             )
         return
     group.add_argument(
@@ -151,7 +175,9 @@ def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
         if field.name in values:
             mine[field.name] = values[field.name]
         elif field.default is dataclasses.MISSING:
-            raise ConfigError(f"{field.flag}: expected {field.expected}, got none; it has no default.")
+            raise ConfigError(
+                f"{field.flag}: expected {field.expected}, got none; it has no default."
+            )
     return config_class(**mine)
 
 
@@ -161,7 +187,9 @@ def _section_classes() -> dict[str, type[Any]]:
 
 
 def _all_fields() -> list[Field]:
-    return [field for config_class in _section_classes().values() for field in options_of(config_class)]
+    return [
+        field for config_class in _section_classes().values() for field in options_of(config_class)
+    ]
 
 
 def _switches() -> dict[str, _Switch]:

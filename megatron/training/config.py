@@ -30,14 +30,26 @@ class TrainingConfig:
     train_iters: int = option(help="iterations to train", at_least=1)
     micro_batch_size: int = option(help="sequences in one forward pass of one rank", at_least=1)
     global_batch_size: int | None = option(
-        None, "sequences in one iteration; default: micro-batch-size x data-parallel size", at_least=1
+        None,
+        "sequences in one iteration; default: micro-batch-size x data-parallel size",
+        at_least=1,
     )
-    bf16: bool = option(False, "compute in bf16, with main weights, reductions and optimizer in fp32")
-    fp16: bool = option(False, "compute in fp16 with a scaled loss; main weights and optimizer in fp32")
+    bf16: bool = option(
+        False, "compute in bf16, with main weights, reductions and optimizer in fp32"
+    )
+    fp16: bool = option(
+        False, "compute in fp16 with a scaled loss; main weights and optimizer in fp32"
+    )
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
-    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1)
-    eval_interval: int | None = option(1000, "iterations between evaluations on the validation split", at_least=1)
-    eval_iters: int = option(100, "global batches in an evaluation; 0 evaluates nothing", at_least=0)
+    seed: int = option(
+        1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1
+    )
+    eval_interval: int | None = option(
+        1000, "iterations between evaluations on the validation split", at_least=1
+    )
+    eval_iters: int = option(
+        100, "global batches in an evaluation; 0 evaluates nothing", at_least=0
+    )
     skip_train: bool = option(False, "evaluate only")
     check_for_nan_in_loss: bool = option(False, "end the run at a loss that is not finite")
 
@@ -120,7 +132,9 @@ class RunConfig:
     def global_batch_size(self) -> int:
         """Sequences in one iteration; a number once the configuration is resolved."""
         if self.training.global_batch_size is None:
-            raise RuntimeError("Expected a resolved configuration, got one whose --global-batch-size is still open.")
+            raise RuntimeError(
+                "Expected a resolved configuration, got one whose --global-batch-size is still open."
+            )
         return self.training.global_batch_size
 
     @property
@@ -168,7 +182,10 @@ class RunConfig:
 
         Offloaded, gradients travel as they are: 4 bytes of each on the device would be half of what that saves.
         """
-        asked, engines = self.optimizer.main_grads_dtype, self.parallel.megatron_fsdp_main_grads_dtype
+        asked, engines = (
+            self.optimizer.main_grads_dtype,
+            self.parallel.megatron_fsdp_main_grads_dtype,
+        )
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (
                 ("--main-grads-dtype", asked or "fp32"),
@@ -177,7 +194,12 @@ class RunConfig:
                 expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
             return self.parallel
         if asked is not None and engines is not None:
-            expect(asked == engines, "--main-grads-dtype", f"--megatron-fsdp-main-grads-dtype's {engines}", asked)
+            expect(
+                asked == engines,
+                "--main-grads-dtype",
+                f"--megatron-fsdp-main-grads-dtype's {engines}",
+                asked,
+            )
         dtype = asked or engines or ("auto" if self.optimizer.optimizer_cpu_offload else "fp32")
         return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
@@ -208,12 +230,17 @@ class RunConfig:
         )
         for flag, is_given in (
             ("--override-opt-param-scheduler", self.schedule.override_opt_param_scheduler),
-            ("--use-checkpoint-opt-param-scheduler", self.schedule.use_checkpoint_opt_param_scheduler),
+            (
+                "--use-checkpoint-opt-param-scheduler",
+                self.schedule.use_checkpoint_opt_param_scheduler,
+            ),
         ):
             loads_schedule = self.checkpoint.load is not None and not self.checkpoint.finetune
             recovers = self.checkpoint.save is not None and self.recover.recover_mode != "off"
             if is_given and not loads_schedule and not recovers:
-                raise ConfigError(f"{flag}: expected --load without --finetune, which loads no schedule.")
+                raise ConfigError(
+                    f"{flag}: expected --load without --finetune, which loads no schedule."
+                )
 
     def _check_recovery(self) -> None:
         expect(
@@ -225,7 +252,8 @@ class RunConfig:
         places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
         check_paths(self.inject, [place for place in places if place is not None])
         expect(
-            self.checkpoint.ckpt_format != TORCH_DCP or all(one.kind != "disk-full" for one in self.inject.injections),
+            self.checkpoint.ckpt_format != TORCH_DCP
+            or all(one.kind != "disk-full" for one in self.inject.injections),
             "--inject",
             f"disk-full with --ckpt-format {FSDP_DTENSOR} only",
             self.checkpoint.ckpt_format,
@@ -240,7 +268,8 @@ class RunConfig:
             num_instances,
         )
         expect(
-            bool(self.parallel.use_megatron_fsdp) or not self.optimizer.overlap_optimizer_with_forward,
+            bool(self.parallel.use_megatron_fsdp)
+            or not self.optimizer.overlap_optimizer_with_forward,
             "--overlap-optimizer-with-forward",
             "--use-megatron-fsdp, whose layers wait for their own weights",
             self.parallel.engine,
@@ -264,11 +293,16 @@ class RunConfig:
     def _check_fp16(self) -> None:
         if not self.training.fp16:
             for flag in self.optimizer.given_loss_scale_flags():
-                raise ConfigError(f"{flag}: expected --fp16, whose loss is scaled, got {self.training.compute_dtype}.")
+                raise ConfigError(
+                    f"{flag}: expected --fp16, whose loss is scaled, got {self.training.compute_dtype}."
+                )
             return
         # Ours divide by the loss scale as they read gradients; for others they are divided in place, where fp16 would
         # lose again what scaling has saved.
-        is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in ("auto", "native")
+        is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in (
+            "auto",
+            "native",
+        )
         is_fp16 = self.parallel.megatron_fsdp_main_grads_dtype in ("auto", "fp16")
         expect(
             is_ours or not is_fp16,

@@ -54,9 +54,13 @@ class SaveLoadMeta:
 
     def __post_init__(self) -> None:
         if self.weight_format not in WEIGHT_FORMATS:
-            raise ValueError(f"Expected a weight format among {WEIGHT_FORMATS}, got {self.weight_format!r}.")
+            raise ValueError(
+                f"Expected a weight format among {WEIGHT_FORMATS}, got {self.weight_format!r}."
+            )
         if self.weight_format == "hf" and self.with_optim:
-            raise ValueError("Expected weights alone in the format hf, got with_optim=True; dcp holds states too.")
+            raise ValueError(
+                "Expected weights alone in the format hf, got with_optim=True; dcp holds states too."
+            )
         if self.weight_format == "dcp" and self.tokenizer is not None:
             raise ValueError("Expected a tokenizer only with the format hf, got one with dcp.")
 
@@ -97,7 +101,9 @@ class TrainEngine(Protocol):
     ) -> float:
         """The mean loss over all ranks' microbatches, without dropout; the same on every rank."""
 
-    def forward(self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None) -> Any:
+    def forward(
+        self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
+    ) -> Any:
         """What the model answers to one microbatch of this rank, without gradients or dropout.
 
         Args:

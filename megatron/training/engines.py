@@ -37,7 +37,15 @@ from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
 from megatron.training.engine import SaveLoadMeta, StepInfo
-from megatron.training.step import Batch, ForwardStep, Mark, StepResult, evaluate, train_step, unmarked
+from megatron.training.step import (
+    Batch,
+    ForwardStep,
+    Mark,
+    StepResult,
+    evaluate,
+    train_step,
+    unmarked,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +79,9 @@ class ModuleEngine:
 
     ckpt_format = FSDP_DTENSOR
 
-    def __init__(self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
+    ) -> None:
         """
         Args:
             mesh: one axis, over all ranks of the default process group.
@@ -86,7 +96,9 @@ class ModuleEngine:
     @property
     def state(self) -> RunState:
         if self._state is None:
-            raise RuntimeError("Expected initialize to have been called, got an engine without a model.")
+            raise RuntimeError(
+                "Expected initialize to have been called, got an engine without a model."
+            )
         return self._state
 
     @property
@@ -119,13 +131,17 @@ class ModuleEngine:
             num_parameters,
             config.parallel.engine,
             self.mesh.size(),
-            "fp32" if dtype == "fp32" else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
+            "fp32"
+            if dtype == "fp32"
+            else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
             self.device.description,
         )
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
-        logger.info("memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model)))
+        logger.info(
+            "memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model))
+        )
         self._state = RunState(model, optimizer, schedule, StepInfo())
 
     def train_batch(
@@ -139,7 +155,9 @@ class ModuleEngine:
     ) -> StepResult:
         """See `TrainEngine`."""
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
-        learning_rate = state.schedule.apply(state.optimizer.param_groups, state.step_info.iteration)
+        learning_rate = state.schedule.apply(
+            state.optimizer.param_groups, state.step_info.iteration
+        )
         result = train_step(
             state.model,
             state.optimizer,
@@ -179,7 +197,9 @@ class ModuleEngine:
             self._reshard()
 
     @torch.no_grad()
-    def forward(self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None) -> Any:
+    def forward(
+        self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
+    ) -> Any:
         """See `TrainEngine`."""
         own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
         was_training = self.model.training
@@ -196,7 +216,13 @@ class ModuleEngine:
             self.state.optimizer.synchronize()
             save_hf(self.model, meta.path, self.device, tokenizer=meta.tokenizer)
             return
-        save_once(meta.path, self.state, self.device, with_optim=meta.with_optim, ckpt_format=self.ckpt_format)
+        save_once(
+            meta.path,
+            self.state,
+            self.device,
+            with_optim=meta.with_optim,
+            ckpt_format=self.ckpt_format,
+        )
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine`. A damaged checkpoint is a CheckpointDamagedError."""
@@ -218,7 +244,9 @@ class ModuleEngine:
     def _shard(self, model: nn.Module) -> None:
         """Hands the model to FSDP, if it is on meta with its initial weights."""
         if self.mesh.size() > 1:
-            raise RuntimeError(f"Expected one process for a module that is not sharded, got {self.mesh.size()} ranks.")
+            raise RuntimeError(
+                f"Expected one process for a module that is not sharded, got {self.mesh.size()} ranks."
+            )
         numel = offloaded_numel(model, self.config.optimizer)
         self._check_host_memory(numel, torch.float32, torch.float32)
         self._materialize(model)
@@ -248,7 +276,12 @@ class ModuleEngine:
         if numel:
             own = numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
             check_host_memory_for(
-                own, self.config.optimizer, grad_dtype, weight_dtype, self._num_local_ranks, self.mesh
+                own,
+                self.config.optimizer,
+                grad_dtype,
+                weight_dtype,
+                self._num_local_ranks,
+                self.mesh,
             )
 
 
@@ -293,7 +326,9 @@ class FSDPEngine(ModuleEngine):
         torch_fsdp2.reshard(self.model)
 
 
-def build_engine(config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1) -> ModuleEngine:
+def build_engine(
+    config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
+) -> ModuleEngine:
     """The engine that `config.parallel` names, without a model yet."""
     kind = ModuleEngine
     if config.parallel.use_megatron_fsdp:
@@ -303,12 +338,16 @@ def build_engine(config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_
     return kind(config, device, mesh, num_local_ranks=num_local_ranks)
 
 
-def _counted(microbatches: Sequence[Batch] | Iterator[Batch], number: int | None) -> tuple[Iterator[Batch], int]:
+def _counted(
+    microbatches: Sequence[Batch] | Iterator[Batch], number: int | None
+) -> tuple[Iterator[Batch], int]:
     """(an iterator, how many to take of it). ValueError if that is not said, or there are too few."""
     if isinstance(microbatches, Sequence):
         count = len(microbatches) if number is None else number
         if not 0 < count <= len(microbatches):
-            raise ValueError(f"Expected at least {max(1, count)} microbatches, got {len(microbatches)}.")
+            raise ValueError(
+                f"Expected at least {max(1, count)} microbatches, got {len(microbatches)}."
+            )
         return iter(microbatches), count
     if number is None:
         raise ValueError("Expected num_microbatches with an iterator of microbatches, got none.")

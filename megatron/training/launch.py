@@ -63,10 +63,14 @@ class Launch:
             return cls(restart_count=_restart_count(), is_elastic=is_elastic)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         try:
-            rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
+            rank, world_size, local_rank, local_world_size = (
+                int(os.environ[name]) for name in names
+            )
         except (KeyError, ValueError):
             got = {name: os.environ.get(name) for name in names}
-            raise ConfigError(f"torchrun: expected integers in {', '.join(names)}, got {got}.") from None
+            raise ConfigError(
+                f"torchrun: expected integers in {', '.join(names)}, got {got}."
+            ) from None
         return cls(rank, world_size, local_rank, local_world_size, _restart_count(), is_elastic)
 
 
@@ -77,7 +81,9 @@ def _restart_count() -> int:
             try:
                 return int(os.environ[name])
             except ValueError:
-                raise ConfigError(f"{name}: expected an integer, got {os.environ[name]!r}.") from None
+                raise ConfigError(
+                    f"{name}: expected an integer, got {os.environ[name]!r}."
+                ) from None
     return 0
 
 
@@ -110,11 +116,17 @@ def process_group(
     if "RANK" in os.environ:
         store, signer = _store_of_this_start(launch, timeout)
         dist.init_process_group(
-            device.collective_backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            device.collective_backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
         )
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(device.collective_backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            device.collective_backend, store=alone, rank=0, world_size=1, timeout=timeout
+        )
     if device.is_accelerator:
         # Longer than the watchdog's, which does not count the time in which a rank could not run.
         if watched_seconds is not None:
@@ -128,7 +140,9 @@ def process_group(
 def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
     """The launcher's store, with a prefix that no earlier start of this job has used, and what signs records in it."""
     secret = _secret_of(launch)
-    store, rank, world_size = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store, rank, world_size = next(
+        rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+    )
     store.set_timeout(timeout)
     name = agree_on_start(store, rank, world_size, timeout, secret)
     return PrefixStore(name, store), Signer(secret, name)
@@ -156,7 +170,9 @@ def _secret_of(launch: Launch) -> bytes:
     return secret or b""
 
 
-def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta, secret: bytes = b"") -> str:
+def agree_on_start(
+    store: Store, rank: int, world_size: int, timeout: timedelta, secret: bytes = b""
+) -> str:
     """A name for this start of the job, the same on all ranks and never used before. [Note: one store, many starts]
 
     Args:
@@ -176,7 +192,9 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta,
     _wait_for(store, ["start/welcome"], deadline)
     while True:
         match records.get("start/welcome", 0):
-            case {"name": str(name), "to": list(numbers)} if numbers[rank : rank + 1] == [own_number]:
+            case {"name": str(name), "to": list(numbers)} if numbers[rank : rank + 1] == [
+                own_number
+            ]:
                 records.put(f"start/ready/{rank}", {"name": name})
                 return name
         _pause(deadline, "rank 0 of this start, got one of an earlier start", records)
@@ -220,7 +238,9 @@ def _welcome_all(records: _StartRecords, name: str, world_size: int, deadline: f
             welcomed = numbers
             records.put("start/welcome", {"name": name, "to": numbers})
 
-        answers = [records.get(f"start/ready/{rank}", rank).get("name") for rank in range(1, world_size)]
+        answers = [
+            records.get(f"start/ready/{rank}", rank).get("name") for rank in range(1, world_size)
+        ]
         if answers.count(name) == len(answers):
             return
         missing = ", ".join(str(rank) for rank, answer in enumerate(answers, 1) if answer != name)
@@ -233,13 +253,19 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
         missing = ", ".join(key for key in keys if not store.check([key]))
-        raise RuntimeError(f"Expected all ranks to start, got no {missing} in the launcher's store.") from error
+        raise RuntimeError(
+            f"Expected all ranks to start, got no {missing} in the launcher's store."
+        ) from error
 
 
 def _pause(deadline: float, what: str, records: _StartRecords) -> None:
     """Lets a moment pass. RuntimeError at the deadline, saying what was expected."""
     if time.monotonic() > deadline:
         distrusted = ", ".join(sorted(records.distrusted)[:8])
-        why = f" {distrusted} was not signed with the secret of rank {records.rank}." if distrusted else ""
+        why = (
+            f" {distrusted} was not signed with the secret of rank {records.rank}."
+            if distrusted
+            else ""
+        )
         raise RuntimeError(f"Expected {what}, within the timeout of the process group.{why}")
     time.sleep(_POLL_SECONDS)

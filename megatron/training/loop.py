@@ -74,12 +74,19 @@ class Surroundings:
     def info(self, engine: ModuleEngine) -> RecoverInfo:
         """What a checkpoint of the present moment says besides tensors."""
         return engine.state.info(
-            data=self.data, logger=self.metrics.state(), evaluator=self.evaluated, config=self.config.values()
+            data=self.data,
+            logger=self.metrics.state(),
+            evaluator=self.evaluated,
+            config=self.config.values(),
         )
 
 
 def microbatches(
-    dataset: SampleDataset, engine: ModuleEngine, config: RunConfig, first_sample: int, num_samples: int
+    dataset: SampleDataset,
+    engine: ModuleEngine,
+    config: RunConfig,
+    first_sample: int,
+    num_samples: int,
 ) -> Iterator[Batch]:
     """This rank's microbatches of the global batches that cover samples `first_sample` to `num_samples`, in order."""
     sampler = GlobalBatchSampler(
@@ -97,7 +104,10 @@ def microbatches(
 
 
 def train(
-    engine: ModuleEngine, surroundings: Surroundings, train_data: SampleDataset, valid_data: SampleDataset | None
+    engine: ModuleEngine,
+    surroundings: Surroundings,
+    train_data: SampleDataset,
+    valid_data: SampleDataset | None,
 ) -> Stop | None:
     """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the end.
 
@@ -126,11 +136,19 @@ def train(
         *stop_votes, busy, failed, late = result.votes
         stop = surroundings.stop.stop(step_info.iteration, stop_votes)
         if stop is not None and stop.code is ExitCode.PREEMPTED and not saves:
-            stop = replace(stop, code=ExitCode.PREEMPTED_UNSAVED, reason=f"{stop.reason}, and there is no --save")
+            stop = replace(
+                stop,
+                code=ExitCode.PREEMPTED_UNSAVED,
+                reason=f"{stop.reason}, and there is no --save",
+            )
         if failed and config.checkpoint.exit_on_save_failure and (stop is None or stop.saves):
             stop = Stop("a checkpoint could not be saved", ExitCode.NOT_SAVED, saves=True)
         is_last = stop is not None or step_info.iteration == train_iters
-        if valid_data is not None and _is_due(step_info, config.training.eval_interval) and not is_last:
+        if (
+            valid_data is not None
+            and _is_due(step_info, config.training.eval_interval)
+            and not is_last
+        ):
             report_evaluation(engine, surroundings, valid_data, "validation")
         if saves and is_last and (stop is None or stop.saves):
             surroundings.mark("save", step_info.iteration)
@@ -146,7 +164,9 @@ def train(
         # What was planned is done with the last iteration, but a signal means now.
         if stop is not None and (stop.code in _PREEMPTED or step_info.iteration < train_iters):
             engine.state.optimizer.synchronize()
-            logger.info("exiting at iteration %d of %d: %s", step_info.iteration, train_iters, stop.reason)
+            logger.info(
+                "exiting at iteration %d of %d: %s", step_info.iteration, train_iters, stop.reason
+            )
             return stop
     engine.state.optimizer.synchronize()
     logger.info("training ended at iteration %d", step_info.iteration)
@@ -162,7 +182,9 @@ def num_train_samples(config: RunConfig, step_info: StepInfo) -> int:
     return step_info.consumed_samples + remaining * config.global_batch_size
 
 
-def report_evaluation(engine: ModuleEngine, surroundings: Surroundings, dataset: SampleDataset, split: str) -> float:
+def report_evaluation(
+    engine: ModuleEngine, surroundings: Surroundings, dataset: SampleDataset, split: str
+) -> float:
     """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones, and reports the loss."""
     config, iteration = surroundings.config, engine.state.step_info.iteration
     num_iters = config.training.eval_iters
@@ -199,7 +221,9 @@ def _is_evaluation_missing(engine: ModuleEngine, surroundings: Surroundings) -> 
     )
 
 
-def _run_iteration(engine: ModuleEngine, surroundings: Surroundings, batches: Iterator[Batch]) -> StepResult:
+def _run_iteration(
+    engine: ModuleEngine, surroundings: Surroundings, batches: Iterator[Batch]
+) -> StepResult:
     """One iteration: step, report."""
     config, step_info, watch = surroundings.config, engine.state.step_info, surroundings.watch
     number = step_info.iteration + 1

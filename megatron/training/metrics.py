@@ -36,12 +36,17 @@ class LoggingConfig:
 
     log_interval: int = option(100, "iterations between log lines", at_least=1)
     timing_log_level: int = option(
-        0, "1: report at each log line how long the offloaded optimizer's lanes took", choices=(0, 1)
+        0,
+        "1: report at each log line how long the offloaded optimizer's lanes took",
+        choices=(0, 1),
     )
     progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
-    metrics_jsonl: str | None = option(None, "file that gets one JSON object for each iteration and evaluation")
+    metrics_jsonl: str | None = option(
+        None, "file that gets one JSON object for each iteration and evaluation"
+    )
     events_dir: str | None = option(
-        None, "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no remote store"
+        None,
+        "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no remote store",
     )
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
@@ -57,9 +62,19 @@ class LoggingConfig:
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
-                expect(self.wandb_project is not None, "--wandb-project", f"a name, since {flag} is given", None)
+                expect(
+                    self.wandb_project is not None,
+                    "--wandb-project",
+                    f"a name, since {flag} is given",
+                    None,
+                )
         if self.events_dir is not None:
-            expect("://" not in self.events_dir, "--events-dir", "a folder of the file system", self.events_dir)
+            expect(
+                "://" not in self.events_dir,
+                "--events-dir",
+                "a folder of the file system",
+                self.events_dir,
+            )
 
 
 class Sink(Protocol):
@@ -99,7 +114,11 @@ class JsonlSink:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("Could not write %s: %s. It may lack lines from here on.", self._lines.path, error)
+                logger.warning(
+                    "Could not write %s: %s. It may lack lines from here on.",
+                    self._lines.path,
+                    error,
+                )
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -138,7 +157,9 @@ class WandbSink:
     service, which takes steps in ascending order only.
     """
 
-    def __init__(self, config: LoggingConfig, run_config: dict[str, Any], run_id: str | None = None) -> None:
+    def __init__(
+        self, config: LoggingConfig, run_config: dict[str, Any], run_id: str | None = None
+    ) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -161,7 +182,10 @@ class WandbSink:
 
 
 def build_sinks(
-    config: LoggingConfig, run_config: dict[str, Any], start_iteration: int, state: Mapping[str, Any] | None = None
+    config: LoggingConfig,
+    run_config: dict[str, Any],
+    start_iteration: int,
+    state: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
     """The sinks that were asked for. For rank 0 only.
 
@@ -218,16 +242,31 @@ class Metrics:
         self._sinks = sinks
         self._clock = clock
         self._losses = _saved_losses(state)  # the finite ones of the interval under way
-        self._num_steps = 0  # of the interval, that this process has made: those whose time is known
-        self.ms_per_iteration: float | None = None  # mean of the interval so far, or of the one before
+        self._num_steps = (
+            0  # of the interval, that this process has made: those whose time is known
+        )
+        self.ms_per_iteration: float | None = (
+            None  # mean of the interval so far, or of the one before
+        )
         self._step_start = self._interval_start = clock()
         is_terminal = config.progress_bar and shows_progress and sys.stderr.isatty()
         self._bar = tqdm(
-            total=rates.train_iters, initial=start_iteration, unit="it", disable=not is_terminal, dynamic_ncols=True
+            total=rates.train_iters,
+            initial=start_iteration,
+            unit="it",
+            disable=not is_terminal,
+            dynamic_ncols=True,
         )
 
     def step(
-        self, result: StepResult, *, iteration: int, consumed_samples: int, learning_rate: float, skipped: int, nan: int
+        self,
+        result: StepResult,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        learning_rate: float,
+        skipped: int,
+        nan: int,
     ) -> None:
         """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the run began."""
         now = self._clock()
@@ -259,7 +298,11 @@ class Metrics:
 
     def timings(self, timings: OffloadTimings, iteration: int) -> None:
         """Reports what the offloaded optimizer took in the steps since the last report, as seen by this rank."""
-        ms = {name: value * _MILLISECONDS for name, value in timings._asdict().items() if name in _TIMES}
+        ms = {
+            name: value * _MILLISECONDS
+            for name, value in timings._asdict().items()
+            if name in _TIMES
+        }
         rate = timings.host_bytes_per_second
         logger.info(
             "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, h2d %.1f",
@@ -279,9 +322,18 @@ class Metrics:
         """Reports an evaluation and leaves the time it took out of the next step's."""
         # exp overflows from 710 on; a loss above 20 has no perplexity worth reading anyway.
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
-        logger.info("%s loss at iteration %d | lm loss: %.6E | lm loss PPL: %.6E", split, iteration, loss, perplexity)
+        logger.info(
+            "%s loss at iteration %d | lm loss: %.6E | lm loss PPL: %.6E",
+            split,
+            iteration,
+            loss,
+            perplexity,
+        )
         for sink in self._sinks:
-            sink.write("eval", {"iteration": iteration, "split": split, "loss": loss, "perplexity": perplexity})
+            sink.write(
+                "eval",
+                {"iteration": iteration, "split": split, "loss": loss, "perplexity": perplexity},
+            )
 
     def resume_clock(self) -> None:
         """Leaves what happened since the last step (evaluation, saving) out of the next step's time."""

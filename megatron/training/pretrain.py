@@ -43,7 +43,14 @@ from megatron.training.health.inject import Injections
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
-from megatron.training.loop import NoWatch, Surroundings, Watch, num_train_samples, report_evaluation, train
+from megatron.training.loop import (
+    NoWatch,
+    Surroundings,
+    Watch,
+    num_train_samples,
+    report_evaluation,
+    train,
+)
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
@@ -101,7 +108,10 @@ def pretrain(
     is_embedded = dist.is_initialized()
     with (
         process_group(
-            launch, device, config.parallel.distributed_timeout_minutes, watched_seconds=max(_hang_limits(config))
+            launch,
+            device,
+            config.parallel.distributed_timeout_minutes,
+            watched_seconds=max(_hang_limits(config)),
         ) as signer,
         StopConditions(config.stop, rank=launch.rank) as stop,
     ):
@@ -147,7 +157,9 @@ class _Run:
         self._watch = watch
         self._step_info = StepInfo()  # the engine's own, once there is one
         self._told: Exception | None = None  # the error that has been written down
-        self._injections = Injections(config.inject, rank=launch.rank, restart=launch.restart_count, events=events)
+        self._injections = Injections(
+            config.inject, rank=launch.rank, restart=launch.restart_count, events=events
+        )
 
     def run(self) -> Outcome:
         """All of it."""
@@ -175,7 +187,9 @@ class _Run:
         loaded = recover.load(engine)
         if not config.training.skip_train:
             recover.prepare_folder(engine, loaded)
-        self._watch.status(iteration=engine.step_info().iteration, train_iters=config.training.train_iters)
+        self._watch.status(
+            iteration=engine.step_info().iteration, train_iters=config.training.train_iters
+        )
         self._mark("data", engine.step_info().iteration)
         datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
         # What the run that goes on here has left; nothing, where weights alone were loaded.
@@ -220,9 +234,13 @@ class _Run:
     def write_exit(self, code: ExitCode, reason: str, iteration: int) -> None:
         """The event of the run's end, from rank 0."""
         if self._launch.rank == 0:
-            self._events.write("exit", code=int(code), name=code.name, reason=reason, iteration=iteration)
+            self._events.write(
+                "exit", code=int(code), name=code.name, reason=reason, iteration=iteration
+            )
 
-    def _train(self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets) -> Outcome:
+    def _train(
+        self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets
+    ) -> Outcome:
         """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
         stop: Stop | None = None
         if not self._config.training.skip_train and datasets.train is not None:
@@ -264,7 +282,9 @@ class _Run:
         metrics = Metrics(
             rates,
             config.logging,
-            build_sinks(config.logging, config.values(), step_info.iteration, state if goes_on else None)
+            build_sinks(
+                config.logging, config.values(), step_info.iteration, state if goes_on else None
+            )
             if is_first
             else [],
             start_iteration=step_info.iteration,
@@ -333,15 +353,21 @@ def _described(
         "samples_per_epoch": _samples_per_epoch(train_data),
     }
     saved = {} if info is None else info.data
-    if train_data is not None and any(data[name] != saved[name] for name in data.keys() & saved.keys()):
-        logger.warning("the training data is not what it was: %s in the checkpoint, %s now", saved, data)
+    if train_data is not None and any(
+        data[name] != saved[name] for name in data.keys() & saved.keys()
+    ):
+        logger.warning(
+            "the training data is not what it was: %s in the checkpoint, %s now", saved, data
+        )
     return data
 
 
 def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
     """The last evaluation; of checkpoints that do not tell, taken for one that has been."""
     evaluated = {} if info is None else dict(info.evaluator)
-    return evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
+    return (
+        evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
+    )
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
 _MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
-_MAX_DEPTH = 8  # of what is parsed; what is nested at all is refused after that, by the name of its key
+_MAX_DEPTH = (
+    8  # of what is parsed; what is nested at all is refused after that, by the name of its key
+)
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _SHOWN = 80  # characters of a key in a message

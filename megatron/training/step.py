@@ -56,7 +56,8 @@ class NonFiniteLossError(ExitError):
     def __init__(self, iteration: int, ranks: tuple[int, ...], loss: float) -> None:
         where = ", ".join(str(rank) for rank in ranks)
         super().__init__(
-            ExitCode.NON_FINITE_LOSS, f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where})."
+            ExitCode.NON_FINITE_LOSS,
+            f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where}).",
         )
 
 
@@ -144,7 +145,9 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     try:
         for number in range(num_microbatches):
-            loss += forward_step(model, _to_device(_next(microbatches, number, num_microbatches), device))
+            loss += forward_step(
+                model, _to_device(_next(microbatches, number, num_microbatches), device)
+            )
     finally:
         model.train(was_training)
     return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
@@ -223,7 +226,11 @@ def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     loss_sum, num_bad, *rest = scalars.tolist()
     num_shared = num_votes + mesh.size()
     return _Agreed(
-        loss_sum, num_bad, tuple(rest[:num_votes]), tuple(rest[num_votes:num_shared]), tuple(rest[num_shared:])
+        loss_sum,
+        num_bad,
+        tuple(rest[:num_votes]),
+        tuple(rest[num_votes:num_shared]),
+        tuple(rest[num_shared:]),
     )
 
 

@@ -27,11 +27,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopConfig:
     """When to end before the last iteration. Names are Megatron's, but for the grace period."""
 
-    exit_interval: int | None = option(None, "save and exit after the iterations divisible by this", more_than=0)
-    exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes", more_than=0)
-    exit_signal_handler: bool = option(False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit")
+    exit_interval: int | None = option(
+        None, "save and exit after the iterations divisible by this", more_than=0
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit after this many minutes", more_than=0
+    )
+    exit_signal_handler: bool = option(
+        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit"
+    )
     exit_signal_grace_seconds: float | None = option(
-        None, "after such a signal, exit within these: without saving if a save takes longer; None: save", more_than=0
+        None,
+        "after such a signal, exit within these: without saving if a save takes longer; None: save",
+        more_than=0,
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +70,9 @@ class StopConditions:
         rank: of this process, for the log.
     """
 
-    def __init__(self, config: StopConfig, clock: Callable[[], float] = time.monotonic, *, rank: int = 0) -> None:
+    def __init__(
+        self, config: StopConfig, clock: Callable[[], float] = time.monotonic, *, rank: int = 0
+    ) -> None:
         self._config = config
         self._clock = clock
         self._rank = rank
@@ -74,11 +84,16 @@ class StopConditions:
 
     def __enter__(self) -> StopConditions:
         if self._config.exit_signal_handler:
-            self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._previous_handlers = {
+                number: signal.signal(number, self._on_signal) for number in _SIGNALS
+            }
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -105,7 +120,11 @@ class StopConditions:
         is_too_short = grace is not None and past + (save_seconds or 0.0) > grace
         if not self._is_logged:
             self._is_logged = True
-            left = "no grace period is set" if grace is None else f"{grace - past:.1f} s of {grace:g} s are left"
+            left = (
+                "no grace period is set"
+                if grace is None
+                else f"{grace - past:.1f} s of {grace:g} s are left"
+            )
             takes = "unknown" if save_seconds is None else f"{save_seconds:.1f} s"
             logger.warning(
                 "%s was received by rank %d %.1f s ago; %s; time of a save: %s",
@@ -121,7 +140,9 @@ class StopConditions:
         signalled, late, too_short = votes
         if signalled:
             reason = (
-                "another rank was signalled" if self._received is None else f"{self._received[0].name} was received"
+                "another rank was signalled"
+                if self._received is None
+                else f"{self._received[0].name} was received"
             )
             if too_short:
                 grace = self._config.exit_signal_grace_seconds

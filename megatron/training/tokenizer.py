@@ -55,11 +55,15 @@ class TokenizerConfig:
         "kind of tokenizer",
         choices=("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )
-    tokenizer_model: str | None = option(None, "a tokenizer.json, or the folder of a Hugging Face tokenizer")
+    tokenizer_model: str | None = option(
+        None, "a tokenizer.json, or the folder of a Hugging Face tokenizer"
+    )
     vocab_size: int | None = option(
         None, "size of the vocabulary before padding; by default the tokenizer's own", at_least=1
     )
-    make_vocab_size_divisible_by: int = option(128, "the embedding has a multiple of this many rows", at_least=1)
+    make_vocab_size_divisible_by: int = option(
+        128, "the embedding has a multiple of this many rows", at_least=1
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -76,7 +80,12 @@ class TokenizerConfig:
                 self.tokenizer_model,
             )
         if self.tokenizer_type == "NullTokenizer":
-            expect(self.vocab_size is not None, "--vocab-size", "a number, as NullTokenizer has none", self.vocab_size)
+            expect(
+                self.vocab_size is not None,
+                "--vocab-size",
+                "a number, as NullTokenizer has none",
+                self.vocab_size,
+            )
 
 
 class HuggingFaceTokenizer:
@@ -102,7 +111,9 @@ class HuggingFaceTokenizer:
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ConfigError(f"--tokenizer-model: expected a tokenizer with tokens in {path}, got none.")
+            raise ConfigError(
+                f"--tokenizer-model: expected a tokenizer with tokens in {path}, got none."
+            )
         self.name = f"HuggingFaceTokenizer({path})"
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
@@ -114,7 +125,9 @@ class HuggingFaceTokenizer:
         try:
             return list(self.backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{self.name}: expected a text it has tokens for, got {error}.") from error
+            raise ValueError(
+                f"{self.name}: expected a text it has tokens for, got {error}."
+            ) from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
@@ -222,7 +235,9 @@ def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
             )
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress: bool = False) -> Path:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, path: str | Path, progress: bool = False
+) -> Path:
     """Trains a byte-level BPE tokenizer and saves it; the same texts give the same file.
 
     Args:
@@ -239,12 +254,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path, progress:
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
-        raise ValueError(f"Expected a vocabulary of at least {len(alphabet) + 1} tokens, got {vocab_size}.")
+        raise ValueError(
+            f"Expected a vocabulary of at least {len(alphabet) + 1} tokens, got {vocab_size}."
+        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[_END_OF_TEXT], initial_alphabet=alphabet, show_progress=progress
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=progress,
     )
     tokenizer.train_from_iterator(texts, trainer)
     path = Path(path)
@@ -290,7 +310,12 @@ def _find_eos(folder: Path) -> str | None:
             if isinstance(token, dict):
                 token = token.get("content")
             if token is not None:
-                expect(isinstance(token, str), "--tokenizer-model", f"a string as eos_token in {file}", token)
+                expect(
+                    isinstance(token, str),
+                    "--tokenizer-model",
+                    f"a string as eos_token in {file}",
+                    token,
+                )
                 return str(token)
     return None
 
@@ -304,7 +329,9 @@ def _read_object(file: Path) -> dict[str, Any]:
         reason = printable(str(error))
         raise ConfigError(f"--tokenizer-model: expected JSON in {file}, got {reason}.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--tokenizer-model: expected a JSON object in {file}, got a {type(content).__name__}.")
+        raise ConfigError(
+            f"--tokenizer-model: expected a JSON object in {file}, got a {type(content).__name__}."
+        )
     return content
 
 
@@ -341,7 +368,9 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
         )
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got {type(loaded)}.")
+        raise ConfigError(
+            f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got {type(loaded)}."
+        )
     return backend, loaded.eos_token
 
 
@@ -351,4 +380,6 @@ def _expect_regular_files(folder: Path) -> None:
         raise ConfigError(f"--tokenizer-model: expected a file or a folder, got {folder}.")
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"--tokenizer-model: expected regular files in {folder}, got {path.name!r}.")
+            raise ConfigError(
+                f"--tokenizer-model: expected regular files in {folder}, got {path.name!r}."
+            )

@@ -29,9 +29,28 @@ TIMEOUT = 240.0  # seconds
 
 # A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault can strike in them.
 MODEL = [
-    *("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "16", "--mock-data"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "256",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "16",
+        "--mock-data",
+    ),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "8191", "--num-workers", "0"),
-    *("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "0", "--log-interval", "1"),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--eval-iters",
+        "0",
+        "--log-interval",
+        "1",
+    ),
     *("--lr", "1e-2", "--lr-decay-style", "cosine"),
 ]
 OFFLOADED = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
@@ -61,7 +80,9 @@ class Job:
 
     @property
     def log(self) -> str:
-        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log*.txt")))
+        return "".join(
+            path.read_text(errors="replace") for path in sorted(self.folder.glob("log*.txt"))
+        )
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events of these kinds, or all, in the order in which they were written."""
@@ -82,7 +103,16 @@ class Job:
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's, without what a torchrun that the tests may run under has set."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "SLURM_",
+    )
     own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     # torchrun's own log, with its times.
     return {**own, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", **variables}
@@ -110,7 +140,9 @@ def started(
             process.wait()
 
 
-def run(job: Job, launcher: Sequence[str], *flags: str, timeout: float = TIMEOUT, **variables: str) -> int:
+def run(
+    job: Job, launcher: Sequence[str], *flags: str, timeout: float = TIMEOUT, **variables: str
+) -> int:
     """Runs a job to its end. Returns the exit code."""
     with started(job, launcher, *flags, **variables) as process:
         try:
@@ -145,7 +177,9 @@ def until(condition: Callable[[], Any], what: str, timeout: float = TIMEOUT) -> 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, in order; none if it has ended."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -194,11 +228,16 @@ def recoveries(job: Job) -> list[Recovery]:
     restarted = _agent_times(job.log, r"Starting worker group")
     found = []
     for death in job.events("inject"):
-        times = [death["time"], *(next(t for t in log if t > death["time"]) for log in (noticed, restarted))]
+        times = [
+            death["time"],
+            *(next(t for t in log if t > death["time"]) for log in (noticed, restarted)),
+        ]
         for kind in ("start", "resume", "step"):
             times += [e["time"] for e in job.events(kind) if e["restart"] == death["restart"] + 1]
         if len(times) == len(RECOVERY_PARTS) + 1:
-            found.append(Recovery(death["phase"], tuple(after - before for before, after in pairwise(times))))
+            found.append(
+                Recovery(death["phase"], tuple(after - before for before, after in pairwise(times)))
+            )
     return found
 
 

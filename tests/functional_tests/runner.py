@@ -58,7 +58,9 @@ class Recipe:
     def read(cls, name: str) -> Recipe:
         content = yaml.safe_load((CASES / name / "config.yaml").read_text())
         if content["kind"] not in KINDS:
-            raise ValueError(f"{name}: expected a kind among {sorted(KINDS)}, got {content['kind']!r}.")
+            raise ValueError(
+                f"{name}: expected a kind among {sorted(KINDS)}, got {content['kind']!r}."
+            )
         return cls(name, **content)
 
     @property
@@ -86,7 +88,12 @@ def build_corpus(folder: Path) -> Path:
 
 
 def execute(
-    recipe: Recipe, folder: Path, data_prefix: Path, world_size: int, label: str = "run", **overrides: Any
+    recipe: Recipe,
+    folder: Path,
+    data_prefix: Path,
+    world_size: int,
+    label: str = "run",
+    **overrides: Any,
 ) -> Run:
     """Runs `pretrain_gpt.py` on `world_size` ranks with the recipe's settings; checkpoints go to `folder/label`."""
     home = folder / f"{label}_{world_size}"
@@ -106,8 +113,12 @@ def execute(
     run_ranks(world_size, _run_pretrain, ["--config", str(config)], timeout=RUN_TIMEOUT)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Run(
-        losses={record["iteration"]: record["loss"] for record in records if record["kind"] == "train"},
-        evaluations={record["split"]: record["loss"] for record in records if record["kind"] == "eval"},
+        losses={
+            record["iteration"]: record["loss"] for record in records if record["kind"] == "train"
+        },
+        evaluations={
+            record["split"]: record["loss"] for record in records if record["kind"] == "eval"
+        },
         checkpoint=read_checkpoint(home / "checkpoints"),
     )
 
@@ -155,8 +166,17 @@ def assert_resumes(
 ) -> None:
     """A run stopped at `interrupt_at` and resumed, with settings of its own before and after, ends as `whole` did."""
     if recipe.interrupt_at is None:
-        raise ValueError(f"{recipe.name}: expected interrupt_at in a recipe of kind {recipe.kind}, got none.")
-    execute(recipe, folder, data_prefix, size, "resumed", **{"exit-interval": recipe.interrupt_at, **before})
+        raise ValueError(
+            f"{recipe.name}: expected interrupt_at in a recipe of kind {recipe.kind}, got none."
+        )
+    execute(
+        recipe,
+        folder,
+        data_prefix,
+        size,
+        "resumed",
+        **{"exit-interval": recipe.interrupt_at, **before},
+    )
     load_from = str(folder / f"resumed_{size}" / "checkpoints")
     (folder / f"resumed_{size}" / "metrics.jsonl").unlink()
     resumed = execute(recipe, folder, data_prefix, size, "resumed", load=load_from, **after)
@@ -176,7 +196,9 @@ def run_reshard(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
         overrides = {"load": load_from, "skip-train": True, "save": None, "save-interval": None}
         loaded = execute(recipe, folder, data_prefix, size, "loaded", **overrides)
         assert loaded.losses == {}
-        assert_close(loaded.evaluations, trained.evaluations, 1e-6, f"{recipe.name} on {size} ranks")
+        assert_close(
+            loaded.evaluations, trained.evaluations, 1e-6, f"{recipe.name} on {size} ranks"
+        )
     return {first: trained}
 
 
@@ -224,20 +246,31 @@ def check(recipe: Recipe, folder: Path, data_prefix: Path) -> None:
     for size, run in runs.items():
         where = f"{recipe.name} on {size} ranks"
         expected = golden[str(size)]
-        assert_close(run.losses, {int(k): loss for k, loss in expected["losses"].items()}, GOLDEN_TOLERANCE, where)
+        assert_close(
+            run.losses,
+            {int(k): loss for k, loss in expected["losses"].items()},
+            GOLDEN_TOLERANCE,
+            where,
+        )
         assert_close(run.evaluations, expected["evaluations"], GOLDEN_TOLERANCE, where)
     if recipe.agreement is not None:
         reference = runs[recipe.world_sizes[0]]
         for size, run in runs.items():
-            assert_close(run.losses, reference.losses, recipe.agreement, f"{recipe.name} on {size} ranks")
+            assert_close(
+                run.losses, reference.losses, recipe.agreement, f"{recipe.name} on {size} ranks"
+            )
 
 
-def assert_close(got: dict[Any, float], expected: dict[Any, float], tolerance: float, where: str) -> None:
+def assert_close(
+    got: dict[Any, float], expected: dict[Any, float], tolerance: float, where: str
+) -> None:
     """The same keys, and values that differ by at most `tolerance`, relatively."""
     assert got.keys() == expected.keys(), f"{where}: expected {sorted(expected)}, got {sorted(got)}"
     for key, value in expected.items():
         difference = abs(got[key] / value - 1)
-        assert difference <= tolerance, f"{where}, {key}: expected {value}, got {got[key]} ({difference:.1e} off)"
+        assert difference <= tolerance, (
+            f"{where}, {key}: expected {value}, got {got[key]} ({difference:.1e} off)"
+        )
 
 
 def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -256,8 +289,12 @@ def main() -> None:
     """Runs recipes by hand."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="recipes; default: all")
-    parser.add_argument("--work", type=Path, required=True, help="an empty folder for data and checkpoints")
-    parser.add_argument("--update", action="store_true", help="write golden.json from what the runs give")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="an empty folder for data and checkpoints"
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="write golden.json from what the runs give"
+    )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     data_prefix = build_corpus(arguments.work)
@@ -267,7 +304,10 @@ def main() -> None:
         folder.mkdir()
         if arguments.update:
             runs = KINDS[recipe.kind](recipe, folder, data_prefix)
-            content = {size: {"losses": run.losses, "evaluations": run.evaluations} for size, run in runs.items()}
+            content = {
+                size: {"losses": run.losses, "evaluations": run.evaluations}
+                for size, run in runs.items()
+            }
             recipe.golden_path.write_text(json.dumps(content, indent=1) + "\n")
         else:
             check(recipe, folder, data_prefix)

@@ -19,9 +19,28 @@ from tests.ranks import RankError, run_ranks
 from tools.checkpoint import command as checkpoint
 
 SETTINGS = [
-    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
+    *(
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+        "--mock-data",
+    ),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "63", "--num-workers", "0"),
-    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4", "--eval-iters", "1"),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "4",
+        "--eval-iters",
+        "1",
+    ),
     *("--lr", "1e-2", "--lr-decay-style", "cosine"),
 ]
 
@@ -84,11 +103,16 @@ def test_the_run_is_described_beside_its_tensors(saved):
 def test_a_checkpoint_of_another_shape_is_refused_by_name(saved, world_size):
     kind, message = refusal("--load", saved, "--hidden-size", 24, world_size=world_size)
     assert kind == "CheckpointError"
-    assert "model.embedding.word_embeddings.weight has shape (128, 16) where the model has (128, 24)" in message
+    assert (
+        "model.embedding.word_embeddings.weight has shape (128, 16) where the model has (128, 24)"
+        in message
+    )
 
 
 def test_a_checkpoint_of_another_model_names_missing_and_unasked_for_keys(saved):
-    kind, message = refusal("--load", saved, "--disable-bias-linear", "--untie-embeddings-and-output-weights")
+    kind, message = refusal(
+        "--load", saved, "--disable-bias-linear", "--untie-embeddings-and-output-weights"
+    )
     assert kind == "CheckpointError"
     assert "it lacks model.output_layer.weight" in message
     assert "nothing here takes model.decoder.layers.0" in message
@@ -146,7 +170,9 @@ def test_what_a_checkpoint_of_the_other_format_does_not_honour_is_refused(tmp_pa
     for flags in (["--load-skip-keys", "model.*"], ["--dist-ckpt-strictness", "raise_unexpected"]):
         kind, message = refusal("--load", tmp_path, *flags)
         assert kind == "ConfigError"
-        assert message.startswith(f"{flags[0]}: expected a checkpoint of the format fsdp_dtensor, got")
+        assert message.startswith(
+            f"{flags[0]}: expected a checkpoint of the format fsdp_dtensor, got"
+        )
 
 
 @pytest.mark.parametrize("formats", [("fsdp_dtensor", "torch_dcp"), ("torch_dcp", "fsdp_dtensor")])
@@ -155,14 +181,19 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_format(saved, tmp_path, forma
     pretrain("--ckpt-format", first, "--exit-interval", 2, "--save", tmp_path / "first")
     more = ["--exit-interval", 3, "--save", tmp_path / "second"]
     pretrain("--load", tmp_path / "first", "--ckpt-format", second, *more)
-    pretrain("--load", tmp_path / "second", "--ckpt-format", "fsdp_dtensor", "--save", tmp_path / "last")
+    pretrain(
+        "--load", tmp_path / "second", "--ckpt-format", "fsdp_dtensor", "--save", tmp_path / "last"
+    )
     assert_same_tensors(read_checkpoint(tmp_path / "last"), read_checkpoint(saved))
 
 
 def test_saving_beside_the_training_changes_nothing_and_keeps_what_it_was_told_to(saved, tmp_path):
     flags = ["--async-save", "--save", tmp_path, "--save-interval", 1, "--save-keep-last", 1]
     pretrain(*flags, "--save-retain-interval", 2)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002", "iter_0000004"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "iter_0000002",
+        "iter_0000004",
+    ]
     assert_same_tensors(read_checkpoint(tmp_path), read_checkpoint(saved))
 
 
@@ -174,7 +205,9 @@ def test_a_run_that_falls_back_goes_on_in_place_and_sets_the_damaged_one_aside(s
     assert sorted(losses(metrics)) == [3, 4]
     assert_same_tensors(read_checkpoint(root), read_checkpoint(saved))
     names = sorted(path.name.split(".")[0] for path in root.iterdir() if path.is_dir())
-    assert names == ["iter_0000002", "iter_0000004", "iter_0000004"], "one of them is the damaged one"
+    assert names == ["iter_0000002", "iter_0000004", "iter_0000004"], (
+        "one of them is the damaged one"
+    )
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "4\n"
     pretrain("--load", root, "--save", root)
 
@@ -182,7 +215,9 @@ def test_a_run_that_falls_back_goes_on_in_place_and_sets_the_damaged_one_aside(s
 def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
     more = ["--untie-embeddings-and-output-weights", "--load", saved]
     assert "it lacks model.output_layer.weight" in refusal(*more)[1]
-    pretrain(*more, "--ckpt-step", 2, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "untied")
+    pretrain(
+        *more, "--ckpt-step", 2, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "untied"
+    )
     assert train_state(tmp_path / "untied", 4)["progress"]["iteration"] == 4
     fewer = ["--load", tmp_path / "untied"]
     assert "nothing here takes model.output_layer.weight" in refusal(*fewer)[1]
@@ -213,14 +248,26 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(saved):
 
 def test_a_step_that_is_there_is_taken_and_the_run_goes_on_from_it(saved, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    pretrain("--load", saved, "--ckpt-step", 2, "--save", tmp_path / "again", "--metrics-jsonl", metrics)
+    pretrain(
+        "--load", saved, "--ckpt-step", 2, "--save", tmp_path / "again", "--metrics-jsonl", metrics
+    )
     assert sorted(losses(metrics)) == [3, 4]
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
 
 
 def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    pretrain("--load", saved, "--finetune", "--lr", "0", "--save", tmp_path / "tuned", "--metrics-jsonl", metrics)
+    pretrain(
+        "--load",
+        saved,
+        "--finetune",
+        "--lr",
+        "0",
+        "--save",
+        tmp_path / "tuned",
+        "--metrics-jsonl",
+        metrics,
+    )
     assert sorted(losses(metrics)) == [1, 2, 3, 4]
     weights, tuned = read_checkpoint(saved), read_checkpoint(tmp_path / "tuned")
     model = {key: value for key, value in weights.items() if key.startswith("model.")}
@@ -229,18 +276,31 @@ def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
 
 
 def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path):
-    pretrain("--load", saved, "--ckpt-step", 2, "--no-load-optim", "--no-save-optim", "--save", tmp_path / "bare")
+    pretrain(
+        "--load",
+        saved,
+        "--ckpt-step",
+        2,
+        "--no-load-optim",
+        "--no-save-optim",
+        "--save",
+        tmp_path / "bare",
+    )
     bare = read_checkpoint(tmp_path / "bare")
     assert not [key for key in bare if key.startswith("optimizer.")]
     weights = read_checkpoint(saved)
-    assert not all(torch.equal(bare[key], weights[key]) for key in bare), "a fresh optimizer steps differently"
+    assert not all(torch.equal(bare[key], weights[key]) for key in bare), (
+        "a fresh optimizer steps differently"
+    )
     kind, message = refusal("--load", tmp_path / "bare")
     assert kind == "CheckpointError"
     assert "it lacks optimizer." in message
 
 
 def weights_of(root: Path) -> dict[str, torch.Tensor]:
-    return {key: tensor for key, tensor in read_checkpoint(root).items() if key.startswith("model.")}
+    return {
+        key: tensor for key, tensor in read_checkpoint(root).items() if key.startswith("model.")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +309,14 @@ def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("imported")
     assert checkpoint.main(["convert", str(saved / "iter_0000002"), str(root / "all.pt")]) == 0
     state = torch.load(root / "all.pt", weights_only=True)
-    torch.save({key: value for key, value in state.items() if key.startswith("model.")}, root / "weights.pt")
-    assert checkpoint.main(["convert", str(root / "weights.pt"), str(root / "runs" / "iter_0000001")]) == 0
+    torch.save(
+        {key: value for key, value in state.items() if key.startswith("model.")},
+        root / "weights.pt",
+    )
+    assert (
+        checkpoint.main(["convert", str(root / "weights.pt"), str(root / "runs" / "iter_0000001")])
+        == 0
+    )
     return root / "runs"
 
 
@@ -259,41 +325,63 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same as a program with PyTorch FSDP2 saves it, an optimizer beside it: no file of ours."""
     root = tmp_path_factory.mktemp("plain")
     pretrain("--exit-interval", 2, "--ckpt-format", "torch_dcp", "--save", root / "dcp")
-    weights = {key.removeprefix("model."): tensor for key, tensor in weights_of(root / "dcp").items()}
-    state = {"app": {"model": weights, "optim": {"state": {"a": torch.ones(3)}, "lr": 0.5}}, "step": 2}
+    weights = {
+        key.removeprefix("model."): tensor for key, tensor in weights_of(root / "dcp").items()
+    }
+    state = {
+        "app": {"model": weights, "optim": {"state": {"a": torch.ones(3)}, "lr": 0.5}},
+        "step": 2,
+    }
     dcp.save(state, checkpoint_id=root / "runs" / "iter_0000001", no_dist=True)
     return root / "runs"
 
 
 @pytest.mark.parametrize("name", ["imported", "plain"])
-def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(name, saved, tmp_path, request):
+def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(
+    name, saved, tmp_path, request
+):
     root = request.getfixturevalue(name)
     frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
     # From the folder of checkpoints, and from the checkpoint's own.
     pretrain("--load", root, *frozen, "--save", tmp_path / "one", world_size=2)
     pretrain("--load", root / "iter_0000001", *frozen, "--save", tmp_path / "other")
-    expected = {key: tensor for key, tensor in read_tensors(saved / "iter_0000002").items() if key.startswith("model.")}
+    expected = {
+        key: tensor
+        for key, tensor in read_tensors(saved / "iter_0000002").items()
+        if key.startswith("model.")
+    }
     for found in (tmp_path / "one", tmp_path / "other"):
         assert_same_tensors(weights_of(found), expected)
         assert train_state(found, 1)["progress"]["iteration"] == 1
 
 
 @pytest.mark.parametrize("name", ["imported", "plain"])
-def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_checkpoint(name, saved, tmp_path, request):
+def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_checkpoint(
+    name, saved, tmp_path, request
+):
     root = request.getfixturevalue(name)
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(root / "iter_0000001", tmp_path / "run" / "iter_0000005")
     (tmp_path / "run" / "events.jsonl").unlink()
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
-    missing = {"imported": "its train_state.json has no schedule", "plain": "it has no train_state.json"}[name]
-    for flags in (["--load", root], ["--load", root / "iter_0000001"], ["--save", tmp_path / "run"]):
+    missing = {
+        "imported": "its train_state.json has no schedule",
+        "plain": "it has no train_state.json",
+    }[name]
+    for flags in (
+        ["--load", root],
+        ["--load", root / "iter_0000001"],
+        ["--save", tmp_path / "run"],
+    ):
         kind, message = refusal(*flags)
         assert kind == "CheckpointError"
         assert message.startswith("Expected the checkpoint of a run in ")
         assert f"got one without a run's state: {missing}" in message
         assert "--finetune loads its weights" in message
         assert "whole" not in message
-    names = sorted(path.name for path in (tmp_path / "run").iterdir() if path.name != "events.jsonl")
+    names = sorted(
+        path.name for path in (tmp_path / "run").iterdir() if path.name != "events.jsonl"
+    )
     assert names == before
     assert '"damaged"' not in (tmp_path / "run" / "events.jsonl").read_text()
 
@@ -302,7 +390,9 @@ def test_weights_are_loaded_beside_what_only_another_program_understands(tmp_pat
     in_theirs = ["--ckpt-format", "torch_dcp", "--save"]
     pretrain("--exit-interval", 2, *in_theirs, tmp_path / "run")
     weights = weights_of(tmp_path / "run")
-    state = {f"app.{key}": tensor for key, tensor in weights.items()} | {"arguments": argparse.Namespace(a=1)}
+    state = {f"app.{key}": tensor for key, tensor in weights.items()} | {
+        "arguments": argparse.Namespace(a=1)
+    }
     dcp.save(state, checkpoint_id=tmp_path / "runs" / "iter_0000001", no_dist=True)
     frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
     pretrain("--load", tmp_path / "runs", *frozen, *in_theirs, tmp_path / "new")
@@ -310,7 +400,9 @@ def test_weights_are_loaded_beside_what_only_another_program_understands(tmp_pat
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
-def test_a_checkpoint_with_another_iterations_name_is_no_run_to_resume_but_its_weights_are_there(ckpt_format, tmp_path):
+def test_a_checkpoint_with_another_iterations_name_is_no_run_to_resume_but_its_weights_are_there(
+    ckpt_format, tmp_path
+):
     root = tmp_path / "run"
     pretrain("--ckpt-format", ckpt_format, "--save", root, "--save-interval", 2)
     (root / "iter_0000004").rename(root / "iter_0000009")
@@ -387,7 +479,11 @@ def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused
         return train_state(tmp_path / name, 4)["loss_scaler"]
 
     doubled = {"scale": 128.0, "growth_tracker": 1, "hysteresis_tracker": 2}
-    assert end_of("resumed", tmp_path / "fp16") == doubled == train_state(tmp_path / "fp16", 4)["loss_scaler"]
+    assert (
+        end_of("resumed", tmp_path / "fp16")
+        == doubled
+        == train_state(tmp_path / "fp16", 4)["loss_scaler"]
+    )
     assert end_of("fresh", tmp_path / "fp16", "--no-load-optim") == scaler
     assert end_of("from_fp32", saved) == scaler, "which had none"
     # Of the format without digests: the other would notice the file before its content.
@@ -403,7 +499,9 @@ def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
 def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, ckpt_format):
-    pretrain("--load", saved, "--ckpt-step", 2, "--ckpt-format", ckpt_format, "--save", tmp_path / "copy")
+    pretrain(
+        "--load", saved, "--ckpt-step", 2, "--ckpt-format", ckpt_format, "--save", tmp_path / "copy"
+    )
     state_file = tmp_path / "copy" / "iter_0000004" / "train_state.json"
     whole_text = state_file.read_text()
     state_file.write_text(whole_text[:-20])
@@ -415,10 +513,22 @@ def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, 
     whole = json.loads(whole_text)
     iteration = {"progress": {**whole["progress"], "iteration": 10**6}}
     for changes, expected in (
-        (iteration, f"Expected progress.iteration in {state_file} to be that of iter_0000004, got 1000000."),
-        ({"progress": {**whole["progress"], "consumed_samples": 8.0}}, "Expected progress.consumed_samples in"),
-        ({"schedule": {**whole["schedule"], "peak": "1e-2"}}, "Expected peak to be a finite number >= 0, got '1e-2'"),
-        ({"world_size": True}, f"Expected world_size in {state_file} to be a number of ranks, got True."),
+        (
+            iteration,
+            f"Expected progress.iteration in {state_file} to be that of iter_0000004, got 1000000.",
+        ),
+        (
+            {"progress": {**whole["progress"], "consumed_samples": 8.0}},
+            "Expected progress.consumed_samples in",
+        ),
+        (
+            {"schedule": {**whole["schedule"], "peak": "1e-2"}},
+            "Expected peak to be a finite number >= 0, got '1e-2'",
+        ),
+        (
+            {"world_size": True},
+            f"Expected world_size in {state_file} to be a number of ranks, got True.",
+        ),
         ({"format_version": 2}, f"Expected format_version in {state_file} to be 1, got 2."),
     ):
         state_file.write_text(json.dumps(whole | changes))
@@ -434,12 +544,22 @@ def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, 
 
 def test_a_loss_that_is_not_finite_ends_the_run_only_if_asked_to(tmp_path):
     """A learning rate that is absurd makes the second loss infinite or NaN."""
-    absurd = ["--lr", "1e30", "--optimizer", "sgd", "--lr-decay-style", "constant", "--clip-grad", "0"]
+    absurd = [
+        "--lr",
+        "1e30",
+        "--optimizer",
+        "sgd",
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        "0",
+    ]
     pretrain(*absurd, "--metrics-jsonl", tmp_path / "metrics.jsonl")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-3])
     assert (last["iteration"], last["loss"]) == (4, None)
     assert last["nan_iterations"] == last["skipped_iterations"] == 3
     with pytest.raises(
-        RankError, match=r"NonFiniteLossError: Expected a finite loss in iteration 2, got .* \(on rank 0"
+        RankError,
+        match=r"NonFiniteLossError: Expected a finite loss in iteration 2, got .* \(on rank 0",
     ):
         pretrain(*absurd, "--check-for-nan-in-loss")

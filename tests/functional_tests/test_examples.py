@@ -10,7 +10,14 @@ from tests.functional_tests.test_launch import ROOT, TIMEOUT, TORCHRUN, environm
 
 
 def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
-    command = [*TORCHRUN, "examples/train_hugging_face.py", "--output", str(tmp_path), "--steps", "3"]
+    command = [
+        *TORCHRUN,
+        "examples/train_hugging_face.py",
+        "--output",
+        str(tmp_path),
+        "--steps",
+        "3",
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

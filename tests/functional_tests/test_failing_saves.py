@@ -43,7 +43,9 @@ def _undisturbed(_: pytest.MonkeyPatch) -> None:
 
 
 def pretrain(
-    *flags: object, world_size: int = 1, disturb: Callable[[pytest.MonkeyPatch], None] = _undisturbed
+    *flags: object,
+    world_size: int = 1,
+    disturb: Callable[[pytest.MonkeyPatch], None] = _undisturbed,
 ) -> list[Run]:
     """A run, on each rank of which something is done first."""
     answers = run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)], disturb)
@@ -85,7 +87,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flip_last_weight(folder: Path, rank: int) -> None:
     """Changes a bit in what one rank has written last of its share of the weights."""
-    *_, last = [chunk for chunk in json.loads((folder / f"manifest_{rank}.json").read_text())["chunks"] if chunk[1]]
+    *_, last = [
+        chunk
+        for chunk in json.loads((folder / f"manifest_{rank}.json").read_text())["chunks"]
+        if chunk[1]
+    ]
     data_offset, data_nbytes = last[6:8]
     with (folder / f"__{rank}_0.distcp").open("r+b") as stream:
         stream.seek(data_offset + data_nbytes - 1)
@@ -118,11 +124,16 @@ def test_the_newest_checkpoint_that_is_whole_is_loaded_on_all_ranks_and_the_othe
     assert trained(metrics) == [3, 4]
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
     lines = [line for run in runs for line in run.log.splitlines() if "DAMAGED" in line]
-    assert [re.search(r"ERROR: DAMAGED: checkpoint (\S+) is passed over. ", line).group(1) for line in lines] == [
+    assert [
+        re.search(r"ERROR: DAMAGED: checkpoint (\S+) is passed over. ", line).group(1)
+        for line in lines
+    ] == [
         f"{root}/iter_0000004",
         f"{root}/iter_0000003",
     ]
-    assert f"loaded checkpoint {root}/iter_0000002; this run begins after iteration 2" in runs[0].log
+    assert (
+        f"loaded checkpoint {root}/iter_0000002; this run begins after iteration 2" in runs[0].log
+    )
 
 
 def test_where_all_checkpoints_are_damaged_there_is_an_error_and_no_fresh_start(saved, tmp_path):
@@ -132,7 +143,9 @@ def test_where_all_checkpoints_are_damaged_there_is_an_error_and_no_fresh_start(
     runs = pretrain("--load", root, "--metrics-jsonl", metrics, world_size=2)
     assert [run.log.count("DAMAGED") for run in runs] == [4, 0], "one loud line each"
     for run in runs:
-        assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root} that is whole, got: ")
+        assert run.error.startswith(
+            f"CheckpointError: Expected a checkpoint in {root} that is whole, got: "
+        )
         assert f"{root}/iter_0000004/__1_0.distcp" in run.error
     assert not metrics.exists() or trained(metrics) == []
 
@@ -141,7 +154,9 @@ def test_a_step_that_is_asked_for_and_damaged_is_an_error_though_others_are_whol
     root = shutil.copytree(saved, tmp_path / "saved")
     flip_last_weight(root / "iter_0000003", 0)
     for run in pretrain("--load", root, "--ckpt-step", 3, world_size=2):
-        assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root} that is whole, got: ")
+        assert run.error.startswith(
+            f"CheckpointError: Expected a checkpoint in {root} that is whole, got: "
+        )
         assert f"{root}/iter_0000003/__0_0.distcp" in run.error
     (run, _) = pretrain("--load", root, "--ckpt-step", 3, "--no-verify-checkpoint", world_size=2)
     assert run.error == "", "whoever asks for it gets what is there"
@@ -173,7 +188,10 @@ def test_a_save_that_fails_is_told_on_all_ranks_and_the_training_goes_on(tmp_pat
     for run in runs:
         assert run.error == ""
         (line,) = [line for line in run.log.splitlines() if "ERROR" in line]
-        assert f"Expected checkpoint iter_0000002 to be published in {tmp_path / 'saved'}, got: " in line
+        assert (
+            f"Expected checkpoint iter_0000002 to be published in {tmp_path / 'saved'}, got: "
+            in line
+        )
         assert "[Errno 5] Input/output error" in line
         assert re.search(r"\(1 failed so far; the last was published \d+ s ago\)$", line)
     assert "rank 1: " in runs[0].log
@@ -181,8 +199,18 @@ def test_a_save_that_fails_is_told_on_all_ranks_and_the_training_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_save_that_fails_ends_the_run_if_that_is_asked_for_once_the_state_has_been_saved(tmp_path, rank):
-    flags = ["--save", tmp_path / "saved", "--save-interval", 1, "--exit-on-save-failure", "--train-iters", 9]
+def test_a_save_that_fails_ends_the_run_if_that_is_asked_for_once_the_state_has_been_saved(
+    tmp_path, rank
+):
+    flags = [
+        "--save",
+        tmp_path / "saved",
+        "--save-interval",
+        1,
+        "--exit-on-save-failure",
+        "--train-iters",
+        9,
+    ]
     runs = pretrain(*flags, world_size=2, disturb=fail_on(rank, 2))
     assert [run.error for run in runs] == ["", ""]
     assert "exiting at iteration 3 of 9: a checkpoint could not be saved" in runs[0].log
@@ -206,7 +234,9 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
         assert was_due.wait(60), "the run waits for this save"
         real_write(store, path, content, sync)
 
-    def dump(handler: RecoverHandler, engine: ModuleEngine, info: RecoverInfo, num_busy: float) -> None:
+    def dump(
+        handler: RecoverHandler, engine: ModuleEngine, info: RecoverInfo, num_busy: float
+    ) -> None:
         real_dump(handler, engine, info, num_busy)
         if engine.step_info().iteration == 2:
             was_due.set()
@@ -215,8 +245,18 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoverHandler, "dump", dump)
 
 
-def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_if_that_is_asked_for(tmp_path):
-    flags = ["--async-save", "--async-save-busy", "skip", "--save", tmp_path / "saved", "--save-interval", 1]
+def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_if_that_is_asked_for(
+    tmp_path,
+):
+    flags = [
+        "--async-save",
+        "--async-save-busy",
+        "skip",
+        "--save",
+        tmp_path / "saved",
+        "--save-interval",
+        1,
+    ]
     runs = pretrain(*flags, world_size=2, disturb=_block_first_save)
     for run in runs:
         assert run.error == ""
@@ -228,11 +268,30 @@ def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_
 
 def test_a_run_that_ends_in_an_error_gives_up_its_save_and_tells_that_error(tmp_path):
     """With an absurd learning rate, the second loss is not finite."""
-    absurd = ["--lr", "1e30", "--optimizer", "sgd", "--lr-decay-style", "constant", "--clip-grad", "0"]
-    flags = [*absurd, "--check-for-nan-in-loss", "--async-save", "--save", tmp_path / "saved", "--save-interval", 1]
+    absurd = [
+        "--lr",
+        "1e30",
+        "--optimizer",
+        "sgd",
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        "0",
+    ]
+    flags = [
+        *absurd,
+        "--check-for-nan-in-loss",
+        "--async-save",
+        "--save",
+        tmp_path / "saved",
+        "--save-interval",
+        1,
+    ]
 
     def never_write(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("megatron.core.dist_checkpointing.save.publisher._is_published", lambda _: False)
+        patch.setattr(
+            "megatron.core.dist_checkpointing.save.publisher._is_published", lambda _: False
+        )
         real = LocalStore.write
 
         def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:

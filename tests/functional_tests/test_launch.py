@@ -33,7 +33,9 @@ def environment() -> dict[str, str]:
 
 def run(launcher: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     command = [*launcher, "pretrain_gpt.py", *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    )
 
 
 def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
@@ -41,7 +43,15 @@ def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
     losses = []
     for engine in ("--no-use-megatron-fsdp", "--use-torch-fsdp2", "--use-megatron-fsdp"):
         metrics = tmp_path / f"{engine}.jsonl"
-        done = run([sys.executable], *SETTINGS, engine, "--hidden-dropout", "0", "--metrics-jsonl", str(metrics))
+        done = run(
+            [sys.executable],
+            *SETTINGS,
+            engine,
+            "--hidden-dropout",
+            "0",
+            "--metrics-jsonl",
+            str(metrics),
+        )
         assert done.returncode == 0, done.stderr
         assert "validation loss at iteration 4" in done.stdout
         losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
@@ -51,11 +61,25 @@ def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
 
 def test_the_offloaded_optimizers_times_are_reported_where_they_are_asked_for(tmp_path):
     """The bytes of each state always are, and once."""
-    offload = ["--bf16", "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--log-interval", "2"]
+    offload = [
+        "--bf16",
+        "--optimizer-cpu-offload",
+        "--overlap-cpu-optimizer-d2h-h2d",
+        "--log-interval",
+        "2",
+    ]
     losses = []
     for level, num_reports in (("1", 2), ("0", 0)):
         metrics = tmp_path / f"{level}.jsonl"
-        done = run([sys.executable], *SETTINGS, *offload, "--timing-log-level", level, "--metrics-jsonl", str(metrics))
+        done = run(
+            [sys.executable],
+            *SETTINGS,
+            *offload,
+            "--timing-log-level",
+            level,
+            "--metrics-jsonl",
+            str(metrics),
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("exp_avg_sq ") == 1
         assert done.stdout.count("memory of rank 0, at rest:") == 1
@@ -66,7 +90,15 @@ def test_the_offloaded_optimizers_times_are_reported_where_they_are_asked_for(tm
         assert [record["iteration"] for record in timings] == [2, 4][:num_reports]
         for record in timings:
             assert record["num_steps"] == 2
-            assert min(record["d2h_ms"], record["host_ms"], record["h2d_ms"], record["host_gb_per_second"]) > 0
+            assert (
+                min(
+                    record["d2h_ms"],
+                    record["host_ms"],
+                    record["h2d_ms"],
+                    record["host_gb_per_second"],
+                )
+                > 0
+            )
         losses.append([record["loss"] for record in records if record["kind"] == "train"])
     assert losses[0] == losses[1]
 
@@ -85,7 +117,10 @@ def test_a_global_batch_of_seven_on_two_ranks_is_refused_under_torchrun():
     assert done.returncode != 0
     line = "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
     assert done.stderr.count(line) == 1, "rank 0 says it, once"
-    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py") not in done.stderr
+    assert (
+        'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py")
+        not in done.stderr
+    )
 
 
 def test_a_mistake_that_only_one_rank_sees_is_said_by_that_rank(monkeypatch, capsys):
@@ -98,7 +133,15 @@ def test_a_mistake_that_only_one_rank_sees_is_said_by_that_rank(monkeypatch, cap
     assert capsys.readouterr().err == "pretrain_gpt.py: --lr: expected a number >= 0, got -1.0.\n"
 
 
-LONG = ["--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0", "--exit-signal-handler"]
+LONG = [
+    "--train-iters",
+    "100000",
+    "--log-interval",
+    "1",
+    "--eval-iters",
+    "0",
+    "--exit-signal-handler",
+]
 
 
 @contextmanager
@@ -106,7 +149,9 @@ def running(launcher: list[str], *flags: str) -> Iterator[subprocess.Popen[str]]
     """A run in the background that has shown that it trains, or saved, whichever `--save-interval` asks for."""
     sign = "saved checkpoint" if "--save-interval" in flags else "| lm loss"
     command = [*launcher, "pretrain_gpt.py", *SETTINGS, *flags]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + TIMEOUT
         for line in process.stdout:
             assert time.monotonic() < deadline
@@ -141,16 +186,43 @@ def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_
     assert latest_iteration(open_store(tmp_path)) > 0
 
 
-def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(tmp_path):
+def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(
+    tmp_path,
+):
     """The run is killed, started again by the same command, and its losses are the uninterrupted run's."""
-    flags = ["--train-iters", "30", "--lr-decay-iters", "30", "--eval-iters", "0", "--save-interval", "10"]
+    flags = [
+        "--train-iters",
+        "30",
+        "--lr-decay-iters",
+        "30",
+        "--eval-iters",
+        "0",
+        "--save-interval",
+        "10",
+    ]
     whole = tmp_path / "whole.jsonl"
     assert (
-        run(TORCHRUN, *SETTINGS, *flags, "--save", str(tmp_path / "whole"), "--metrics-jsonl", str(whole)).returncode
+        run(
+            TORCHRUN,
+            *SETTINGS,
+            *flags,
+            "--save",
+            str(tmp_path / "whole"),
+            "--metrics-jsonl",
+            str(whole),
+        ).returncode
         == 0
     )
     killed = tmp_path / "killed.jsonl"
-    same = [*flags, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--metrics-jsonl", str(killed)]
+    same = [
+        *flags,
+        "--save",
+        str(tmp_path / "run"),
+        "--load",
+        str(tmp_path / "run"),
+        "--metrics-jsonl",
+        str(killed),
+    ]
     with running(TORCHRUN, *same) as process:
         os.kill(_children(process.pid)[0], signal.SIGKILL)
         process.communicate(timeout=TIMEOUT)

@@ -21,14 +21,29 @@ from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.ranks import run_ranks
 
 # Longer than any test. The second save is the first of which it is known how long one takes.
-FLAGS = [*SETTINGS, "--train-iters", "100000", "--eval-iters", "0", "--save-interval", "20", "--save-keep-last", "2"]
+FLAGS = [
+    *SETTINGS,
+    "--train-iters",
+    "100000",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "20",
+    "--save-keep-last",
+    "2",
+]
 ALONE = [sys.executable]
 
 
-def preempt(job: Job, launcher: list[str], *flags: str, number: signal.Signals = signal.SIGUSR1) -> int:
+def preempt(
+    job: Job, launcher: list[str], *flags: str, number: signal.Signals = signal.SIGUSR1
+) -> int:
     """Runs a job until it has saved, and signals its last rank. Returns the exit code."""
     with started(job, launcher, *FLAGS, "--exit-signal-handler", *flags) as process:
-        until(lambda: len(job.events("save_published")) >= 2 or process.poll() is not None, "two saves")
+        until(
+            lambda: len(job.events("save_published")) >= 2 or process.poll() is not None,
+            "two saves",
+        )
         assert process.poll() is None, job.log
         os.kill([process.pid, *children(process.pid)][-1 if len(launcher) > 1 else 0], number)
         return process.wait(TIMEOUT)
@@ -55,10 +70,20 @@ def test_a_run_that_is_signalled_saves_if_that_fits_the_grace_period_and_says_so
     assert end["reason"] == f"{number.name} was received"
     (received,) = job.events("signal")
     assert (received["signal"], received["rank"]) == (number.name, 0)
-    assert saved_after(job)[-1]["iteration"] == end["iteration"] == latest_iteration(open_store(job.saved))
-    assert re.search(rf"{number.name} was received by rank 0 .* s of 60 s are left; time of a save: \d", job.log)
-    assert re.search(rf"saved checkpoint {job.saved}/iter_{end['iteration']:07d} in \d+\.\d+ s", job.log)
-    assert f"exiting at iteration {end['iteration']} of 100000: {number.name} was received" in job.log
+    assert (
+        saved_after(job)[-1]["iteration"]
+        == end["iteration"]
+        == latest_iteration(open_store(job.saved))
+    )
+    assert re.search(
+        rf"{number.name} was received by rank 0 .* s of 60 s are left; time of a save: \d", job.log
+    )
+    assert re.search(
+        rf"saved checkpoint {job.saved}/iter_{end['iteration']:07d} in \d+\.\d+ s", job.log
+    )
+    assert (
+        f"exiting at iteration {end['iteration']} of 100000: {number.name} was received" in job.log
+    )
 
 
 def test_a_run_whose_grace_period_is_over_leaves_without_saving_and_says_so(tmp_path):
@@ -73,14 +98,22 @@ def test_a_run_whose_grace_period_is_over_leaves_without_saving_and_says_so(tmp_
 
 
 @pytest.mark.parametrize(("save_seconds", "code", "newest"), [(100.0, 76, 4), (10.0, 75, 5)])
-def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(tmp_path, save_seconds, code, newest):
+def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(
+    tmp_path, save_seconds, code, newest
+):
     """One rank is signalled, and both come to the same."""
-    outcomes = run_ranks(2, _run_signalled, [*FLAGS, *Job(tmp_path).flags, "--save-interval", "2"], save_seconds)
+    outcomes = run_ranks(
+        2, _run_signalled, [*FLAGS, *Job(tmp_path).flags, "--save-interval", "2"], save_seconds
+    )
     for end, reason, log in outcomes:
         assert end == code
-        assert ("a save takes longer than what is left of --exit-signal-grace-seconds 60.0" in reason) == (code == 76)
+        assert (
+            "a save takes longer than what is left of --exit-signal-grace-seconds 60.0" in reason
+        ) == (code == 76)
         assert reason in log or "exiting at" not in log, "rank 0 tells"
-    assert re.search(rf"SIGUSR1 was received by rank 1 .* left; time of a save: {save_seconds} s", outcomes[1][2])
+    assert re.search(
+        rf"SIGUSR1 was received by rank 1 .* left; time of a save: {save_seconds} s", outcomes[1][2]
+    )
     assert latest_iteration(open_store(tmp_path / "saved")) == newest
 
 
@@ -102,12 +135,20 @@ def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]
     return int(outcome.code), outcome.reason, log.getvalue()
 
 
-def test_under_torchrun_one_ranks_signal_ends_all_and_the_launcher_starts_none_of_them_again(tmp_path):
+def test_under_torchrun_one_ranks_signal_ends_all_and_the_launcher_starts_none_of_them_again(
+    tmp_path,
+):
     job = Job(tmp_path)
-    assert preempt(job, torchrun("--max-restarts", "3"), "--exit-signal-grace-seconds", "60") == 0, job.log
+    assert (
+        preempt(job, torchrun("--max-restarts", "3"), "--exit-signal-grace-seconds", "60") == 0
+    ), job.log
     end = end_of(job)
     assert (end["code"], end["name"], end["rank"]) == (75, "PREEMPTED", 0)
     (received,) = job.events("signal")
     assert received["rank"] == 1
-    assert saved_after(job)[-1]["iteration"] == end["iteration"] == latest_iteration(open_store(job.saved))
+    assert (
+        saved_after(job)[-1]["iteration"]
+        == end["iteration"]
+        == latest_iteration(open_store(job.saved))
+    )
     assert len(job.events("start")) == 1

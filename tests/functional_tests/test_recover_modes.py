@@ -89,7 +89,9 @@ def run(saved, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [(), ("--recover-mode", "auto"), ("--recover-mode", "on")])
-def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_same_bits(run, saved, tmp_path, mode):
+def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_same_bits(
+    run, saved, tmp_path, mode
+):
     done = pretrain("--save", run, *mode, "--metrics-jsonl", tmp_path / "metrics")
     assert done.code == 0, done.error
     assert trained(tmp_path / "metrics") == [3, 4]
@@ -102,7 +104,9 @@ def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_sam
 def test_without_a_checkpoint_auto_begins_and_on_refuses(tmp_path):
     done = pretrain("--save", tmp_path / "new", "--recover-mode", "on")
     assert done.code == ExitCode.BAD_CONFIGURATION
-    assert done.error == f"--recover-mode on: expected a checkpoint in {tmp_path / 'new'}, got none."
+    assert (
+        done.error == f"--recover-mode on: expected a checkpoint in {tmp_path / 'new'}, got none."
+    )
     assert pretrain("--save", tmp_path / "new").code == 0
     (resumed,) = events(tmp_path / "new", "resume")
     assert (resumed["iteration"], resumed["checkpoint"]) == (0, None)
@@ -159,7 +163,15 @@ def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_re
 def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
     """A relaunch passes over a damaged checkpoint, makes its iteration again, and dies; the next loads what it made."""
     flip_last_weight(run / "iter_0000002", 0)
-    flags = ["--save", run, "--save-interval", 1, "--check-for-nan-in-loss", "--inject", "nan:step=3,restart=1"]
+    flags = [
+        "--save",
+        run,
+        "--save-interval",
+        1,
+        "--check-for-nan-in-loss",
+        "--inject",
+        "nan:step=3,restart=1",
+    ]
     assert pretrain(*flags, restart=1).code == ExitCode.NON_FINITE_LOSS
     done = pretrain(*flags, restart=2)
     assert done.code == 0
@@ -168,7 +180,9 @@ def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
     assert len(events(run, "set_aside")) == 1
 
 
-@pytest.mark.parametrize("flag", [("--no-load-optim",), ("--no-load-rng",), ("--ckpt-step", "2"), ()])
+@pytest.mark.parametrize(
+    "flag", [("--no-load-optim",), ("--no-load-rng",), ("--ckpt-step", "2"), ()]
+)
 def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tmp_path, flag):
     """Loaded from the folder that it saves in."""
     flags = ["--load", run, "--save", run, "--save-interval", 1, *flag, "--check-for-nan-in-loss"]
@@ -183,7 +197,15 @@ def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tm
 
 def test_a_run_that_gets_nowhere_is_given_up(run):
     """Each start dies in the iteration after the checkpoint."""
-    flags = ["--save", run, "--recover-retries", 2, "--check-for-nan-in-loss", "--inject", "nan:step=3,restart=any"]
+    flags = [
+        "--save",
+        run,
+        "--recover-retries",
+        2,
+        "--check-for-nan-in-loss",
+        "--inject",
+        "nan:step=3,restart=any",
+    ]
     codes = []
     for restart in range(5):
         done = pretrain(*flags, restart=restart)
@@ -203,10 +225,16 @@ def test_relaunches_that_get_further_are_not_counted(run):
 
 @pytest.mark.parametrize("flags", [(), ("--async-save",)])
 def test_events_tell_what_became_of_each_save_in_order(tmp_path, flags):
-    done = pretrain("--save", tmp_path, "--save-interval", 1, "--inject", "disk-full:step=2", *flags)
+    done = pretrain(
+        "--save", tmp_path, "--save-interval", 1, "--inject", "disk-full:step=2", *flags
+    )
     assert done.code == 0
     kinds = ("save_begun", "save_published", "save_failed")
-    told = [(event["event"], event["iteration"]) for event in read_events(tmp_path) if event["event"] in kinds]
+    told = [
+        (event["event"], event["iteration"])
+        for event in read_events(tmp_path)
+        if event["event"] in kinds
+    ]
     assert told == [
         ("save_begun", 1),
         ("save_published", 1),
@@ -318,7 +346,10 @@ def test_a_run_that_has_no_time_to_save_says_so_in_the_last_iteration_too(tmp_pa
 
 
 def test_a_run_that_saves_nowhere_does_not_say_that_it_has_saved():
-    assert signalled(2) == (ExitCode.PREEMPTED_UNSAVED, "SIGTERM was received, and there is no --save")
+    assert signalled(2) == (
+        ExitCode.PREEMPTED_UNSAVED,
+        "SIGTERM was received, and there is no --save",
+    )
 
 
 def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_another(tmp_path):
@@ -343,15 +374,26 @@ def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_a
             patch.setattr(pretrain_gpt, "forward_step", forward_step)
             return pretrain_gpt.run(argv).code
 
-    flags = ["--exit-signal-handler", "--exit-signal-grace-seconds", "1e-9", "--async-save", "--save-interval", "2"]
-    assert run_ranks(1, body, [*SETTINGS, *flags, "--save", str(tmp_path)]) == [ExitCode.PREEMPTED_UNSAVED]
+    flags = [
+        "--exit-signal-handler",
+        "--exit-signal-grace-seconds",
+        "1e-9",
+        "--async-save",
+        "--save-interval",
+        "2",
+    ]
+    assert run_ranks(1, body, [*SETTINGS, *flags, "--save", str(tmp_path)]) == [
+        ExitCode.PREEMPTED_UNSAVED
+    ]
     assert published(tmp_path) == ["iter_0000002"]
     assert [event["iteration"] for event in events(tmp_path, "save_published")] == [2]
 
 
 def test_an_evaluation_alone_takes_what_load_says_and_leaves_the_runs_events_alone(run, saved):
     assert pretrain("--save", run, "--skip-train").log.count("starting from the beginning") == 1
-    assert "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--recover-mode", "on").log
+    assert (
+        "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--recover-mode", "on").log
+    )
     assert "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--load", saved).log
     assert read_events(run) == []
 

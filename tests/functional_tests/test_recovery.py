@@ -41,7 +41,15 @@ from tests.functional_tests.test_checkpoints import SETTINGS
 from tests.functional_tests.test_failing_saves import DAMAGE, flip_last_weight, pretrain
 
 NUM_ITERS = 12
-FLAGS = [*MODEL, *OFFLOADED, "--train-iters", str(NUM_ITERS), "--save-interval", "2", "--async-save"]
+FLAGS = [
+    *MODEL,
+    *OFFLOADED,
+    "--train-iters",
+    str(NUM_ITERS),
+    "--save-interval",
+    "2",
+    "--async-save",
+]
 
 
 class Kill(NamedTuple):
@@ -55,7 +63,9 @@ def planned_kills(seed: int) -> list[Kill]:
     """Five, one for each start of the job: in which rank, in which iteration and how far into it is drawn."""
     draw = random.Random(seed)
 
-    def spec(restart: int, at: str, step: int | None = None, delay: tuple[float, float] | None = None) -> str:
+    def spec(
+        restart: int, at: str, step: int | None = None, delay: tuple[float, float] | None = None
+    ) -> str:
         when = "" if step is None else f",step={step}"
         late = "" if delay is None else f",delay={draw.uniform(*delay):.4f}"
         return f"kill:restart={restart},rank={draw.randrange(2)},at={at}{when}{late}"
@@ -88,7 +98,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The same run, killed five times, and started again by torchrun each time."""
     job = Job(tmp_path_factory.mktemp("killed"))
-    assert run(job, torchrun("--max-restarts", "6"), *FLAGS, "--inject", *(kill.spec for kill in KILLS)) == 0, job.log
+    assert (
+        run(
+            job, torchrun("--max-restarts", "6"), *FLAGS, "--inject", *(kill.spec for kill in KILLS)
+        )
+        == 0
+    ), job.log
     return job
 
 
@@ -105,9 +120,13 @@ def assert_goes_the_way_of(job: Job, whole: Job, first: int = 1) -> None:
     assert_same_tensors(read_checkpoint(job.saved), read_checkpoint(whole.saved))
 
 
-def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time_the_job_comes_back(killed):
+def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time_the_job_comes_back(
+    killed,
+):
     deaths = killed.events("inject")
-    assert [(death["restart"], death["spec"]) for death in deaths] == [(n, kill.spec) for n, kill in enumerate(KILLS)]
+    assert [(death["restart"], death["spec"]) for death in deaths] == [
+        (n, kill.spec) for n, kill in enumerate(KILLS)
+    ]
     for death, kill in zip(deaths, KILLS, strict=True):
         assert death["phase"] in kill.phases, kill.spec
     assert [start["restart"] for start in killed.events("start")] == list(range(6))
@@ -115,21 +134,30 @@ def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time
         assert (loss["restart"], loss["ranks"]) == (death["restart"], [death["rank"]])
         assert "was killed or has crashed" in loss["cause"]
     *_, end = killed.events("exit")
-    assert (end["name"], end["code"], end["iteration"], end["restart"]) == ("FINISHED", 0, NUM_ITERS, 5)
+    assert (end["name"], end["code"], end["iteration"], end["restart"]) == (
+        "FINISHED",
+        0,
+        NUM_ITERS,
+        5,
+    )
 
 
 def test_a_kill_in_a_save_strikes_in_the_middle_of_it_and_what_was_begun_is_swept(killed):
     death = killed.events("inject")[1]
     (begun,) = (e for e in killed.events("save_begun") if (e["restart"], e["iteration"]) == (1, 6))
     assert begun["time"] < death["time"]
-    published = [e for e in killed.events("save_published") if (e["restart"], e["iteration"]) == (1, 6)]
+    published = [
+        e for e in killed.events("save_published") if (e["restart"], e["iteration"]) == (1, 6)
+    ]
     assert published == []
     assert "swept what earlier runs left unfinished" in killed.log
     (resume,) = (e for e in killed.events("resume") if e["restart"] == 2)
     assert resume["checkpoint"] == str(killed.saved / "iter_0000004")
 
 
-def test_every_loss_of_the_killed_job_and_its_last_state_are_bit_equal_to_the_undisturbed_runs(killed, whole):
+def test_every_loss_of_the_killed_job_and_its_last_state_are_bit_equal_to_the_undisturbed_runs(
+    killed, whole
+):
     assert len(killed.losses()) > NUM_ITERS, "some iterations were made twice"
     assert_goes_the_way_of(killed, whole)
 
@@ -208,11 +236,19 @@ def copy_of_checkpoints(job: Job, folder: Path) -> Job:
     return copy
 
 
-CORRUPTIONS = ["a bit of one rank's data", "no data", "no metadata", "no marker", "a short manifest"]
+CORRUPTIONS = [
+    "a bit of one rank's data",
+    "no data",
+    "no metadata",
+    "no marker",
+    "a short manifest",
+]
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
-def test_a_corrupt_newest_checkpoint_leads_to_the_one_before_it_with_one_loud_line(small, tmp_path, corruption):
+def test_a_corrupt_newest_checkpoint_leads_to_the_one_before_it_with_one_loud_line(
+    small, tmp_path, corruption
+):
     job = copy_of_checkpoints(small, tmp_path / "job")
     newest = job.saved / "iter_0000004"
     DAMAGE[corruption](newest)
@@ -226,10 +262,14 @@ def test_a_corrupt_newest_checkpoint_leads_to_the_one_before_it_with_one_loud_li
     (resume,) = job.events("resume")
     assert resume["checkpoint"] == str(job.saved / "iter_0000003")
     assert_goes_the_way_of(job, small, first=4)
-    assert [name.partition(".")[0] for name in folders(job)] == [*folders(small), newest.name], "it is set aside"
+    assert [name.partition(".")[0] for name in folders(job)] == [*folders(small), newest.name], (
+        "it is set aside"
+    )
 
 
-def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relaunch_begins_anew(small, tmp_path):
+def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relaunch_begins_anew(
+    small, tmp_path
+):
     job = copy_of_checkpoints(small, tmp_path / "job")
     for name in folders(job):
         flip_last_weight(job.saved / name, 1)
@@ -238,7 +278,9 @@ def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relau
     assert f"Expected a checkpoint in {job.saved} that is whole, got: " in job.log
     damaged = [str(job.saved / name) for name in reversed(folders(small))]
     # Each is read once, and the relaunch knows.
-    assert [(event["restart"], event["checkpoint"]) for event in job.events("damaged")] == [(0, it) for it in damaged]
+    assert [(event["restart"], event["checkpoint"]) for event in job.events("damaged")] == [
+        (0, it) for it in damaged
+    ]
     ends = [(event["restart"], event["code"], event["name"]) for event in job.events("exit")]
     assert ends == [(0, 3, "BAD_FILES"), (1, 3, "BAD_FILES")]
     assert all(f"{damaged[0]}/__1_0.distcp" in event["reason"] for event in job.events("exit"))
@@ -248,7 +290,17 @@ def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relau
 
 # Fewer ranks.
 
-RESIZED = [*SETTINGS, *NO_DROPOUT, *OFFLOADED, "--train-iters", "24", "--save-interval", "2", "--log-interval", "1"]
+RESIZED = [
+    *SETTINGS,
+    *NO_DROPOUT,
+    *OFFLOADED,
+    "--train-iters",
+    "24",
+    "--save-interval",
+    "2",
+    "--log-interval",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +342,14 @@ def node(port: int, *, is_host: bool) -> list[str]:
         is_host: whether that is this one.
     """
     times = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"job{port}"]
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-id",
+        f"job{port}",
+    ]
     conf = ["--rdzv-conf", f"{times},is_host={str(is_host).lower()}"]
     return torchrun("--nnodes", "1:2", *rendezvous, *conf, "--max-restarts", "3", num_ranks=1)
 
@@ -298,7 +357,11 @@ def node(port: int, *, is_host: bool) -> list[str]:
 def trains(job: Job, world_size: int, least: int) -> bool:
     """Whether a job is on so many ranks, and has made so many iterations in all."""
     resumes = job.events("resume")
-    return bool(resumes) and resumes[-1]["world_size"] == world_size and max(dict(job.losses()), default=0) >= least
+    return (
+        bool(resumes)
+        and resumes[-1]["world_size"] == world_size
+        and max(dict(job.losses()), default=0) >= least
+    )
 
 
 def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
@@ -315,7 +378,9 @@ def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
     assert job.events("resume")[-1]["iteration"] >= 4, "it went on from a checkpoint"
     assert job.events("exit")[-1]["name"] == "FINISHED"
     (step,) = [e for e in job.events("step") if e["time"] > lost_at]
-    print(f"\nfrom the loss of a machine to the first step without it: {step['time'] - lost_at:.1f} s")
+    print(
+        f"\nfrom the loss of a machine to the first step without it: {step['time'] - lost_at:.1f} s"
+    )
 
 
 # A node that comes late can join: see examples/multinode.md.
@@ -335,13 +400,18 @@ def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_p
     ):
         until(lambda: trains(job, 2, 5), "two ranks that train")
         if phase == "save":
-            until(lambda: len([e for e in job.events("inject") if e["phase"] == "save"]) == 2, "a save")
+            until(
+                lambda: len([e for e in job.events("inject") if e["phase"] == "save"]) == 2,
+                "a save",
+            )
         lose(job, goes, stays)
     assert_goes_about_the_way_of(job, on_two_ranks)
 
 
 @pytest.mark.wide
-def test_the_machine_of_rank_0_is_lost_where_the_launchers_store_is_on_neither(on_two_ranks, tmp_path):
+def test_the_machine_of_rank_0_is_lost_where_the_launchers_store_is_on_neither(
+    on_two_ranks, tmp_path
+):
     job = Job(tmp_path)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     flags = [*RESIZED, "--inject", "slow:rank=any,step=1,seconds=0.2"]
@@ -375,13 +445,26 @@ def test_a_machine_that_comes_back_joins_the_others_and_the_losses_stay_what_the
 # Faults that a run lives with.
 
 
-def test_a_full_disk_a_nan_and_a_slow_rank_by_flag_are_in_the_event_log_and_the_run_goes_on(small, tmp_path):
+def test_a_full_disk_a_nan_and_a_slow_rank_by_flag_are_in_the_event_log_and_the_run_goes_on(
+    small, tmp_path
+):
     job = Job(tmp_path)
-    faults = ["disk-full:rank=1,step=2", "nan:rank=1,step=3", "slow:rank=1,step=1,seconds=0.3,times=1,at=backward"]
+    faults = [
+        "disk-full:rank=1,step=2",
+        "nan:rank=1,step=3",
+        "slow:rank=1,step=1,seconds=0.3,times=1,at=backward",
+    ]
     runs = pretrain(*SETTINGS, *job.flags, "--save-interval", 1, "--inject", *faults, world_size=2)
     assert [run.error for run in runs] == ["", ""]
-    told = {event["spec"]: (event["rank"], event["phase"], event["iteration"]) for event in job.events("inject")}
-    assert told == {faults[0]: (1, "save", 2), faults[1]: (1, "forward", 3), faults[2]: (1, "backward", 1)}
+    told = {
+        event["spec"]: (event["rank"], event["phase"], event["iteration"])
+        for event in job.events("inject")
+    }
+    assert told == {
+        faults[0]: (1, "save", 2),
+        faults[1]: (1, "forward", 3),
+        faults[2]: (1, "backward", 1),
+    }
     (failure,) = job.events("save_failed")
     assert "rank 1" in failure["reason"]
     assert "No space left on device" in failure["reason"]
@@ -398,6 +481,8 @@ def test_a_full_disk_a_nan_and_a_slow_rank_by_flag_are_in_the_event_log_and_the_
 @pytest.mark.parametrize("place", ["s3://bucket/try", "runs/production-2/gpt"])
 def test_faults_are_refused_where_a_path_looks_like_production(tmp_path, place):
     for flags in (["--save", place], ["--save", tmp_path, "--load", place]):
-        with pytest.raises(ConfigError, match=r"--inject: expected local paths without .* production, .*, got '"):
+        with pytest.raises(
+            ConfigError, match=r"--inject: expected local paths without .* production, .*, got '"
+        ):
             pretrain_gpt.run([*SETTINGS, *map(str, flags), "--inject", "kill:step=1"])
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,9 @@ class Behaviour(NamedTuple):
         import tests.simulated_accelerator.device as sim
 
         pause = 200 if self.schedule == sim.Schedule.PAUSES else 0
-        return sim.Settings(sim.Schedule(self.schedule), sim.Poison(self.poison), max_pause_us=pause, seed=self.seed)
+        return sim.Settings(
+            sim.Schedule(self.schedule), sim.Poison(self.poison), max_pause_us=pause, seed=self.seed
+        )
 
     def __str__(self) -> str:
         order = (f"pauses {self.seed}", "lanes last", "default last")[self.schedule]
@@ -36,8 +38,15 @@ WITH_PAUSES = Behaviour(_PAUSES, _WHEN_REUSED, seed=3)
 
 _FEW = (LANES_LAST, DEFAULT_LAST)
 _ALL = (
-    *(Behaviour(_PAUSES, poison, seed) for seed, poison in itertools.product((3, 4, 5), (_WHEN_FREED, _WHEN_REUSED))),
-    *(Behaviour(order, poison) for order in (_LANES_LAST, _DEFAULT_LAST) for poison in (_WHEN_FREED, _WHEN_REUSED)),
+    *(
+        Behaviour(_PAUSES, poison, seed)
+        for seed, poison in itertools.product((3, 4, 5), (_WHEN_FREED, _WHEN_REUSED))
+    ),
+    *(
+        Behaviour(order, poison)
+        for order in (_LANES_LAST, _DEFAULT_LAST)
+        for poison in (_WHEN_FREED, _WHEN_REUSED)
+    ),
 )
 
 few_behaviours = pytest.mark.parametrize("behaviour", _FEW, ids=str)

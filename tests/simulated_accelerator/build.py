@@ -23,7 +23,14 @@ import torch
 _SOURCES = Path(__file__).parent / "csrc"
 _CACHE_VARIABLE = "SIMULATED_ACCELERATOR_CACHE"
 # Unoptimised: the kernels are torch's, and what is here only queues them.
-_FLAGS = ("-std=c++20", "-O0", "-fPIC", "-Wall", "-Wno-deprecated-declarations", "-DTORCH_API_INCLUDE_EXTENSION_H")
+_FLAGS = (
+    "-std=c++20",
+    "-O0",
+    "-fPIC",
+    "-Wall",
+    "-Wno-deprecated-declarations",
+    "-DTORCH_API_INCLUDE_EXTENSION_H",
+)
 
 
 class BuildError(RuntimeError):
@@ -89,18 +96,29 @@ def _build(library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as folder:
         # Most of the time goes into torch's headers, so they are read once, for all sources.
         unit = Path(folder) / "all.cpp"
-        unit.write_text("".join(f'#include "{source}"\n' for source in sorted(_SOURCES.glob("*.cpp"))))
+        unit.write_text(
+            "".join(f'#include "{source}"\n' for source in sorted(_SOURCES.glob("*.cpp")))
+        )
 
         linked = Path(folder) / library.name
         libraries = Path(torch.__file__).parent / "lib"
-        linking = (f"-L{libraries}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{libraries}")
+        linking = (
+            f"-L{libraries}",
+            "-ltorch_python",
+            "-ltorch_cpu",
+            "-ltorch",
+            "-lc10",
+            f"-Wl,-rpath,{libraries}",
+        )
         done = subprocess.run(
             [compiler, *_compile_flags(), "-shared", str(unit), "-o", str(linked), *linking],
             capture_output=True,
             text=True,
         )
         if done.returncode != 0:
-            raise BuildError(f"Expected {compiler} to build the simulator, got:\n{done.stderr[-4000:]}")
+            raise BuildError(
+                f"Expected {compiler} to build the simulator, got:\n{done.stderr[-4000:]}"
+            )
         linked.rename(library)
 
 

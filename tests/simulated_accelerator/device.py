@@ -128,7 +128,9 @@ class Counters:
     sync_operators: int = 0
 
     def __sub__(self, earlier: Counters) -> Counters:
-        return Counters(**{name: count - getattr(earlier, name) for name, count in vars(self).items()})
+        return Counters(
+            **{name: count - getattr(earlier, name) for name, count in vars(self).items()}
+        )
 
 
 def counters() -> Counters:
@@ -159,7 +161,11 @@ def forget_touched_devices() -> None:
 
 
 def _thread_names() -> dict[int, str]:
-    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+    return {
+        thread.native_id: thread.name
+        for thread in threading.enumerate()
+        if thread.native_id is not None
+    }
 
 
 def _by_thread_name(counts: Any) -> dict[str, int]:
@@ -232,7 +238,9 @@ def _make_module() -> types.ModuleType:
     module.set_device = lambda device: _sim.set_current_device(_index(device))
     module.synchronize = lambda device=None: _sim.synchronize(_index(device))
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
-    module.Stream = lambda device=None, priority=0: torch.Stream(torch.device(KIND, _index(device)), priority=priority)
+    module.Stream = lambda device=None, priority=0: torch.Stream(
+        torch.device(KIND, _index(device)), priority=priority
+    )
     module.Event = lambda enable_timing=False, **_: torch.Event(KIND, enable_timing=enable_timing)
     module.stream = lambda stream: stream  # streams are contexts themselves
     module.get_rng_state = lambda device=None: generators[_index(device)].get_state()
@@ -240,7 +248,9 @@ def _make_module() -> types.ModuleType:
     module.manual_seed = module.manual_seed_all = manual_seed_all
     module.max_memory_allocated = lambda device=None: _sim.peak_bytes(_index(device))
     module.memory_allocated = lambda device=None: _sim.allocated_bytes(_index(device))
-    module.memory_reserved = module.max_memory_reserved = lambda device=None: _sim.reserved_bytes(_index(device))
+    module.memory_reserved = module.max_memory_reserved = lambda device=None: _sim.reserved_bytes(
+        _index(device)
+    )
     module.reset_peak_memory_stats = lambda device=None: _sim.reset_peak(_index(device))
     return module
 

@@ -44,7 +44,11 @@ def _offloaded(fraction: float = 1.0, **options: Any) -> OptimizerConfig:
 
 _ALL_OVERLAPS = {"overlap_optimizer_with_forward": True}
 _TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
-_SHORT_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}
+_SHORT_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "fp16",
+    "exp_avg_sq_dtype": "fp16",
+}
 
 CASES = {
     "zero3": Case(),
@@ -52,10 +56,14 @@ CASES = {
     "zero3 kept": Case(parallel=DataParallelConfig(megatron_fsdp_reshard_after_forward=False)),
     "zero2": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim_grads")),
     "zero1": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim")),
-    "zero1 fp32": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="optim"), dtype="fp32"),
+    "zero1 fp32": Case(
+        parallel=DataParallelConfig(data_parallel_sharding_strategy="optim"), dtype="fp32"
+    ),
     "no_shard": Case(parallel=DataParallelConfig(data_parallel_sharding_strategy="no_shard")),
     "hsdp": Case(parallel=DataParallelConfig(**_TWO_INSTANCES)),
-    "hfsdp": Case(parallel=DataParallelConfig(**_TWO_INSTANCES, outer_dp_sharding_strategy="optim")),
+    "hfsdp": Case(
+        parallel=DataParallelConfig(**_TWO_INSTANCES, outer_dp_sharding_strategy="optim")
+    ),
     "recomputed": Case(model={"recompute_granularity": "full"}),
     "selective": Case(model={"recompute_granularity": "selective"}),
     "fp16": Case(OptimizerConfig(initial_loss_scale=2.0**12), dtype="fp16"),
@@ -65,10 +73,13 @@ CASES = {
     "offload forward": Case(_offloaded(**_ALL_OVERLAPS)),
     "offload forward half": Case(_offloaded(0.5, **_ALL_OVERLAPS)),
     "offload zero1": Case(
-        _offloaded(0.5, **_ALL_OVERLAPS), DataParallelConfig(data_parallel_sharding_strategy="optim")
+        _offloaded(0.5, **_ALL_OVERLAPS),
+        DataParallelConfig(data_parallel_sharding_strategy="optim"),
     ),
     "offload hsdp": Case(_offloaded(**_ALL_OVERLAPS), DataParallelConfig(**_TWO_INSTANCES)),
-    "offload fp16": Case(_offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"),
+    "offload fp16": Case(
+        _offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"
+    ),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
     "offload unpinned": Case(_offloaded(pin_cpu_grads=False, pin_cpu_params=False)),
     "fsdp2": Case(parallel=DataParallelConfig(use_torch_fsdp2=True)),
@@ -133,7 +144,9 @@ class Course(NamedTuple):
         return self.losses, self.norms, self.evaluated
 
 
-def train(engine: ModuleEngine, kind: str, steps: range, look: Callable[[], Any] = lambda: None) -> Course:
+def train(
+    engine: ModuleEngine, kind: str, steps: range, look: Callable[[], Any] = lambda: None
+) -> Course:
     """Some steps, and an evaluation in the middle."""
     losses, norms, evaluated, seen = [], [], 0.0, []
     # The CPU's own kernel rounds otherwise than the one that the simulator has.

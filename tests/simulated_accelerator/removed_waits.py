@@ -40,7 +40,9 @@ REMOVALS = {
         },
     ),
     "of the gather for the delivery": Removal(
-        FsdpParameterGroup, "unshard", {r"if delivery is None else \[(.+), delivery\]": r"if True else [\1]"}
+        FsdpParameterGroup,
+        "unshard",
+        {r"if delivery is None else \[(.+), delivery\]": r"if True else [\1]"},
     ),
     "of the reduction for the backward": Removal(
         FsdpParameterGroup,
@@ -50,7 +52,9 @@ REMOVALS = {
     "of the gradients' memory for their reduction": Removal(
         FsdpContext, "_finish_oldest", {r"event\.wait\(\)": "pass"}
     ),
-    "of the gradients' way down for their reduction": Removal(_Bucket, "fetch_early", {r", \[reduced\]\)": ", [])"}),
+    "of the gradients' way down for their reduction": Removal(
+        _Bucket, "fetch_early", {r", \[reduced\]\)": ", [])"}
+    ),
     "of the host for the gradients": Removal(
         HybridDeviceOptimizer, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
     ),
@@ -100,7 +104,9 @@ def _edited(function: Any, removal: Removal) -> Any:
     source = textwrap.dedent(inspect.getsource(function))
     for pattern, instead in removal.edits.items():
         source, count = re.subn(pattern, instead, source)
-        assert count == 1, f"expected {pattern} once in {function.__qualname__}, found it {count} times"
+        assert count == 1, (
+            f"expected {pattern} once in {function.__qualname__}, found it {count} times"
+        )
     code = compile(
         source,
         f"<{function.__qualname__} without a wait>",

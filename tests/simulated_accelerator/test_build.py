@@ -32,7 +32,10 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def test_processes_that_build_at_once_all_find_a_whole_library(cache):
     texts: list[str] = []
-    threads = [threading.Thread(target=lambda: texts.append(build.ensure_built().read_text())) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: texts.append(build.ensure_built().read_text()))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -45,7 +45,9 @@ def _wrong_tensors(folder: str, contents: Contents, snapshot: Snapshot) -> list[
             expected = snapshot[entry.key]
             found = torch.empty_like(expected)
             checkpoint.read(entry.key, entry.offsets, found)
-            if not torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)):
+            if not torch.equal(
+                found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
+            ):
                 wrong.append(entry.key)
     return wrong
 
@@ -84,15 +86,21 @@ def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> d
 
 
 @all_behaviours
-def test_a_save_beside_the_training_holds_what_there_was_when_it_began(tmp_path: Path, behaviour: Behaviour):
-    results = run_ranks(2, _save_beside_steps, str(tmp_path), SOME, behaviour, device="sim", timeout=LIMIT)
+def test_a_save_beside_the_training_holds_what_there_was_when_it_began(
+    tmp_path: Path, behaviour: Behaviour
+):
+    results = run_ranks(
+        2, _save_beside_steps, str(tmp_path), SOME, behaviour, device="sim", timeout=LIMIT
+    )
     assert results == [{name: [] for name in SOME}] * 2
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if name not in SOME])
 def test_saves_of_every_way_to_train_hold_what_there_was(tmp_path: Path, name: str):
-    results = run_ranks(2, _save_beside_steps, str(tmp_path), [name], LANES_LAST, device="sim", timeout=LIMIT)
+    results = run_ranks(
+        2, _save_beside_steps, str(tmp_path), [name], LANES_LAST, device="sim", timeout=LIMIT
+    )
     assert results == [{name: []}] * 2
 
 

@@ -61,8 +61,14 @@ def _all_kinds() -> dict[str, Any]:
 def test_collectives_give_what_they_should():
     first, second = run_ranks(2, _all_kinds, device="sim")
     assert first["reduced"] == second["reduced"]
-    assert first["reduced"] == [[10.0, 12.0, 14.0, 16.0], [5.0, 6.0, 7.0, 8.0], [10.0, 11.0, 12.0, 13.0]]
-    assert first["gathered"] == second["gathered"] == [[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]
+    assert first["reduced"] == [
+        [10.0, 12.0, 14.0, 16.0],
+        [5.0, 6.0, 7.0, 8.0],
+        [10.0, 11.0, 12.0, 13.0],
+    ]
+    assert (
+        first["gathered"] == second["gathered"] == [[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]
+    )
     assert (first["scattered"], second["scattered"]) == ([10.0, 12.0], [14.0, 16.0])
     assert first["broadcast"] == second["broadcast"] == [10.0, 11.0, 12.0, 13.0]
     assert second["received"] == [0.0, 1.0, 2.0, 3.0]
@@ -161,7 +167,12 @@ def _groups_of_a_mesh() -> list[list[float]]:
 
 
 def test_the_groups_of_a_mesh_are_communicators_of_their_own():
-    assert run_ranks(4, _groups_of_a_mesh, device="sim") == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+    assert run_ranks(4, _groups_of_a_mesh, device="sim") == [
+        [2.0, 1.0],
+        [4.0, 1.0],
+        [2.0, 5.0],
+        [4.0, 5.0],
+    ]
 
 
 def _lost_peer() -> str:

@@ -9,7 +9,12 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.simulated_accelerator import engines
-from tests.simulated_accelerator.behaviours import LANES_LAST, WITH_PAUSES, Behaviour, all_behaviours
+from tests.simulated_accelerator.behaviours import (
+    LANES_LAST,
+    WITH_PAUSES,
+    Behaviour,
+    all_behaviours,
+)
 from tests.simulated_accelerator.engines import CASES, Course
 
 pytestmark = pytest.mark.sim
@@ -19,7 +24,15 @@ LIMIT = 500.0  # seconds
 IN_FP32 = ["zero3 fp32", "zero1 fp32"]
 IN_BF16 = [name for name, case in CASES.items() if case.dtype == "bf16" and name != "fp16 moments"]
 # A cut that has every lane, and every kind of sharding.
-SOME = ["zero3", "zero3 fp32", "hsdp", "offload forward half", "offload zero1", "offload in order", "fp16 moments"]
+SOME = [
+    "zero3",
+    "zero3 fp32",
+    "hsdp",
+    "offload forward half",
+    "offload zero1",
+    "offload in order",
+    "fp16 moments",
+]
 
 
 class Seen(NamedTuple):
@@ -35,7 +48,9 @@ def _on_cpu(names: list[str]) -> dict[str, Course]:
     return {name: engines.train(engines.make_engine(name, "cpu"), "cpu", STEPS) for name in names}
 
 
-def _on_device(names: list[str], behaviour: Behaviour) -> tuple[dict[str, Course], dict[str, list[Seen]], set[int]]:
+def _on_device(
+    names: list[str], behaviour: Behaviour
+) -> tuple[dict[str, Course], dict[str, list[Seen]], set[int]]:
     """The courses, what each of their steps did, and the devices that this rank has used."""
     import torch.distributed as dist
 
@@ -66,7 +81,10 @@ def _seen(before: Any, after: Any) -> Seen:
     (first, of_main), (last, of_main_after) = before, after
     done = last - first
     return Seen(
-        done.stream_syncs, of_main_after - of_main - done.stream_syncs, done.fresh_blocks, done.recorded_streams
+        done.stream_syncs,
+        of_main_after - of_main - done.stream_syncs,
+        done.fresh_blocks,
+        done.recorded_streams,
     )
 
 
@@ -82,7 +100,9 @@ def same_course(course: Course, other: Course) -> None:
     assert course.norms == pytest.approx(other.norms, rel=1e-6)
 
 
-def check(names: list[str], behaviour: Behaviour, expected: dict[str, Course], world_size: int = 2) -> None:
+def check(
+    names: list[str], behaviour: Behaviour, expected: dict[str, Course], world_size: int = 2
+) -> None:
     results = run_ranks(world_size, _on_device, names, behaviour, device="sim", timeout=LIMIT)
     courses, seen, _ = results[0]
     for rank, (others, _, devices) in enumerate(results):
@@ -97,7 +117,9 @@ def check(names: list[str], behaviour: Behaviour, expected: dict[str, Course], w
         same_course(courses["zero3 fp32"], expected["zero3 fp32"])
     # Here the CPU adds gradients up in another order.
     if "zero1 fp32" in names and expected:
-        assert courses["zero1 fp32"].losses == pytest.approx(expected["zero1 fp32"].losses, rel=1e-6)
+        assert courses["zero1 fp32"].losses == pytest.approx(
+            expected["zero1 fp32"].losses, rel=1e-6
+        )
     if expected:
         for name, course in courses.items():
             assert course.losses == pytest.approx(expected[IN_FP32[0]].losses, rel=2e-3), name
@@ -111,7 +133,9 @@ def check(names: list[str], behaviour: Behaviour, expected: dict[str, Course], w
 
 
 @all_behaviours
-def test_training_on_the_device_gives_the_numbers_of_the_cpu_with_one_wait_a_step(behaviour, expected):
+def test_training_on_the_device_gives_the_numbers_of_the_cpu_with_one_wait_a_step(
+    behaviour, expected
+):
     check(SOME, behaviour, expected)
 
 

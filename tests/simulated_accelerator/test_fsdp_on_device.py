@@ -58,7 +58,12 @@ def shard(strategy: str, *, is_offloaded: bool = False) -> tuple[nn.Sequential, 
     mesh = init_device_mesh("sim", (dist.get_world_size(),))
     with fully_shard_context(device) as context:
         for layer in model:
-            fully_shard(layer, mesh, Placements.for_strategy(strategy), offload_policy=OffloadPolicy(is_offloaded))
+            fully_shard(
+                layer,
+                mesh,
+                Placements.for_strategy(strategy),
+                offload_policy=OffloadPolicy(is_offloaded),
+            )
     return model, context
 
 
@@ -140,5 +145,7 @@ def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_pending_delivery_holds_up_neither_the_kernels_before_it_nor_the_gather_after_it(strategy):
+def test_a_pending_delivery_holds_up_neither_the_kernels_before_it_nor_the_gather_after_it(
+    strategy,
+):
     assert run_ranks(2, _waits_for_a_delivery, strategy, device="sim") == [([True], True)] * 2

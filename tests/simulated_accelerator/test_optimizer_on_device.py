@@ -29,7 +29,11 @@ def _syncs(case: str) -> tuple[dict[str, int], int]:
     for step in range(WARM_UP, WARM_UP + MEASURED):
         _one_step(engine, step)
     after = sim.syncs_by_thread()
-    found = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+    found = {
+        name: count - before.get(name, 0)
+        for name, count in after.items()
+        if count > before.get(name, 0)
+    }
     copies = sim.counters().pageable_copies - copies
     engine.state.optimizer.synchronize()
     return found, copies
@@ -63,7 +67,9 @@ def _norm_kernels() -> tuple[int, int]:
     def counted() -> torch.Tensor:
         before = sim.counters().kernels
         norm = grad_norm()
-        gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         found.append((sim.counters().kernels - before, len(gradients)))
         return norm
 

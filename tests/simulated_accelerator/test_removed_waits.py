@@ -61,7 +61,10 @@ def _forward_before_the_step(case: str, without: str | None) -> float:
     batch = {name: tensor.to(engine.device.torch_device) for name, tensor in batch.items()}
     engines.forward_step(state.model, batch).backward()
 
-    with _without(without), _held_until_delivered(engine, torch.accelerator.current_stream(), without):
+    with (
+        _without(without),
+        _held_until_delivered(engine, torch.accelerator.current_stream(), without),
+    ):
         with torch.no_grad():
             loss = engines.forward_step(state.model, batch)
         state.optimizer.step(1.0)
@@ -106,7 +109,9 @@ def _without(wait: str | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _held_until_delivered(engine: ModuleEngine, stream: torch.Stream, without: str | None) -> Iterator[None]:
+def _held_until_delivered(
+    engine: ModuleEngine, stream: torch.Stream, without: str | None
+) -> Iterator[None]:
     """Holds a stream until the optimizer has delivered its weights all the same, which it does if a wait is missing.
 
     With all waits it does not, so this does not insist.
@@ -130,7 +135,10 @@ SCENES = {
 }
 BY_DEFAULT = ("of the computation for gathered weights", "of the gather for the computation")
 HELD = {
-    "of the gradients' way down for their reduction": (_reductions_that_come_late, "offload forward half"),
+    "of the gradients' way down for their reduction": (
+        _reductions_that_come_late,
+        "offload forward half",
+    ),
     "of the host for the gradients": (_gradients_that_come_late, "offload forward half"),
     "of the weights' way up for the computation": (_forward_before_the_step, "offload zero1"),
 }

@@ -124,7 +124,11 @@ def _statistics() -> None:
         torch.empty(1 << 20, device="sim")
     assert sim.counters().fresh_blocks == blocks + 1
     assert torch.accelerator.memory_allocated() == before
-    assert torch.accelerator.max_memory_allocated() == torch.sim.max_memory_allocated() == before + (4 << 20)
+    assert (
+        torch.accelerator.max_memory_allocated()
+        == torch.sim.max_memory_allocated()
+        == before + (4 << 20)
+    )
 
 
 def test_memory_is_counted_and_its_peak_kept():

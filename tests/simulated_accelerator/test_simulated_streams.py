@@ -154,7 +154,10 @@ def _current_devices() -> None:
     thread = threading.Thread(target=work, name="worker")
     thread.start()
     assert ends(thread)
-    assert sim.touched_devices() == {0: {"worker"}, 2: {"MainThread"}} or sim.touched_devices().keys() == {0, 2}
+    assert sim.touched_devices() == {
+        0: {"worker"},
+        2: {"MainThread"},
+    } or sim.touched_devices().keys() == {0, 2}
     torch.accelerator.set_device_index(0)
 
 
@@ -197,7 +200,11 @@ def _random_numbers() -> None:
     torch.manual_seed(5)
     expected = [torch.randn(100), torch.rand(3), torch.randperm(9)]
     torch.manual_seed(5)
-    got = [torch.randn(100, device="sim"), torch.rand(3, device="sim"), torch.randperm(9, device="sim")]
+    got = [
+        torch.randn(100, device="sim"),
+        torch.rand(3, device="sim"),
+        torch.randperm(9, device="sim"),
+    ]
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
@@ -220,13 +227,17 @@ def test_random_numbers_are_those_of_the_cpu_in_the_order_of_the_program():
 
 def _training() -> list[list[float]]:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1)
+    )
     results = []
     for device in ("cpu", "sim"):
         own = [torch.nn.Parameter(p.detach().to(device)) for p in model.parameters()]
         names = [name for name, _ in model.named_parameters()]
         x = torch.linspace(-1, 1, 32).view(4, 8).to(device)
-        loss = torch.func.functional_call(model, dict(zip(names, own, strict=True)), x).square().mean()
+        loss = (
+            torch.func.functional_call(model, dict(zip(names, own, strict=True)), x).square().mean()
+        )
         loss.backward()
         results.append([loss.item(), *(p.grad.norm().item() for p in own)])
     return results

@@ -182,7 +182,11 @@ FLOORS: list[list[str]] = [
     ],
     ["megatron.training.arguments", "megatron.training.pretrain"],
 ]
-ORDER = {module: (floor, place) for floor, names in enumerate(FLOORS) for place, module in enumerate(names)}
+ORDER = {
+    module: (floor, place)
+    for floor, names in enumerate(FLOORS)
+    for place, module in enumerate(names)
+}
 
 
 def project_files() -> dict[str, Path]:
@@ -203,7 +207,10 @@ def project_imports(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
-            found += [f"{module}.{alias.name}" if f"{module}.{alias.name}" in ORDER else module for alias in node.names]
+            found += [
+                f"{module}.{alias.name}" if f"{module}.{alias.name}" in ORDER else module
+                for alias in node.names
+            ]
     return [name for name in found if name.split(".")[0] == "megatron"]
 
 
@@ -238,7 +245,9 @@ def test_packages_hold_no_code_but_the_names_of_a_public_face():
         if package in FACES:
             *imports, names = rest
             assert all(isinstance(statement, ast.ImportFrom) for statement in imports)
-            assert all(name.startswith(package) for name in project_imports(ast.Module(imports, [])))
+            assert all(
+                name.startswith(package) for name in project_imports(ast.Module(imports, []))
+            )
             assert isinstance(names, ast.Assign), "of __all__"
         else:
             assert not rest, path
@@ -246,7 +255,11 @@ def test_packages_hold_no_code_but_the_names_of_a_public_face():
 
 def test_no_project_import_stands_inside_a_function():
     for module, path in project_files().items():
-        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        functions = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef)
+        ]
         assert not [name for function in functions for name in project_imports(function)], module
 
 

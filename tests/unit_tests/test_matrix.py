@@ -11,7 +11,11 @@ from tests import matrix
 from tests.matrix import Pair, constraints_for, find_python, lines_of
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
-ROOMS = [path for path in (matrix.ROOT / "tests" / "unit_tests").rglob("*") if list(path.glob("test_*.py"))]
+ROOMS = [
+    path
+    for path in (matrix.ROOT / "tests" / "unit_tests").rglob("*")
+    if list(path.glob("test_*.py"))
+]
 
 
 def script(path: Path, content: str) -> None:
@@ -32,7 +36,9 @@ def machine(tmp_path, monkeypatch) -> Path:
 def test_the_matrix_has_every_supported_python_and_the_torch_that_all_tests_run_with():
     pairs = [Pair.parse(line) for line in lines_of(matrix.PAIRS)]
     assert {pair.python for pair in pairs} == {"3.10", "3.11", "3.12"}
-    assert f"torch=={next(pair.torch for pair in pairs if pair.python == '3.11')}" in lines_of(matrix.CONSTRAINTS)
+    assert f"torch=={next(pair.torch for pair in pairs if pair.python == '3.11')}" in lines_of(
+        matrix.CONSTRAINTS
+    )
 
 
 @pytest.mark.parametrize("text", ["3.12", "3.12:2.11", "3:2.11.0", "3.12.1:2.11.0", ":"])
@@ -46,7 +52,9 @@ def test_an_interpreter_is_found_on_the_path(machine):
     assert find_python(HERE) == str(machine / f"python{HERE}")
 
 
-def test_a_shim_that_refuses_to_run_is_passed_over_for_the_interpreter_that_pyenv_installed(machine):
+def test_a_shim_that_refuses_to_run_is_passed_over_for_the_interpreter_that_pyenv_installed(
+    machine,
+):
     script(machine / f"python{HERE}", "exit 127")
     real = machine.parent / "pyenv" / "versions" / f"{HERE}.7" / "bin" / f"python{HERE}"
     real.parent.mkdir(parents=True)
@@ -62,7 +70,10 @@ def test_an_interpreter_of_another_version_is_none(machine):
 @pytest.mark.usefixtures("machine")
 def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allowed(capsys):
     assert matrix.main(["3.10:2.12.1"]) == 1
-    assert "Python 3.10, torch 2.12.1: not tested, no python3.10 on PATH or in pyenv" in capsys.readouterr().out
+    assert (
+        "Python 3.10, torch 2.12.1: not tested, no python3.10 on PATH or in pyenv"
+        in capsys.readouterr().out
+    )
     assert matrix.main(["--allow-missing", "3.10:2.12.1"]) == 0
 
 
@@ -85,7 +96,9 @@ def test_a_pair_that_cannot_import_torch_is_a_failure_of_its_own_and_the_next_on
     monkeypatch.setattr(matrix, "install", install)
     assert matrix.main(["--environments", str(tmp_path), f"{HERE}:2.11.0", f"{HERE}:2.12.1"]) == 1
     summary = capsys.readouterr().out.partition("=== the matrix\n")[2].splitlines()
-    assert summary[0].endswith("torch 2.11.0: torch could not be imported, ImportError: libcudart.so.13: no such file")
+    assert summary[0].endswith(
+        "torch 2.11.0: torch could not be imported, ImportError: libcudart.so.13: no such file"
+    )
     assert "torch 2.12.1: passed" in summary[1]
 
 
@@ -93,7 +106,10 @@ def test_another_torch_takes_its_own_triton_and_the_tested_versions_of_the_rest(
     tested = lines_of(matrix.CONSTRAINTS)
     other = constraints_for("2.11.0").splitlines()
     assert set(other) - set(tested) == {"torch==2.11.0"}
-    assert sorted(line.partition("==")[0] for line in set(tested) - set(other)) == ["torch", "triton"]
+    assert sorted(line.partition("==")[0] for line in set(tested) - set(other)) == [
+        "torch",
+        "triton",
+    ]
 
 
 def test_the_torch_that_all_tests_run_with_takes_all_tested_versions():

@@ -110,7 +110,9 @@ class Audit:
 
     def _num_manifests(self) -> int:
         ranks = itertools.count()
-        return next(rank for rank in ranks if not self._store.exists(f"{self._name}/{manifest_file(rank)}"))
+        return next(
+            rank for rank in ranks if not self._store.exists(f"{self._name}/{manifest_file(rank)}")
+        )
 
     def _check_metadata(self, marker: Marker | None) -> dict[str, list[Blob]] | None:
         """What each data file must hold; None if that is not known."""
@@ -129,9 +131,13 @@ class Audit:
             self.problems += file_problems(blobs, marker, self._path(METADATA_FILE))
         return blobs
 
-    def _check_manifest(self, rank: int, marker: Marker | None, blobs: dict[str, list[Blob]] | None) -> Manifest | None:
+    def _check_manifest(
+        self, rank: int, marker: Marker | None, blobs: dict[str, list[Blob]] | None
+    ) -> Manifest | None:
         source = self._path(manifest_file(rank))
-        manifest = self._attempt(lambda: Manifest.from_bytes(*self._content(manifest_file(rank), marker)))
+        manifest = self._attempt(
+            lambda: Manifest.from_bytes(*self._content(manifest_file(rank), marker))
+        )
         if manifest is None:
             return None
         if marker is not None:
@@ -166,7 +172,9 @@ class Audit:
         for first in range(0, len(chunk.digests), _READ_BYTES // BLOCK_BYTES):
             begin = chunk.data_offset + first * BLOCK_BYTES
             got = digests_of(self._read(file, begin, min(_READ_BYTES, data_end - begin)))
-            wrong += [block for block, each in enumerate(got, start=first) if each != chunk.digests[block]]
+            wrong += [
+                block for block, each in enumerate(got, start=first) if each != chunk.digests[block]
+            ]
         if wrong:
             self.problems.append(
                 f"Expected the digests of {chunk.key!r} at {chunk.offsets} in {self._path(file)}, got others of "
@@ -178,9 +186,13 @@ class Audit:
             try:
                 wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
             except RuntimeError as error:  # of sizes of an empty tensor that torch cannot count
-                self.problems.append(f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}.")
+                self.problems.append(
+                    f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}."
+                )
                 return
-            for name, part, written in zip(("before", "behind"), (header, footer), wanted, strict=True):
+            for name, part, written in zip(
+                ("before", "behind"), (header, footer), wanted, strict=True
+            ):
                 if part != written:
                     self.problems.append(
                         f"Expected what torch.save writes {name} the data of {chunk.key!r} at {chunk.offsets} in "
@@ -190,13 +202,18 @@ class Audit:
     def _check_zeros(self, file: str, begin: int, end: int) -> None:
         for position in range(begin, end, _READ_BYTES):
             if bytes(self._read(file, position, min(_READ_BYTES, end - position))).strip(b"\0"):
-                self.problems.append(f"Expected zeros in {self._path(file)} from byte {begin} to {end}, got others.")
+                self.problems.append(
+                    f"Expected zeros in {self._path(file)} from byte {begin} to {end}, got others."
+                )
                 return
 
     def _read_all(self, file: str, begin: int, nbytes: int) -> bytes:
         """A header or a footer."""
         pieces = range(begin, begin + nbytes, _READ_BYTES)
-        return b"".join(bytes(self._read(file, place, min(_READ_BYTES, begin + nbytes - place))) for place in pieces)
+        return b"".join(
+            bytes(self._read(file, place, min(_READ_BYTES, begin + nbytes - place)))
+            for place in pieces
+        )
 
     def _read(self, file: str, begin: int, nbytes: int) -> memoryview:
         """Bytes of a data file, until the next are read."""

@@ -99,7 +99,11 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.root)
     if store.is_rename_atomic and not Path(store.root).is_dir():
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got none.")
-    tracked = store.read(TRACKER_FILE).decode(errors="replace").strip() if store.exists(TRACKER_FILE) else ""
+    tracked = (
+        store.read(TRACKER_FILE).decode(errors="replace").strip()
+        if store.exists(TRACKER_FILE)
+        else ""
+    )
     rows = [_summary(store, name, tracked) for name in store.folders() if parse_folder(name)]
     if arguments.json:
         _print_json(rows)
@@ -111,7 +115,9 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
         if row["is_run"] is False:
             note = f"  {_NO_RUN}"
         latest = "  <- latest" if row["is_latest"] else ""
-        _print(f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}")
+        _print(
+            f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}"
+        )
     return 0
 
 
@@ -119,7 +125,12 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
     """One line of `list`. Data is not read: sizes are what is compared."""
     found = parse_folder(name)
     assert found is not None, "a name that has been chosen so"
-    row: dict[str, Any] = {"name": name, "iteration": found.iteration, "format": None, "state": "draft"}
+    row: dict[str, Any] = {
+        "name": name,
+        "iteration": found.iteration,
+        "format": None,
+        "state": "draft",
+    }
     row |= {"world_size": None, "num_bytes": None, "problem": None, "is_latest": False}
     row["is_run"] = None
     if found.suffix:
@@ -132,12 +143,17 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
     try:
         if row["format"] == FSDP_DTENSOR:
             marker = read_marker(store, name)
-            row |= {"world_size": marker.world_size, "num_bytes": sum(file.nbytes for file in marker.files.values())}
+            row |= {
+                "world_size": marker.world_size,
+                "num_bytes": sum(file.nbytes for file in marker.files.values()),
+            }
             for file in marker.files:
                 check_size(store, name, file, marker)
             row["is_run"] = is_of_a_run(read_train_state(store, name))
             if marker.iteration != found.iteration:
-                row["problem"] = f"saved as iteration {marker.iteration}: no run is resumed from it under this name"
+                row["problem"] = (
+                    f"saved as iteration {marker.iteration}: no run is resumed from it under this name"
+                )
         elif row["format"] == TORCH_DCP:
             checkpoint = open_checkpoint(store, name)
             places = checkpoint.metadata.storage_data.values()
@@ -155,12 +171,20 @@ def show(arguments: argparse.Namespace) -> int:
     """What a checkpoint holds, where, and which ranks wrote it."""
     checkpoint = _open(arguments.checkpoint)
     tensors = [_described(checkpoint, key, entry) for key, entry in tensors_of(checkpoint).items()]
-    plain = [{"key": key, **_place(checkpoint, MetadataIndex(key))} for key in plain_keys_of(checkpoint)]
-    tensors, plain = ([row for row in rows if _is_wanted(row["key"], arguments.key)] for rows in (tensors, plain))
+    plain = [
+        {"key": key, **_place(checkpoint, MetadataIndex(key))} for key in plain_keys_of(checkpoint)
+    ]
+    tensors, plain = (
+        [row for row in rows if _is_wanted(row["key"], arguments.key)] for rows in (tensors, plain)
+    )
     head: dict[str, Any] = {"checkpoint": checkpoint.path, "format": TORCH_DCP}
     if isinstance(checkpoint, PublishedCheckpoint):
         marker = checkpoint.marker
-        head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration, "world_size": marker.world_size}
+        head |= {
+            "format": FSDP_DTENSOR,
+            "iteration": marker.iteration,
+            "world_size": marker.world_size,
+        }
         head |= {"save_id": marker.save_id}
     is_run = is_of_a_run(checkpoint.train_state)
     if arguments.json:
@@ -173,20 +197,30 @@ def show(arguments: argparse.Namespace) -> int:
     for row in tensors:
         _print_tensor(row, width, arguments.chunks)
     for row in plain:
-        _print(f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}")
+        _print(
+            f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}"
+        )
     total = sum(row["nbytes"] for row in tensors)
     print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
     return 0
 
 
-def _described(checkpoint: ReadableCheckpoint, key: str, entry: TensorStorageMetadata) -> dict[str, Any]:
+def _described(
+    checkpoint: ReadableCheckpoint, key: str, entry: TensorStorageMetadata
+) -> dict[str, Any]:
     chunks = [
         {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
         | _place(checkpoint, MetadataIndex(key, chunk.offsets))
         for chunk in entry.chunks
     ]
     dtype, shape = dtype_name(entry.properties.dtype), list(entry.size)
-    return {"key": key, "dtype": dtype, "shape": shape, "nbytes": nbytes_of(entry), "chunks": chunks}
+    return {
+        "key": key,
+        "dtype": dtype,
+        "shape": shape,
+        "nbytes": nbytes_of(entry),
+        "chunks": chunks,
+    }
 
 
 def _place(checkpoint: ReadableCheckpoint, index: MetadataIndex) -> dict[str, Any]:
@@ -202,8 +236,12 @@ def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
     what = f"{row['dtype']:<9} {row['shape']!s:<16} {format_bytes(row['nbytes']):>11}"
     _print(f"{row['key']:<{width}}  {what}  {len(chunks)} chunks, {_writers(chunks)}")
     for chunk in chunks if with_chunks else ():
-        box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-        _print(f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}")
+        box = ", ".join(
+            f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
+        )
+        _print(
+            f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}"
+        )
 
 
 def _writers(places: Iterable[dict[str, Any]]) -> str:
@@ -249,7 +287,9 @@ def verify(arguments: argparse.Namespace) -> int:
 def _data_nbytes(location: Location) -> int | None:
     """Of all data files; None if that is not known."""
     try:
-        return sum(file.nbytes for file in read_marker(*location).files.values() if file.digest is None)
+        return sum(
+            file.nbytes for file in read_marker(*location).files.values() if file.digest is None
+        )
     except CheckpointError:
         return None
 
@@ -259,7 +299,9 @@ def diff(arguments: argparse.Namespace) -> int:
     a, b = _open(arguments.a), _open(arguments.b)
     both = dict.fromkeys([*a.metadata.state_dict_metadata, *b.metadata.state_dict_metadata])
     keys = [key for key in both if _is_wanted(key, arguments.key)]
-    with _bar("diff", sum(nbytes_of(entry) for key, entry in tensors_of(a).items() if key in keys)) as progress:
+    with _bar(
+        "diff", sum(nbytes_of(entry) for key, entry in tensors_of(a).items() if key in keys)
+    ) as progress:
         found = list(compare(a, b, keys, progress))
     if arguments.json:
         _print_json({"a": a.path, "b": b.path, "keys": [_as_json(each) for each in found]})
@@ -296,13 +338,17 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(summary)
     else:
-        print(f"{summary['target']}: {summary['num_tensors']} tensors of {format_bytes(summary['num_bytes'])}")
+        print(
+            f"{summary['target']}: {summary['num_tensors']} tensors of {format_bytes(summary['num_bytes'])}"
+        )
     return 0
 
 
 def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.prefix:
-        raise CheckpointError(f"Expected --prefix for a checkpoint to be written, got the file {arguments.target}.")
+        raise CheckpointError(
+            f"Expected --prefix for a checkpoint to be written, got the file {arguments.target}."
+        )
     checkpoint, path = _open(arguments.source), Path(arguments.target)
     if path.exists():
         raise CheckpointError(f"Expected no file yet at {path}, got one.")
@@ -374,10 +420,14 @@ def _print_json(value: object) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Looks at checkpoints, verifies, compares and converts them.")
+    parser = argparse.ArgumentParser(
+        description="Looks at checkpoints, verifies, compares and converts them."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], *places: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, command: Callable[[argparse.Namespace], int], *places: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         added.set_defaults(command=command)
         for place in places:
@@ -391,7 +441,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("verify", verify, "checkpoint")
     compared = add("diff", diff, "a", "b")
     for each in (shown, compared):
-        each.add_argument("--key", nargs="+", metavar="PATTERN", help="only keys like these, as in a shell")
+        each.add_argument(
+            "--key", nargs="+", metavar="PATTERN", help="only keys like these, as in a shell"
+        )
     converted = add("convert", convert, "source", "target")
-    converted.add_argument("--prefix", default="", help="put before every key of a file, e.g. model.")
+    converted.add_argument(
+        "--prefix", default="", help="put before every key of a file, e.g. model."
+    )
     return parser.parse_args(argv)

@@ -41,7 +41,10 @@ class KeyComparison:
 
 
 def compare(
-    a: ReadableCheckpoint, b: ReadableCheckpoint, keys: Sequence[str], progress: Callable[[int], object]
+    a: ReadableCheckpoint,
+    b: ReadableCheckpoint,
+    keys: Sequence[str],
+    progress: Callable[[int], object],
 ) -> Iterator[KeyComparison]:
     """Compares what two checkpoints have under these keys, in their order.
 
@@ -56,7 +59,9 @@ def compare(
         elif key in ours and key in theirs:
             yield _compare_tensor(a, b, key, ours[key], theirs[key], progress)
         elif key not in b.metadata.state_dict_metadata or key in ours or key in theirs:
-            yield KeyComparison(key, "kind" if key in b.metadata.state_dict_metadata else "only in A")
+            yield KeyComparison(
+                key, "kind" if key in b.metadata.state_dict_metadata else "only in A"
+            )
             progress(nbytes_of(ours[key]) if key in ours else 0)
         else:
             yield _compare_plain(key, a.read_plain(key), b.read_plain(key))
@@ -73,8 +78,12 @@ def _compare_tensor(
     if ours.size != theirs.size or ours.properties.dtype != theirs.properties.dtype:
         progress(nbytes_of(ours))
         if ours.size != theirs.size:
-            return KeyComparison(key, "shape", detail=f"{tuple(ours.size)} and {tuple(theirs.size)}")
-        return KeyComparison(key, "dtype", detail=f"{ours.properties.dtype} and {theirs.properties.dtype}")
+            return KeyComparison(
+                key, "shape", detail=f"{tuple(ours.size)} and {tuple(theirs.size)}"
+            )
+        return KeyComparison(
+            key, "dtype", detail=f"{ours.properties.dtype} and {theirs.properties.dtype}"
+        )
     num_different, largest = 0, 0.0
     for box in pieces_of(ours):
         one_piece, other_piece = read_piece(a, key, box), read_piece(b, key, box)
@@ -109,7 +118,11 @@ def _compare_plain(key: str, one: object, other: object) -> KeyComparison:
 def _is_equal(one: object, other: object) -> bool:
     """Whether plain data, which may hold tensors, is the same; values that are no numbers are equal to each other."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _differences(one, other)[0] == 0
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and _differences(one, other)[0] == 0
+        )
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

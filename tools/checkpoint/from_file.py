@@ -62,7 +62,9 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
     state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
     train_state = state.pop(TRAIN_STATE_KEY, None)
     if train_state is not None and not isinstance(train_state, dict):
-        raise CheckpointError(f"Expected a dict {TRAIN_STATE_KEY!r} in {path}, got {type(train_state).__name__}.")
+        raise CheckpointError(
+            f"Expected a dict {TRAIN_STATE_KEY!r} in {path}, got {type(train_state).__name__}."
+        )
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, object] = {}
     for key, value in _flat(state, prefix):
@@ -76,7 +78,11 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
 
 
 def publish_content(
-    store: Store, iteration: int, content: FileContent, train_state: Mapping[str, Any], progress: Progress
+    store: Store,
+    iteration: int,
+    content: FileContent,
+    train_state: Mapping[str, Any],
+    progress: Progress,
 ) -> None:
     """Writes and publishes the checkpoint of this iteration.
 
@@ -87,18 +93,24 @@ def publish_content(
     if store.exists(final):
         raise CheckpointError(f"Expected no checkpoint yet at {path_of(store, final)}, got one.")
     token = secrets.token_hex(8)
-    draft = Draft(store, store.draft_name(final, token), final, token, iteration, 1, threading.Event())
+    draft = Draft(
+        store, store.draft_name(final, token), final, token, iteration, 1, threading.Event()
+    )
     try:
         _write(draft, content, train_state, progress)
     except BaseException as error:
         with contextlib.suppress(OSError):
             store.remove(draft.name)
         if isinstance(error, OSError):
-            raise CheckpointError(f"Expected to write {path_of(store, final)}, got {error}.") from error
+            raise CheckpointError(
+                f"Expected to write {path_of(store, final)}, got {error}."
+            ) from error
         raise
 
 
-def _write(draft: Draft, content: FileContent, train_state: Mapping[str, Any], progress: Progress) -> None:
+def _write(
+    draft: Draft, content: FileContent, train_state: Mapping[str, Any], progress: Progress
+) -> None:
     # A group for each, so that there is something to report in between.
     groups = [EntryGroup(None, [_entry(key, tensor)]) for key, tensor in content.tensors.items()]
     contents = Contents(groups, dict(content.plain), {})
@@ -167,7 +179,9 @@ def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, objec
     """Opens dicts as long as there are tensors in them."""
     for name, value in state.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+        if isinstance(value, Mapping) and any(
+            isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)
+        ):
             yield from _flat(value, f"{key}.")
         else:
             yield key, value

@@ -37,7 +37,9 @@ TRAIN_STATE_KEY = "train_state"
 
 _ALIGNMENT = 64  # bytes
 
-Progress = Callable[[int], object]  # called with every number of bytes of tensors that have been written
+Progress = Callable[
+    [int], object
+]  # called with every number of bytes of tensors that have been written
 
 
 def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
@@ -49,7 +51,9 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
         CheckpointError: if the checkpoint turns out to be damaged; nothing is left at `path` then.
     """
     tensors = tensors_of(checkpoint)
-    state: dict[str, object] = {key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint)}
+    state: dict[str, object] = {
+        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint)
+    }
     state[TRAIN_STATE_KEY] = checkpoint.train_state
     with fake_tensor_mode():
         for key, entry in tensors.items():
@@ -90,14 +94,19 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
     metadata[TRAIN_STATE_KEY] = json.dumps(checkpoint.train_state)
     # The framework, which some readers insist on.
     metadata["format"] = "pt"
-    with published(path) as stream, tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory:
+    with (
+        published(path) as stream,
+        tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
+    ):
         tensors = _mapped(Path(memory.name), entries)
         for key, tensor in tensors.items():
             _fill(checkpoint, key, tensor, progress)
         try:
             save_file(tensors, stream.name, metadata)
         except SafetensorError as error:
-            raise CheckpointError(f"Expected tensors that safetensors takes, got {error}.") from error
+            raise CheckpointError(
+                f"Expected tensors that safetensors takes, got {error}."
+            ) from error
 
 
 def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
@@ -110,21 +119,31 @@ def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[st
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
     return {
-        key: memory[begin : begin + nbytes].view(entries[key].properties.dtype).view(tuple(entries[key].size))
+        key: memory[begin : begin + nbytes]
+        .view(entries[key].properties.dtype)
+        .view(tuple(entries[key].size))
         for key, (begin, nbytes) in places.items()
     }
 
 
-def _fill(checkpoint: ReadableCheckpoint, key: str, tensor: torch.Tensor, progress: Progress) -> None:
+def _fill(
+    checkpoint: ReadableCheckpoint, key: str, tensor: torch.Tensor, progress: Progress
+) -> None:
     for box in pieces_of(tensors_of(checkpoint)[key]):
         piece = read_piece(checkpoint, key, box)
-        place = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        place = tuple(
+            slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)
+        )
         tensor[place] = piece
         progress(piece.nbytes)
 
 
 def _write_tensor(
-    stream: BinaryIO, checkpoint: ReadableCheckpoint, key: str, value: torch.Tensor, progress: Progress
+    stream: BinaryIO,
+    checkpoint: ReadableCheckpoint,
+    key: str,
+    value: torch.Tensor,
+    progress: Progress,
 ) -> None:
     """A tensor of the checkpoint, or one in plain data."""
     if isinstance(value, FakeTensor):
@@ -133,7 +152,9 @@ def _write_tensor(
         stream.write(bytes_of(value.contiguous()))
 
 
-def _write_stored(stream: BinaryIO, checkpoint: ReadableCheckpoint, key: str, progress: Progress) -> None:
+def _write_stored(
+    stream: BinaryIO, checkpoint: ReadableCheckpoint, key: str, progress: Progress
+) -> None:
     for box in pieces_of(tensors_of(checkpoint)[key]):
         piece = read_piece(checkpoint, key, box)
         stream.write(bytes_of(piece))

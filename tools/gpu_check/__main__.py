@@ -24,12 +24,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages. Returns 1 if one failed, 2 for a command line that cannot be honoured."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
     parser.add_argument("--stages", metavar="A,B", help="these alone")
-    parser.add_argument("--list", action="store_true", help="name the stages and their limits, and run nothing")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="the folder of results")
-    parser.add_argument("--simulate", action="store_true", help="on the simulated accelerator, with tiny sizes")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it; default: 480")
-    parser.add_argument("--jobs", type=int, help="stages side by side, of those that measure no time")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that are not installed")
+    parser.add_argument(
+        "--list", action="store_true", help="name the stages and their limits, and run nothing"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu_check"), help="the folder of results"
+    )
+    parser.add_argument(
+        "--simulate", action="store_true", help="on the simulated accelerator, with tiny sizes"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="for all of it; default: 480"
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="stages side by side, of those that measure no time"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="wheels of packages that are not installed"
+    )
     arguments = parser.parse_args(argv)
     if arguments.list:
         for stage in STAGES:
@@ -42,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     start = time.monotonic()
-    budget = arguments.budget or (_SIMULATED_BUDGET_SECONDS if arguments.simulate else _BUDGET_SECONDS)
+    budget = arguments.budget or (
+        _SIMULATED_BUDGET_SECONDS if arguments.simulate else _BUDGET_SECONDS
+    )
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
         folder = ResultFolder(arguments.out)
         site, problem = _installed(arguments.wheels, Path(scratch) / "site")
@@ -83,16 +97,36 @@ def _installed(wheels: Path | None, site: Path) -> tuple[Path | None, str]:
     if not files:
         return None, f"--wheels: there are none in {wheels}"
 
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(site),
+    ]
     try:
         done = subprocess.run(
-            [*command, *map(str, files)], capture_output=True, text=True, check=False, timeout=_INSTALL_SECONDS
+            [*command, *map(str, files)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_INSTALL_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return None, f"--wheels: nothing was installed, pip was still running after {_INSTALL_SECONDS:.0f} s"
+        return (
+            None,
+            f"--wheels: nothing was installed, pip was still running after {_INSTALL_SECONDS:.0f} s",
+        )
     if done.returncode:
         last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        return None, f"--wheels: nothing was installed, pip ended with {done.returncode}: {last_line}"
+        return (
+            None,
+            f"--wheels: nothing was installed, pip ended with {done.returncode}: {last_line}",
+        )
     return site, ""
 
 

@@ -125,7 +125,9 @@ class Accelerator:
     def blocking_launches(self) -> Iterator[None]:
         """While open, every kernel is waited for. CUDA reads that once, from the environment of the process."""
         if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
-            raise RuntimeError("Expected CUDA_LAUNCH_BLOCKING=1 in the environment, got another value.")
+            raise RuntimeError(
+                "Expected CUDA_LAUNCH_BLOCKING=1 in the environment, got another value."
+            )
         yield
 
     @contextmanager
@@ -169,4 +171,8 @@ def _called_first(owner: type, name: str, function: Callable[..., None]) -> Any:
 def _place() -> str:
     """The innermost line of the project that the calling thread is in."""
     frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
-    return f"{frames[-1].filename.rpartition('/megatron/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+    return (
+        f"{frames[-1].filename.rpartition('/megatron/')[2]}:{frames[-1].lineno}"
+        if frames
+        else "elsewhere"
+    )

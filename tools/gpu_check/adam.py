@@ -85,7 +85,9 @@ def _compare(
 ) -> None:
     """A few steps of both from the same arrays; then every bit of every array."""
     on_host = _piece(variant, numel, AdamStep(1, lr=1e-2))
-    on_device = on_host.with_arrays({key: tensor.to(accelerator.torch_device) for key, tensor in _arrays(on_host)})
+    on_device = on_host.with_arrays(
+        {key: tensor.to(accelerator.torch_device) for key, tensor in _arrays(on_host)}
+    )
     before = on_host.weight.clone()
     for number in range(1, _NUM_STEPS + 1):
         step = AdamStep(number, lr=1e-2, **options)
@@ -146,7 +148,9 @@ def _measure(findings: Findings, accelerator: Accelerator) -> None:
     """Bandwidth of the pass over half a billion elements."""
     device = accelerator.torch_device
     grad = torch.full((_TIMED_NUMEL,), 1e-3, dtype=_BF16, device=device)
-    weight, exp_avg, exp_avg_sq = (torch.full((_TIMED_NUMEL,), 1e-3, device=device) for _ in range(3))
+    weight, exp_avg, exp_avg_sq = (
+        torch.full((_TIMED_NUMEL,), 1e-3, device=device) for _ in range(3)
+    )
     piece = AdamPiece(AdamStep(10, lr=1e-4), grad, weight, exp_avg, exp_avg_sq, out=grad)
     accelerator.run_adam([piece])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -30,13 +30,36 @@ _SIMULATED_HANG_SECONDS = 12.0
 _CORES_A_DRILL = 4
 
 _FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "16", "--mock-data"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "128",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "16",
+        "--mock-data",
+    ),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1023", "--num-workers", "0", "--bf16"),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "1", "--train-iters", "6"),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--log-interval",
+        "1",
+        "--train-iters",
+        "6",
+    ),
     *("--normalization", "RMSNorm", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--eval-interval", "3", "--eval-iters", "2", "--lr", "1e-2", "--lr-decay-style", "constant"),
 ]
-_OFFLOADED = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"]
+_OFFLOADED = [
+    "--optimizer-cpu-offload",
+    "--overlap-cpu-optimizer-d2h-h2d",
+    "--overlap-optimizer-with-forward",
+]
 
 
 class Drill(NamedTuple):
@@ -51,7 +74,12 @@ class Drill(NamedTuple):
 
 _HANGS = (int(ExitCode.HANG), int(ExitCode.HANG))
 DRILLS = [
-    Drill("killed", "kill:rank=1,step=3,at=backward", (int(ExitCode.LOST_RANK), -signal.SIGKILL), "lost"),
+    Drill(
+        "killed",
+        "kill:rank=1,step=3,at=backward",
+        (int(ExitCode.LOST_RANK), -signal.SIGKILL),
+        "lost",
+    ),
     Drill("hangs in forward", "hang:rank=1,step=4,at=forward", _HANGS, "hang"),
     Drill("hangs in evaluation", "hang:rank=1,step=3,at=evaluate", _HANGS, "hang"),
     Drill("hangs in step, offloaded", "hang:rank=1,step=4,at=step", _HANGS, "hang", _OFFLOADED),
@@ -73,7 +101,9 @@ def drills(findings: Findings) -> None:
     accelerator = open_accelerator(findings)
     backend = shared_backend(findings, accelerator)
     if backend != accelerator.backend:
-        raise SkippedError(f"needs {accelerator.backend} between two ranks on one GPU, and only {backend} works")
+        raise SkippedError(
+            f"needs {accelerator.backend} between two ranks on one GPU, and only {backend} works"
+        )
     num_side_by_side = max(1, len(os.sched_getaffinity(0)) // _CORES_A_DRILL)
     with ThreadPoolExecutor(num_side_by_side) as pool:
         ends = pool.map(lambda drill: _run(findings, accelerator.kind, drill), DRILLS)
@@ -91,8 +121,23 @@ def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
         port = free.getsockname()[1]
     hang_seconds = _SIMULATED_HANG_SECONDS if findings.simulate else _HANG_SECONDS
     command = [
-        *(sys.executable, "-m", "tools.gpu_check.drill_rank", "--device", kind, *_FLAGS, *drill.flags),
-        *("--hang-timeout-seconds", str(hang_seconds), "--events-dir", str(folder), "--inject", drill.fault),
+        *(
+            sys.executable,
+            "-m",
+            "tools.gpu_check.drill_rank",
+            "--device",
+            kind,
+            *_FLAGS,
+            *drill.flags,
+        ),
+        *(
+            "--hang-timeout-seconds",
+            str(hang_seconds),
+            "--events-dir",
+            str(folder),
+            "--inject",
+            drill.fault,
+        ),
     ]
     start = time.monotonic()
     secret = secrets.token_hex()  # that a job of several machines has to be given
@@ -126,20 +171,31 @@ def _start(
     }
     with (folder / f"{rank}.txt").open("wb") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
 
 def _check(findings: Findings, drill: Drill, ended: Ended) -> None:
     """Exit statuses, and what the event log says."""
     findings.figure(f"{drill.name}: from start to end", ended.seconds, "s")
-    is_ok = findings.expect(f"{drill.name}: exit statuses", list(ended.statuses), list(drill.statuses))
+    is_ok = findings.expect(
+        f"{drill.name}: exit statuses", list(ended.statuses), list(drill.statuses)
+    )
     events = list(read_events(ended.folder))
-    blamed = [(event["event"], event["ranks"]) for event in events if event["event"] in ("lost", "hang")]
+    blamed = [
+        (event["event"], event["ranks"]) for event in events if event["event"] in ("lost", "hang")
+    ]
     expected = [(drill.event, [1])] if drill.event else []
     is_ok &= findings.expect(f"{drill.name}: who is blamed", blamed, expected)
     struck = sum(event["event"] == "inject" for event in events)
     is_ok &= findings.expect(f"{drill.name}: faults that were injected", struck, 1)
     # Where the runner looks for what a stage that failed has printed.
     for rank in range(2) if not is_ok else ():
-        (ended.folder / f"{rank}.txt").rename(findings.scratch / f"log.{ended.folder.name}.{rank}.txt")
+        (ended.folder / f"{rank}.txt").rename(
+            findings.scratch / f"log.{ended.folder.name}.{rank}.txt"
+        )

@@ -25,7 +25,11 @@ _KERNEL = "megatron/core/optimizer/kernels/libhost_adam.so"
 
 def facts(findings: Findings) -> None:
     """What this runs on. What is missing is one line."""
-    missing = [name for name in dependencies() if importlib.util.find_spec(_MODULES.get(name, name)) is None]
+    missing = [
+        name
+        for name in dependencies()
+        if importlib.util.find_spec(_MODULES.get(name, name)) is None
+    ]
     findings.figure("missing packages", ", ".join(missing) or "none", is_telling=True)
     findings.figure("python", platform.python_version())
     findings.expect_at_least("python", sys.version_info[:2], (3, 10))
@@ -58,9 +62,15 @@ def build(findings: Findings) -> None:
     findings.figure("bodies", ", ".join(available_bodies()))
     findings.figure("host kernel", HostAdam(1).body, is_telling=True)
     if HostAdam(1).body == "torch":
-        findings.note("The host kernel is not there: torch computes the same bits, slower. Speeds will be lower.")
+        findings.note(
+            "The host kernel is not there: torch computes the same bits, slower. Speeds will be lower."
+        )
     # Without a compiler the torch path is what can be had, and it is checked like the other.
-    findings.expect("the kernel was built, or there is no compiler", library.exists() or _compiler() is None, True)
+    findings.expect(
+        "the kernel was built, or there is no compiler",
+        library.exists() or _compiler() is None,
+        True,
+    )
 
 
 def dependencies() -> list[str]:
@@ -79,7 +89,9 @@ def _compile(findings: Findings) -> None:
         return
     source = (ROOT / _KERNEL).with_name("host_adam.cpp")
     done = subprocess.run(
-        [*compiler, *_flags(), str(source), "-o", str(ROOT / _KERNEL)], capture_output=True, text=True
+        [*compiler, *_flags(), str(source), "-o", str(ROOT / _KERNEL)],
+        capture_output=True,
+        text=True,
     )
     findings.figure("compiling", time.monotonic() - start, "s")
     if done.returncode:

@@ -113,7 +113,9 @@ class Findings:
 
     def record(self, kind: str, **fields: Any) -> None:
         """One line of the results."""
-        line = json.dumps({"stage": self.stage, **self._of_rank, "kind": kind, **_plain(fields)}, default=_shown)
+        line = json.dumps(
+            {"stage": self.stage, **self._of_rank, "kind": kind, **_plain(fields)}, default=_shown
+        )
         with self._lock, self._records.open("a") as file:
             file.write(line + "\n")
 

@@ -48,7 +48,9 @@ class ResultFolder:
 
     def keep(self, file: Path) -> str | None:
         """Takes a file over. Returns why not, if there is no room for it."""
-        self._kept = [kept for kept in self._kept if kept.name != file.name]  # an earlier run's is written over
+        self._kept = [
+            kept for kept in self._kept if kept.name != file.name
+        ]  # an earlier run's is written over
         if len(self._kept) + len(_RESERVED) >= MOST_FILES:
             return f"{file.name} was left out: the folder holds {MOST_FILES} files at most"
         used = sum(kept.stat().st_size for kept in self._kept) + sum(_RESERVED.values())

@@ -51,7 +51,9 @@ def host(findings: Findings) -> None:
         seconds = _median_seconds(lambda kernel=kernel: kernel.run([piece]))  # type: ignore[misc]
         rates[str(num_threads)] = numel * _BYTES_AN_ELEMENT / seconds / 1e9
         changed = int((piece.weight[:1000] != before).sum())
-        findings.expect_at_least(f"weights of 1000 that a step with {num_threads} threads changes", changed, 900)
+        findings.expect_at_least(
+            f"weights of 1000 that a step with {num_threads} threads changes", changed, 900
+        )
     findings.figure("GB/s by threads", {name: round(rate, 1) for name, rate in rates.items()})
     best = max(rates, key=lambda name: rates[name])
     findings.figure("best pass", rates[best], "GB/s", is_telling=True)
@@ -75,7 +77,11 @@ def _order(findings: Findings, accelerator: Accelerator, pause_seconds: float) -
         read = second.enqueue(lambda: copies.append(values.clone()), after=[written])
         read.wait()
     accelerator.synchronize()
-    findings.expect("what a lane reads after another's event", [float(copy.sum()) for copy in copies], [1e3, 2e3, 3e3])
+    findings.expect(
+        "what a lane reads after another's event",
+        [float(copy.sum()) for copy in copies],
+        [1e3, 2e3, 3e3],
+    )
 
     event = first.enqueue(lambda: accelerator.pause(pause_seconds))
     findings.expect("an event is done while its work is paused", event.is_done(), False)
@@ -114,7 +120,9 @@ def _pin(findings: Findings, accelerator: Accelerator) -> HostSlab:
     nbytes = _SIMULATED_BYTES if findings.simulate else _PINNED_BYTES
     start = time.perf_counter()
     slab = HostSlab(nbytes, accelerator.device, is_pinned=True, purpose="gpu-check")
-    findings.figure("pinning", (time.perf_counter() - start) / (nbytes / _GIB), "s/GiB", is_telling=True)
+    findings.figure(
+        "pinning", (time.perf_counter() - start) / (nbytes / _GIB), "s/GiB", is_telling=True
+    )
     findings.expect("the slab is pinned", slab.is_pinned, True)
     tensor = slab.tensor(0, 1000, torch.uint8)
     if accelerator.kind == "cuda":
@@ -129,7 +137,9 @@ def _copies(findings: Findings, accelerator: Accelerator, pinned: HostSlab) -> N
     host = [pinned.tensor(number * nbytes, nbytes, torch.uint8) for number in range(2)]
     # Written to, since pages that nobody has touched are all one page of zeros.
     pageable = torch.full((nbytes,), 1, dtype=torch.uint8)
-    on_device = [torch.full((nbytes,), 3 + number, dtype=torch.uint8, device=target) for number in range(2)]
+    on_device = [
+        torch.full((nbytes,), 3 + number, dtype=torch.uint8, device=target) for number in range(2)
+    ]
     up, down = device.lane("h2d"), device.lane("d2h")
 
     def send(source: torch.Tensor) -> None:
@@ -173,7 +183,9 @@ def _host_piece(numel: int) -> AdamPiece:
 
     grad = array(torch.bfloat16, 1e-2)
     exp_avg, exp_avg_sq = (array(torch.float32, 1e-4) for _ in range(2))
-    return AdamPiece(_STEP, grad, array(torch.float32, 1.0), exp_avg, exp_avg_sq, out=array(torch.bfloat16, 0.0))
+    return AdamPiece(
+        _STEP, grad, array(torch.float32, 1.0), exp_avg, exp_avg_sq, out=array(torch.bfloat16, 0.0)
+    )
 
 
 def _median_seconds(work: Callable[[], object]) -> float:

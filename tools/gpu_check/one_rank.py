@@ -61,7 +61,9 @@ def train_all(
         configuration = CONFIGURATIONS[name]
         if configuration.least_ranks > num_ranks:
             continue
-        context: AbstractContextManager[Any] = accelerator.pauses(_SEED) if pauses else nullcontext()
+        context: AbstractContextManager[Any] = (
+            accelerator.pauses(_SEED) if pauses else nullcontext()
+        )
         try:
             found[name] = train(
                 accelerator,
@@ -86,7 +88,9 @@ def train_all(
     return bits
 
 
-def check_steps(findings: Findings, name: str, configuration: Configuration, trained: Trained) -> None:
+def check_steps(
+    findings: Findings, name: str, configuration: Configuration, trained: Trained
+) -> None:
     """Synchronisations and new memory of the steps after the first three."""
     late = trained.steps[NUM_FIRST_STEPS:]
     syncs = [list(step.syncs) for step in late]
@@ -96,10 +100,14 @@ def check_steps(findings: Findings, name: str, configuration: Configuration, tra
     if configuration.num_syncs is not None:
         wrong = next((places for places in syncs if len(places) != configuration.num_syncs), None)
         findings.expect(
-            f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step", wrong, None
+            f"{name}: where the main thread waits, if not {configuration.num_syncs} time a step",
+            wrong,
+            None,
         )
     if configuration.reuses_memory:
-        findings.expect(f"{name}: new segments after step {NUM_FIRST_STEPS}", segments, [0] * len(segments))
+        findings.expect(
+            f"{name}: new segments after step {NUM_FIRST_STEPS}", segments, [0] * len(segments)
+        )
     finite = all(float.fromhex(step.loss) < 10 for step in trained.steps)
     findings.expect(f"{name}: losses are finite and below 10", finite, True)
     findings.expect(f"{name}: losses change", trained.steps[0].loss != trained.steps[-1].loss, True)
@@ -116,13 +124,22 @@ def check_families(findings: Findings, bits: dict[str, list[str]], num_ranks: in
         if CONFIGURATIONS[name].family:
             families[CONFIGURATIONS[name].family].append(name)
     for family, names in families.items():
-        first, exact = names[0], [name for name in names if num_ranks == 1 or _lies_alike(name, names[0])]
+        first, exact = (
+            names[0],
+            [name for name in names if num_ranks == 1 or _lies_alike(name, names[0])],
+        )
         differ = {name: _first_difference(bits[first][:-1], bits[name][:-1]) for name in exact}
         wrong = {name: text for name, text in differ.items() if text}
-        findings.expect(f"family {family}, {len(exact)} of the same shards: what differs from {first}", wrong, {})
+        findings.expect(
+            f"family {family}, {len(exact)} of the same shards: what differs from {first}",
+            wrong,
+            {},
+        )
         apart = {name: round(_apart(bits[first][:-1], bits[name][:-1]), 5) for name in names}
         findings.expect_at_most(
-            f"family {family} of {len(names)}: most that losses are apart", max(apart.values()), 0.01
+            f"family {family} of {len(names)}: most that losses are apart",
+            max(apart.values()),
+            0.01,
         )
 
 
@@ -151,7 +168,13 @@ def _lies_alike(name: str, other: str) -> bool:
     cuts = []
     for parallel in (CONFIGURATIONS[name].parallel, CONFIGURATIONS[other].parallel):
         instances = parallel.num_distributed_optimizer_instances
-        cuts.append((parallel.data_parallel_sharding_strategy, instances, parallel.outer_dp_sharding_strategy))
+        cuts.append(
+            (
+                parallel.data_parallel_sharding_strategy,
+                instances,
+                parallel.outer_dp_sharding_strategy,
+            )
+        )
     return cuts[0] == cuts[1]
 
 

@@ -14,7 +14,11 @@ _MOST_NOTE_CHARACTERS = 300
 def line_of(outcome: Outcome) -> str:
     """`adam                ok       12.3 s  28 checks; ...`."""
     checks = [record for record in outcome.records if record["kind"] == "check"]
-    telling = [_shown(record) for record in outcome.records if record["kind"] == "figure" and record["telling"]]
+    telling = [
+        _shown(record)
+        for record in outcome.records
+        if record["kind"] == "figure" and record["telling"]
+    ]
     parts = [outcome.reason] if outcome.reason else []
     if checks:
         num_passed = sum(record["ok"] for record in checks)
@@ -26,8 +30,15 @@ def line_of(outcome: Outcome) -> str:
 
 def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> str:
     """All of it. What failed is repeated in full below the table."""
-    counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in ("ok", "failed", "skipped")}
-    where = "on the simulated accelerator: correctness only, its times mean nothing" if simulate else "on this machine"
+    counts = {
+        kind: sum(outcome.outcome == kind for outcome in outcomes)
+        for kind in ("ok", "failed", "skipped")
+    }
+    where = (
+        "on the simulated accelerator: correctness only, its times mean nothing"
+        if simulate
+        else "on this machine"
+    )
     head = f"gpu-check {where}: {counts['ok']} ok, {counts['failed']} failed, {counts['skipped']} skipped"
     lines = [f"{head}, {seconds:.0f} s", "", *map(line_of, outcomes)]
     failed = [

@@ -93,7 +93,12 @@ def compute_seconds(shape: Shape, machine: Machine) -> float:
 
 
 def predict(
-    shape: Shape, machine: Machine, fraction: float, *, moments: str = "fp32", compute: float | None = None
+    shape: Shape,
+    machine: Machine,
+    fraction: float,
+    *,
+    moments: str = "fp32",
+    compute: float | None = None,
 ) -> Prediction:
     """A step with `fraction` of the elements in host memory, updated during the next forward.
 
@@ -113,7 +118,15 @@ def predict(
     exposed_host = max(0.0, max(host_pass, link) - forward)
     device_pass = _DEVICE_PASS * (shape.numel - on_host) / machine.device_bytes
     seconds = compute + device_pass + exposed_host + exposed_link
-    return Prediction(seconds, exposed_host, exposed_link, host_pass, link, device_pass, peak_bytes(shape, fraction))
+    return Prediction(
+        seconds,
+        exposed_host,
+        exposed_link,
+        host_pass,
+        link,
+        device_pass,
+        peak_bytes(shape, fraction),
+    )
 
 
 def peak_bytes(shape: Shape, fraction: float) -> float:
@@ -133,7 +146,9 @@ def least_fraction(shape: Shape) -> float:
     return max(0.0, (1 - MOST_MEMORY) * at_none / (at_none - at_all))
 
 
-def needed_host_bytes(shape: Shape, machine: Machine, fraction: float, moments: str = "fp32") -> float:
+def needed_host_bytes(
+    shape: Shape, machine: Machine, fraction: float, moments: str = "fp32"
+) -> float:
     """The host bandwidth, bytes a second, that meets the bar of time."""
     compute = compute_seconds(shape, machine)
     allowed = MOST_TIME * predict(shape, machine, 0.0).seconds
@@ -143,7 +158,13 @@ def needed_host_bytes(shape: Shape, machine: Machine, fraction: float, moments: 
 
 
 THREE_BILLION = Shape(
-    num_layers=26, hidden=3072, ffn=8192, vocabulary=32000, sequence=4096, micro_batch=1, num_microbatches=12
+    num_layers=26,
+    hidden=3072,
+    ffn=8192,
+    vocabulary=32000,
+    sequence=4096,
+    micro_batch=1,
+    num_microbatches=12,
 )
 
 
@@ -151,11 +172,23 @@ def main() -> None:
     """Prints the tables of docs/gpu.md."""
     shape, machine = THREE_BILLION, Machine()
     device = predict(shape, machine, 0.0)
-    print(f"{shape.numel / 1e9:.2f} billion elements, {shape.tokens} tokens and {shape.flops / 1e15:.2f} PFLOP a step,")
-    print(f"{shape.activation_bytes / 1e9:.1f} GB of activations; everything on the device: {device.seconds:.2f} s")
-    print("\n| fraction | moments | host pass | link, each way | exposed | step | of the device's | memory |")
+    print(
+        f"{shape.numel / 1e9:.2f} billion elements, {shape.tokens} tokens and {shape.flops / 1e15:.2f} PFLOP a step,"
+    )
+    print(
+        f"{shape.activation_bytes / 1e9:.1f} GB of activations; everything on the device: {device.seconds:.2f} s"
+    )
+    print(
+        "\n| fraction | moments | host pass | link, each way | exposed | step | of the device's | memory |"
+    )
     print("|---|---|---|---|---|---|---|---|")
-    for fraction, moments in ((0.0, "fp32"), (0.5, "fp32"), (0.75, "fp32"), (1.0, "fp32"), (1.0, "bf16")):
+    for fraction, moments in (
+        (0.0, "fp32"),
+        (0.5, "fp32"),
+        (0.75, "fp32"),
+        (1.0, "fp32"),
+        (1.0, "bf16"),
+    ):
         found = predict(shape, machine, fraction, moments=moments)
         exposed = found.exposed_host + found.exposed_link
         print(
@@ -166,7 +199,9 @@ def main() -> None:
     print(f"\nthe smallest fraction that meets the bar of memory: {least_fraction(shape):.2f}")
     for fraction, moments in ((least_fraction(shape), "fp32"), (1.0, "fp32"), (1.0, "bf16")):
         needed = needed_host_bytes(shape, machine, fraction, moments)
-        print(f"host bandwidth for the bar of time at {fraction:.2f}, {moments} moments: {needed / 1e9:.0f} GB/s")
+        print(
+            f"host bandwidth for the bar of time at {fraction:.2f}, {moments} moments: {needed / 1e9:.0f} GB/s"
+        )
 
 
 if __name__ == "__main__":

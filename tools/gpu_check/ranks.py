@@ -47,7 +47,12 @@ def shared_gpu_environment(rank: int) -> dict[str, str]:
 
 
 def run_ranks(
-    findings: Findings, function: str, num_ranks: int, *, limit_seconds: float | None = None, **arguments: Any
+    findings: Findings,
+    function: str,
+    num_ranks: int,
+    *,
+    limit_seconds: float | None = None,
+    **arguments: Any,
 ) -> Ranks:
     """Calls `module:name` on so many ranks, with the findings of each, its rank and the number of ranks.
 
@@ -57,13 +62,20 @@ def run_ranks(
     folder = findings.scratch / name
     folder.mkdir()
     processes = [
-        _start(findings, function, rank, num_ranks, name, limit_seconds, arguments) for rank in range(num_ranks)
+        _start(findings, function, rank, num_ranks, name, limit_seconds, arguments)
+        for rank in range(num_ranks)
     ]
     left = min(limit_seconds or math.inf, findings.seconds_left - _REPORT_SECONDS)
     return Ranks(_wait(processes, time.monotonic() + left), folder)
 
 
-def join(findings: Findings, accelerator: Accelerator, rank: int, num_ranks: int, backend: str | None = None) -> None:
+def join(
+    findings: Findings,
+    accelerator: Accelerator,
+    rank: int,
+    num_ranks: int,
+    backend: str | None = None,
+) -> None:
     """The default process group of a rank, and what goes with it.
 
     Args:
@@ -73,7 +85,9 @@ def join(findings: Findings, accelerator: Accelerator, rank: int, num_ranks: int
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     os.environ.update(_LOOPBACK)
     store = dist.FileStore(str(findings.scratch / "store"), num_ranks)
-    dist.init_process_group(backend or accelerator.backend, store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        backend or accelerator.backend, store=store, rank=rank, world_size=num_ranks
+    )
     if backend is not None and f"{accelerator.kind}:gloo" in backend:
         use_gloo_on_device()
     make_deterministic()
@@ -94,7 +108,9 @@ def use_gloo_on_device() -> None:
         dist.all_gather(parts, own.clone(), group=group)
         out.copy_(torch.cat(parts))
 
-    def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    def reduce_scatter(
+        out: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup
+    ) -> None:
         total = whole.float()
         total = total.clone() if total is whole else total
         dist.all_reduce(total, group=group)
@@ -116,7 +132,11 @@ def _start(
     arguments: dict[str, Any],
 ) -> subprocess.Popen[bytes]:
     folder = findings.scratch
-    left = findings.seconds_left if limit_seconds is None else min(findings.seconds_left, limit_seconds)
+    left = (
+        findings.seconds_left
+        if limit_seconds is None
+        else min(findings.seconds_left, limit_seconds)
+    )
     order = {
         "stage": findings.stage,
         "function": function,

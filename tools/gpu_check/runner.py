@@ -94,7 +94,9 @@ class Runner:
     def run(self, stages: Sequence[Stage]) -> list[Outcome]:
         """Runs them in their order. Their records are in the folder as soon as each has ended."""
         outcomes: list[Outcome] = []
-        self._kept_seconds = sum(stage.least_seconds + _SLACK_SECONDS for stage in stages if stage.keeps_time)
+        self._kept_seconds = sum(
+            stage.least_seconds + _SLACK_SECONDS for stage in stages if stage.keeps_time
+        )
         for runs_alone, group in itertools.groupby(stages, key=lambda stage: stage.runs_alone):
             with ThreadPoolExecutor(1 if runs_alone else self._num_jobs) as pool:
                 outcomes += pool.map(self._run_and_tell, list(group))
@@ -182,7 +184,9 @@ def _watch(process: subprocess.Popen[bytes], deadline: float, scratch: Path) -> 
         if time.monotonic() > deadline:
             stopped = "limit"
         elif sum(file.stat().st_size for file in _own_files(scratch)) > _MOST_SCRATCH_BYTES:
-            stopped = f"killed: it wrote more than {_MOST_SCRATCH_BYTES >> 20} MiB of records and logs"
+            stopped = (
+                f"killed: it wrote more than {_MOST_SCRATCH_BYTES >> 20} MiB of records and logs"
+            )
         else:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
@@ -206,10 +210,15 @@ def _judge(status: int, records: list[dict[str, Any]], scratch: Path) -> tuple[s
     if status < 0:
         return STAGE_FAILED, f"ended by {signal.Signals(-status).name}; {_last_line(scratch)}"
     if status == MISSING:
-        return SKIPPED, next((record["reason"] for record in records if record["kind"] == "skip"), "a package")
+        return SKIPPED, next(
+            (record["reason"] for record in records if record["kind"] == "skip"), "a package"
+        )
     for record in records:
         if record["kind"] == "check" and not record["ok"]:
-            return STAGE_FAILED, f"{record['what']}: expected {record['expected']}, got {record['got']}"
+            return (
+                STAGE_FAILED,
+                f"{record['what']}: expected {record['expected']}, got {record['got']}",
+            )
         if record["kind"] == "error":
             return STAGE_FAILED, record["text"].strip().splitlines()[-1]
     return STAGE_FAILED, f"exit status {status}; {_last_line(scratch)}"
@@ -226,7 +235,10 @@ def _read_records(stage: str, scratch: Path) -> tuple[list[dict[str, Any]], str]
                 with suppress(ValueError):
                     records.append(json.loads(line))
         if size > _MOST_RECORD_BYTES:
-            return records, f"{path.name} of {stage} has {size} bytes, expected at most {_MOST_RECORD_BYTES}"
+            return (
+                records,
+                f"{path.name} of {stage} has {size} bytes, expected at most {_MOST_RECORD_BYTES}",
+            )
     return records, ""
 
 

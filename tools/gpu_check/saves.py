@@ -25,15 +25,28 @@ from megatron.training.step import Batch
 from tools.gpu_check.accelerator import Accelerator, open_accelerator
 from tools.gpu_check.findings import Findings
 from tools.gpu_check.ranks import join, run_ranks
-from tools.gpu_check.training import CONFIGURATIONS, SIMULATED_SIZES, Configuration, Sizes, batches, build, forward_step
+from tools.gpu_check.training import (
+    CONFIGURATIONS,
+    SIMULATED_SIZES,
+    Configuration,
+    Sizes,
+    batches,
+    build,
+    forward_step,
+)
 from tools.gpu_check.two_ranks import shared_backend
 
 _NUM_RANKS = 2
 # Large enough for a save to last while a few steps are made.
 _SIZES = Sizes(num_layers=4, hidden=768, heads=12, sequence=256, num_microbatches=2)
-_FP8 = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
+_FP8 = OptimizerConfig(
+    use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"
+)
 CASES: dict[str, Configuration] = {
-    **{name: CONFIGURATIONS[name] for name in ("zero3", "zero1", "offload_half", "offload_forward", "fp16_moments")},
+    **{
+        name: CONFIGURATIONS[name]
+        for name in ("zero3", "zero1", "offload_half", "offload_forward", "fp16_moments")
+    },
     "fp8_moments": Configuration(_FP8),
 }
 # Values in a format with a scale are rounded anew when they are loaded into shards that have other scales.
@@ -117,12 +130,20 @@ def reshard_rank(findings: Findings, rank: int, num_ranks: int, root: str) -> No
             continue
         own = {part.key: part.values for part in _snapshot(accelerator, engine)}
         parts = [
-            part for saved in range(_NUM_RANKS) for part in torch.load(_snapshot_file(root, name, saved))
+            part
+            for saved in range(_NUM_RANKS)
+            for part in torch.load(_snapshot_file(root, name, saved))
         ]  # on the CPU
-        differ = [part[0] for part in parts if part[0] in own and not _is_part_of(own[part[0]], Part(*part), name)]
+        differ = [
+            part[0]
+            for part in parts
+            if part[0] in own and not _is_part_of(own[part[0]], Part(*part), name)
+        ]
         missing = sorted({part[0] for part in parts} - own.keys())
         findings.expect(f"{name}: keys of two ranks that one rank lacks", missing, [])
-        findings.expect(f"{name}: keys whose values are others on one rank", sorted(set(differ))[:8], [])
+        findings.expect(
+            f"{name}: keys whose values are others on one rank", sorted(set(differ))[:8], []
+        )
         findings.expect_at_least(f"{name}: parts compared", len(parts), 10)
 
 
@@ -143,7 +164,11 @@ def _save_beside_training(
     if not is_staged:
         store.let_go.set()
     manager = CheckpointManager.start(
-        store, accelerator.device, rank, num_ranks, staging_share=_STAGING_SHARE if is_staged else 0.0
+        store,
+        accelerator.device,
+        rank,
+        num_ranks,
+        staging_share=_STAGING_SHARE if is_staged else 0.0,
     )
 
     start = time.perf_counter()
@@ -155,10 +180,15 @@ def _save_beside_training(
     store.let_go.set()
     manager.finish()
     findings.figure(
-        f"{name}: save() returned, two steps made, published", [begun, trained, time.perf_counter() - start]
+        f"{name}: save() returned, two steps made, published",
+        [begun, trained, time.perf_counter() - start],
     )
     if is_staged:
-        findings.expect(f"{name}: the steps beside the save were made before the disk began", store.was_let_go, True)
+        findings.expect(
+            f"{name}: the steps beside the save were made before the disk began",
+            store.was_let_go,
+            True,
+        )
         findings.expect_at_least(f"{name}: bytes staged in host memory", manager.staged_bytes, 1)
     else:
         findings.expect(f"{name}: bytes staged in host memory", manager.staged_bytes, 0)
@@ -194,7 +224,11 @@ def _save_and_load(
     reference = [engine.train_batch(batch, forward_step).loss.hex() for batch in following]
     engine.load(meta)
     loaded = _snapshot(accelerator, engine)
-    wrong = [then.key for then, now in zip(snapshot, loaded, strict=True) if not torch.equal(_bits(then), _bits(now))]
+    wrong = [
+        then.key
+        for then, now in zip(snapshot, loaded, strict=True)
+        if not torch.equal(_bits(then), _bits(now))
+    ]
     findings.expect(f"{name}: tensors that did not come back", wrong[:8], [])
     again = [engine.train_batch(batch, forward_step).loss.hex() for batch in following]
     findings.expect(f"{name}: losses after loading", again, reference)
@@ -227,7 +261,9 @@ def _is_part_of(whole: torch.Tensor, part: Part, name: str) -> bool:
     for dimension, (offset, size) in enumerate(zip(part.offsets, part.values.shape, strict=True)):
         whole = whole.narrow(dimension, offset, size)
     if name in _SCALED and part.key.startswith("optimizer.state"):
-        return torch.allclose(whole, part.values, rtol=0.1, atol=float(part.values.abs().max()) * 0.05)
+        return torch.allclose(
+            whole, part.values, rtol=0.1, atol=float(part.values.abs().max()) * 0.05
+        )
     return torch.equal(_bits(part), _bits(part._replace(values=whole)))
 
 

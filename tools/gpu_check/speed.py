@@ -43,11 +43,15 @@ from tools.gpu_check.ranks import join
 from tools.gpu_check.training import forward_step
 from tools.gpu_check.verdict import measured_machine
 
-_SIMULATED = Shape(num_layers=2, hidden=32, ffn=64, vocabulary=128, sequence=8, micro_batch=2, num_microbatches=2)
+_SIMULATED = Shape(
+    num_layers=2, hidden=32, ffn=64, vocabulary=128, sequence=8, micro_batch=2, num_microbatches=2
+)
 _HEAD_DIM = 128
 _NUM_WARMUPS, _NUM_MEASURED = 2, 4
 _LEARNING_RATE = 3e-4
-_HOST_BYTES_AN_ELEMENT = 18  # FSDP2 needs the most: weights, gradients and moments in fp32, and what is pinned beside
+_HOST_BYTES_AN_ELEMENT = (
+    18  # FSDP2 needs the most: weights, gradients and moments in fp32, and what is pinned beside
+)
 _HOST_SHARE = 0.85  # of what is available
 _MOST_TRACE_BYTES = 5 << 20
 
@@ -87,7 +91,11 @@ def offload_half(findings: Findings) -> None:
 @_where_it_fits
 def offload_bf16_moments(findings: Findings) -> None:
     """All of it, with moments of two bytes."""
-    dtypes = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    dtypes = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    }
     _measure_ours(findings, _offloaded(1.0, **dtypes), moments="bf16")
 
 
@@ -98,14 +106,18 @@ def fsdp2(findings: Findings) -> None:
     model = _fsdp2_model(accelerator, shape)
     assert isinstance(model, FSDPModule), "fully_shard makes it one"
     sharded: FSDPModule = model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=accelerator.kind == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, fused=accelerator.kind == "cuda"
+    )
 
     def step(batches: list[Batch]) -> float:
         loss = torch.zeros((), device=accelerator.torch_device)
         for number, batch in enumerate(batches):
             # Its gradients stay whole on the device until the last microbatch, which saves it most of its transfers.
             sharded.set_requires_gradient_sync(number == len(batches) - 1)
-            on_device = {name: tensor.to(accelerator.torch_device) for name, tensor in batch.items()}
+            on_device = {
+                name: tensor.to(accelerator.torch_device) for name, tensor in batch.items()
+            }
             mean = forward_step(model, on_device) / len(batches)
             mean.backward()
             loss += mean.detach()
@@ -144,11 +156,15 @@ def _shape(findings: Findings) -> Shape:
     if findings.simulate:
         shape = _SIMULATED
     else:
-        room = _HOST_SHARE * grown_host_memory(int(_HOST_BYTES_AN_ELEMENT * shape.numel / _HOST_SHARE))
+        room = _HOST_SHARE * grown_host_memory(
+            int(_HOST_BYTES_AN_ELEMENT * shape.numel / _HOST_SHARE)
+        )
         while shape.num_layers > 1 and _HOST_BYTES_AN_ELEMENT * shape.numel > room:
             shape = Shape(**{**asdict(shape), "num_layers": shape.num_layers - 1})
         if shape != THREE_BILLION:
-            findings.note(f"The host has room for {shape.num_layers} layers, {shape.numel / 1e9:.2f} billion elements.")
+            findings.note(
+                f"The host has room for {shape.num_layers} layers, {shape.numel / 1e9:.2f} billion elements."
+            )
     findings.share("speed_shape", asdict(shape))
     return shape
 
@@ -187,7 +203,9 @@ def _measure_ours(
     numel = sum(parameter.numel() for parameter in engine.model.parameters())
     findings.expect("parameters, as the prediction counts them", numel, shape.numel)
     plan = engine.state.optimizer.plan
-    fraction = 0.0 if plan is None else plan.host_fraction  # whole layers, so not just what was asked for
+    fraction = (
+        0.0 if plan is None else plan.host_fraction
+    )  # whole layers, so not just what was asked for
     findings.figure("in host memory", fraction)
 
     def step(batches: list[Batch]) -> float:
@@ -257,11 +275,15 @@ def _measure(
             timings()  # forget the first steps, which touch memory for the first time
         losses.append(step(batches))
         ends.append(time.perf_counter())
-    seconds = statistics.median(later - earlier for earlier, later in _last_pairs(ends, num_measured))
+    seconds = statistics.median(
+        later - earlier for earlier, later in _last_pairs(ends, num_measured)
+    )
     peak, found = accelerator.peak(), timings()
 
     findings.figure("step", seconds, "s", is_telling=True)
-    findings.figure("steps", [later - earlier for earlier, later in _last_pairs(ends, num_measured)], "s")
+    findings.figure(
+        "steps", [later - earlier for earlier, later in _last_pairs(ends, num_measured)], "s"
+    )
     findings.figure("tokens a second", round(shape.tokens / seconds), is_telling=True)
     findings.figure("arithmetic", shape.flops / seconds / 1e12, "TFLOP/s", is_telling=True)
     findings.figure("peak allocated", peak.allocated / 2**30, "GiB", is_telling=True)
@@ -269,8 +291,12 @@ def _measure(
     findings.figure("losses", losses)
     for name, value in found._asdict().items() if found is not None else ():
         findings.figure(f"lanes: {name}", value)
-    findings.expect_at_least("loss of the first step less that of the last", losses[0] - losses[-1], 1e-4)
-    findings.expect_at_least("peak bytes, what rests on the device being a part", peak.allocated, least_bytes)
+    findings.expect_at_least(
+        "loss of the first step less that of the last", losses[0] - losses[-1], 1e-4
+    )
+    findings.expect_at_least(
+        "peak bytes, what rests on the device being a part", peak.allocated, least_bytes
+    )
     if expected is not None:
         _show_prediction(findings, expected, shape)
     findings.share(
@@ -291,7 +317,11 @@ def _measure(
 
 
 def _show_prediction(findings: Findings, expected: Prediction, shape: Shape) -> None:
-    findings.figure("predicted step, computation alone", [expected.seconds, compute_seconds(shape, Machine())], "s")
+    findings.figure(
+        "predicted step, computation alone",
+        [expected.seconds, compute_seconds(shape, Machine())],
+        "s",
+    )
     findings.figure("predicted peak", expected.peak_bytes / 2**30, "GiB")
 
 
@@ -303,14 +333,21 @@ def _last_pairs(ends: Sequence[float], number: int) -> Iterator[tuple[float, flo
 def _batches(shape: Shape, number: int) -> list[Batch]:
     """The same text for every step, so that the loss falls."""
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(shape.vocabulary, (shape.micro_batch * number, shape.sequence + 1), generator=generator)
+    text = torch.randint(
+        shape.vocabulary, (shape.micro_batch * number, shape.sequence + 1), generator=generator
+    )
     return [
-        {"tokens": part[:, :-1].contiguous().pin_memory(), "labels": part[:, 1:].contiguous().pin_memory()}
+        {
+            "tokens": part[:, :-1].contiguous().pin_memory(),
+            "labels": part[:, 1:].contiguous().pin_memory(),
+        }
         for part in text.split(shape.micro_batch)
     ]
 
 
-def _trace(findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]) -> None:
+def _trace(
+    findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]
+) -> None:
     """A profile of two steps of one microbatch each, compressed, and the kernels that take longest."""
     batches = _batches(shape, 1)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -333,4 +370,7 @@ def _trace(findings: Findings, accelerator: Accelerator, shape: Shape, step: Cal
     else:
         findings.keep(packed)
     top = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:12]
-    findings.figure("kernels, ms", {event.key[:60]: round(event.self_device_time_total / 1e3, 2) for event in top})
+    findings.figure(
+        "kernels, ms",
+        {event.key[:60]: round(event.self_device_time_total / 1e3, 2) for event in top},
+    )

@@ -63,7 +63,9 @@ def _call(function: Callable[..., object], findings: Findings, arguments: dict[s
         if (error.name or "").partition(".")[0] in ("megatron", "tools", "tests"):
             findings.error(traceback.format_exc())
             return FAILED
-        findings.record("skip", reason=f"{error.name} is not installed; carry its wheel with --wheels")
+        findings.record(
+            "skip", reason=f"{error.name} is not installed; carry its wheel with --wheels"
+        )
         return MISSING
     except BaseException:
         traceback.print_exc()

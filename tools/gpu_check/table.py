@@ -33,12 +33,42 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _HERE = "tools.gpu_check"
 
 STAGES: tuple[Stage, ...] = (
-    Stage("facts", f"{_HERE}.facts:facts", "the machine, its GPU, and which dependencies are missing", 90, 5, True),
+    Stage(
+        "facts",
+        f"{_HERE}.facts:facts",
+        "the machine, its GPU, and which dependencies are missing",
+        90,
+        5,
+        True,
+    ),
     Stage("build", f"{_HERE}.facts:build", "compiles the host kernel", 90, 5, True),
-    Stage("lanes", f"{_HERE}.links:lanes", "order and overlap of lanes, pinning, the link to the device", 60, 10, True),
-    Stage("host", f"{_HERE}.links:host", "host memory bandwidth of the Adam pass by number of threads", 45, 8, True),
-    Stage("nccl", f"{_HERE}.two_ranks:probe", "which backend carries two ranks on one GPU", 100, 15, True),
-    Stage("adam", f"{_HERE}.adam:adam", "the Triton pass against the host kernel, bit for bit", 90, 15),
+    Stage(
+        "lanes",
+        f"{_HERE}.links:lanes",
+        "order and overlap of lanes, pinning, the link to the device",
+        60,
+        10,
+        True,
+    ),
+    Stage(
+        "host",
+        f"{_HERE}.links:host",
+        "host memory bandwidth of the Adam pass by number of threads",
+        45,
+        8,
+        True,
+    ),
+    Stage(
+        "nccl",
+        f"{_HERE}.two_ranks:probe",
+        "which backend carries two ranks on one GPU",
+        100,
+        15,
+        True,
+    ),
+    Stage(
+        "adam", f"{_HERE}.adam:adam", "the Triton pass against the host kernel, bit for bit", 90, 15
+    ),
     Stage(
         "one_rank",
         f"{_HERE}.one_rank:plain",
@@ -79,14 +109,54 @@ STAGES: tuple[Stage, ...] = (
         25,
         environment=_DETERMINISTIC,
     ),
-    Stage("watchdog", f"{_HERE}.drills:drills", "ranks that die or hang, and who is blamed", 120, 40),
-    Stage("bits", f"{_HERE}.verdict:bits", "whether the runs of one rank gave the same bits", 30, 2, True),
-    Stage("speed_device", f"{_HERE}.speed:device", "a 3B model with everything on the device", 90, 30, True),
-    Stage("speed_offload", f"{_HERE}.speed:offload_all", "the same, the optimizer in host memory", 120, 40, True),
-    Stage("speed_bf16", f"{_HERE}.speed:offload_bf16_moments", "all of it, with bf16 moments", 110, 40, True),
+    Stage(
+        "watchdog", f"{_HERE}.drills:drills", "ranks that die or hang, and who is blamed", 120, 40
+    ),
+    Stage(
+        "bits",
+        f"{_HERE}.verdict:bits",
+        "whether the runs of one rank gave the same bits",
+        30,
+        2,
+        True,
+    ),
+    Stage(
+        "speed_device",
+        f"{_HERE}.speed:device",
+        "a 3B model with everything on the device",
+        90,
+        30,
+        True,
+    ),
+    Stage(
+        "speed_offload",
+        f"{_HERE}.speed:offload_all",
+        "the same, the optimizer in host memory",
+        120,
+        40,
+        True,
+    ),
+    Stage(
+        "speed_bf16",
+        f"{_HERE}.speed:offload_bf16_moments",
+        "all of it, with bf16 moments",
+        110,
+        40,
+        True,
+    ),
     Stage("speed_half", f"{_HERE}.speed:offload_half", "the same, half of it", 110, 40, True),
-    Stage("speed_fsdp2", f"{_HERE}.speed:fsdp2", "PyTorch FSDP2 with CPUOffloadPolicy", 120, 45, True),
-    Stage("speed_verdict", f"{_HERE}.verdict:speed", "the bars, and measured against predicted", 30, 4, True, True),
+    Stage(
+        "speed_fsdp2", f"{_HERE}.speed:fsdp2", "PyTorch FSDP2 with CPUOffloadPolicy", 120, 45, True
+    ),
+    Stage(
+        "speed_verdict",
+        f"{_HERE}.verdict:speed",
+        "the bars, and measured against predicted",
+        30,
+        4,
+        True,
+        True,
+    ),
 )
 
 
@@ -98,5 +168,7 @@ def selected(stages: Sequence[Stage], names: str | None) -> list[Stage]:
     unknown = sorted(set(wanted).difference(stage.name for stage in stages))
     if unknown or not wanted:
         known = ", ".join(stage.name for stage in stages)
-        raise ValueError(f"--stages: expected names among {known}, got {', '.join(unknown) or 'none'}.")
+        raise ValueError(
+            f"--stages: expected names among {known}, got {', '.join(unknown) or 'none'}."
+        )
     return [stage for stage in stages if stage.name in wanted]

@@ -49,7 +49,9 @@ class Configuration:
         return self.parallel.num_distributed_optimizer_instances
 
 
-def _offloaded(fraction: float, *, overlaps_forward: bool = False, **options: Any) -> OptimizerConfig:
+def _offloaded(
+    fraction: float, *, overlaps_forward: bool = False, **options: Any
+) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer_cpu_offload=True,
         overlap_cpu_optimizer_d2h_h2d=True,
@@ -60,7 +62,9 @@ def _offloaded(fraction: float, *, overlaps_forward: bool = False, **options: An
 
 
 def _strategy(name: str, grads: str = "fp32") -> DataParallelConfig:
-    return DataParallelConfig(data_parallel_sharding_strategy=name, megatron_fsdp_main_grads_dtype=grads)
+    return DataParallelConfig(
+        data_parallel_sharding_strategy=name, megatron_fsdp_main_grads_dtype=grads
+    )
 
 
 def _hybrid(outer: str = "no_shard", grads: str = "fp32") -> DataParallelConfig:
@@ -73,7 +77,9 @@ def _hybrid(outer: str = "no_shard", grads: str = "fp32") -> DataParallelConfig:
 
 # As a run has it that offloads: gradients in the compute dtype.
 _AUTO = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
-_LOW_PRECISION = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16")
+_LOW_PRECISION = OptimizerConfig(
+    use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"
+)
 _FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
 
 # The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each with states on the
@@ -96,10 +102,16 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "zero3_bf16_grads": Configuration(parallel=_AUTO, family="offload"),
     "offload_all": Configuration(_offloaded(1.0), parallel=_AUTO, family="offload"),
     "offload_half": Configuration(_offloaded(0.5), parallel=_AUTO, family="offload"),
-    "offload_forward": Configuration(_offloaded(1.0, overlaps_forward=True), parallel=_AUTO, family="offload"),
-    "offload_forward_half": Configuration(_offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"),
+    "offload_forward": Configuration(
+        _offloaded(1.0, overlaps_forward=True), parallel=_AUTO, family="offload"
+    ),
+    "offload_forward_half": Configuration(
+        _offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"
+    ),
     "offload_zero1": Configuration(
-        _offloaded(0.5, overlaps_forward=True), parallel=_strategy("optim", "auto"), family="offload"
+        _offloaded(0.5, overlaps_forward=True),
+        parallel=_strategy("optim", "auto"),
+        family="offload",
     ),
     "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "auto"), family="offload"),
     "offload_hsdp": Configuration(
@@ -108,14 +120,22 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="auto"), family="offload"),
     # In order, the thread that trains waits for every copy.
     "offload_inline": Configuration(
-        OptimizerConfig(optimizer_cpu_offload=True), parallel=_AUTO, family="offload", num_syncs=None
+        OptimizerConfig(optimizer_cpu_offload=True),
+        parallel=_AUTO,
+        family="offload",
+        num_syncs=None,
     ),
     # Copies to pageable memory are waited for where they are issued.
     "offload_unpinned": Configuration(
-        _offloaded(1.0, pin_cpu_grads=False, pin_cpu_params=False), parallel=_AUTO, family="offload", num_syncs=None
+        _offloaded(1.0, pin_cpu_grads=False, pin_cpu_params=False),
+        parallel=_AUTO,
+        family="offload",
+        num_syncs=None,
     ),
     "fsdp2": Configuration(parallel=_FSDP2, num_syncs=None, reuses_memory=False),
-    "offload_fsdp2": Configuration(_offloaded(0.5), parallel=_FSDP2, num_syncs=None, reuses_memory=False),
+    "offload_fsdp2": Configuration(
+        _offloaded(0.5), parallel=_FSDP2, num_syncs=None, reuses_memory=False
+    ),
     "fp16_moments": Configuration(_LOW_PRECISION),
     "fp16": Configuration(OptimizerConfig(initial_loss_scale=2.0**12), compute_dtype="fp16"),
 }
@@ -156,7 +176,9 @@ class Sizes(NamedTuple):
 
 # Every collective of ranks that share a GPU waits for the device to turn from one process to the other.
 TWO_RANKS_SIZES = Sizes(num_layers=2, num_microbatches=2, num_steps=5)
-SIMULATED_SIZES = Sizes(num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=5)
+SIMULATED_SIZES = Sizes(
+    num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=5
+)
 NUM_FIRST_STEPS = 3  # in which memory may be taken from the device
 
 
@@ -167,7 +189,11 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def build(
-    accelerator: Accelerator, configuration: Configuration, sizes: Sizes, num_ranks: int, **options: Any
+    accelerator: Accelerator,
+    configuration: Configuration,
+    sizes: Sizes,
+    num_ranks: int,
+    **options: Any,
 ) -> ModuleEngine:
     """An engine with a model of these sizes, whose weights are the same whatever the configuration."""
     model = TransformerConfig(

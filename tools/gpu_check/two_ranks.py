@@ -23,11 +23,15 @@ def probe(findings: Findings) -> None:
     """Finds the first backend whose collectives two ranks can use on one device."""
     works, limit = None, findings.seconds_left if findings.simulate else _PROBE_SECONDS
     for backend in open_accelerator(findings).shared_backends:
-        ranks = run_ranks(findings, f"{__name__}:probe_rank", _NUM_RANKS, limit_seconds=limit, backend=backend)
+        ranks = run_ranks(
+            findings, f"{__name__}:probe_rank", _NUM_RANKS, limit_seconds=limit, backend=backend
+        )
         if not any(ranks.statuses):
             works = backend
             break
-        findings.note(f"two ranks on one device cannot use {backend}: exit statuses {ranks.statuses}")
+        findings.note(
+            f"two ranks on one device cannot use {backend}: exit statuses {ranks.statuses}"
+        )
     findings.expect("a backend for two ranks on one device was found", works is not None, True)
     findings.figure("backend", works, is_telling=True)
     findings.share("backend", works)
@@ -48,7 +52,9 @@ def probe_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> N
     findings.expect("all-gather", gathered.tolist(), [1.0] * 4 + [2.0] * 4)
 
     mean = torch.empty(4, device=device)
-    collectives.reduce_scatter(mean, gathered * (rank + 1), group, collectives.Reduction(is_average=True))
+    collectives.reduce_scatter(
+        mean, gathered * (rank + 1), group, collectives.Reduction(is_average=True)
+    )
     findings.expect("reduce-scatter of means", mean.tolist(), [1.5 * (rank + 1)] * 4)
 
     dist.all_reduce(own)
@@ -60,7 +66,9 @@ def shared_backend(findings: Findings, accelerator: Accelerator) -> str:
     if (findings.shared / "backend.json").exists():
         backend = findings.shared_by("backend")
         if backend is None:
-            raise SkippedError("needs a backend for two ranks on one device, and the stage nccl has found none")
+            raise SkippedError(
+                "needs a backend for two ranks on one device, and the stage nccl has found none"
+            )
         return str(backend)
     return accelerator.shared_backends[0]
 
@@ -86,6 +94,8 @@ def train_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> N
     join(findings, accelerator, rank, num_ranks, backend)
     bits = train_all(findings, accelerator, rank=rank, num_ranks=num_ranks)
     (findings.scratch / f"bits.{rank}.json").write_text(json.dumps(bits))
-    again = train_all(findings, accelerator, rank=rank, num_ranks=num_ranks, pauses=True, names=_DELAYED)
+    again = train_all(
+        findings, accelerator, rank=rank, num_ranks=num_ranks, pauses=True, names=_DELAYED
+    )
     different = [name for name in again if again[name] != bits.get(name)]
     findings.expect("configurations whose bits are others with pauses", different, [])

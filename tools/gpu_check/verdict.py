@@ -25,7 +25,9 @@ def bits(findings: Findings) -> None:
         names = runs[first].keys() & runs[other].keys()
         findings.expect_at_least(f"configurations of {first} and of {other}", len(names), 1)
         different = sorted(name for name in names if runs[first][name] != runs[other][name])
-        findings.expect(f"configurations whose bits are others in {other} than in {first}", different, [])
+        findings.expect(
+            f"configurations whose bits are others in {other} than in {first}", different, []
+        )
 
 
 def speed(findings: Findings) -> None:
@@ -35,11 +37,16 @@ def speed(findings: Findings) -> None:
     if device is None or not others:
         raise SkippedError("needs speed_device and a side that offloads, and they did not end well")
     findings.expect(
-        "all sides trained the same model", {found["numel"] for found in others.values()}, {device["numel"]}
+        "all sides trained the same model",
+        {found["numel"] for found in others.values()},
+        {device["numel"]},
     )
     passing = []
     for name, found in others.items():
-        time_ratio, memory_ratio = found["seconds"] / device["seconds"], found["allocated"] / device["allocated"]
+        time_ratio, memory_ratio = (
+            found["seconds"] / device["seconds"],
+            found["allocated"] / device["allocated"],
+        )
         findings.figure(f"{name} over device", round(time_ratio, 3), "x", is_telling=True)
         findings.figure(f"{name} memory", round(memory_ratio, 3), is_telling=True)
         apart = abs(found["losses"][0] - device["losses"][0])
@@ -50,15 +57,21 @@ def speed(findings: Findings) -> None:
     peer = findings.shared_by("speed_fsdp2")
     if peer is not None:
         best = min(found["seconds"] for found in others.values())
-        findings.figure("FSDP2 offloaded over our best", round(peer["seconds"] / best, 2), "x", is_telling=True)
+        findings.figure(
+            "FSDP2 offloaded over our best", round(peer["seconds"] / best, 2), "x", is_telling=True
+        )
     if not findings.simulate:
         findings.expect_at_least(
-            f"sides within {MOST_TIME}x of the time and {MOST_MEMORY} of the memory", len(passing), 1
+            f"sides within {MOST_TIME}x of the time and {MOST_MEMORY} of the memory",
+            len(passing),
+            1,
         )
         findings.expect_at_least("tokens a step", device["tokens"], 47_000)
 
 
-def _compare_with_prediction(findings: Findings, name: str, found: dict[str, Any], device: dict[str, Any]) -> None:
+def _compare_with_prediction(
+    findings: Findings, name: str, found: dict[str, Any], device: dict[str, Any]
+) -> None:
     """From this machine's own bandwidths, and the time of forward and backward that it was seen to take."""
     shape = Shape(**found["shape"])
     machine = measured_machine(findings)
@@ -66,7 +79,11 @@ def _compare_with_prediction(findings: Findings, name: str, found: dict[str, Any
     expected = predict(shape, machine, found["fraction"], moments=found["moments"], compute=compute)
     # What is not in host memory is still stepped on the device, which is no cost of offloading.
     exposed = found["seconds"] - compute - expected.device_pass
-    waited = {lane: found["timings"].get(f"waited_{lane}") for lane in _LANES} if found["timings"] else {}
+    waited = (
+        {lane: found["timings"].get(f"waited_{lane}") for lane in _LANES}
+        if found["timings"]
+        else {}
+    )
     rows = {
         "step": [found["seconds"], expected.seconds],
         "exposed": [exposed, expected.exposed_host + expected.exposed_link],

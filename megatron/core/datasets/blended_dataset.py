@@ -49,7 +49,9 @@ class BlendOrder:
             total = math.inf
         self.weights = tuple(weight / total for weight in weights)
         if min(self.weights) == 0:
-            raise ValueError(f"Expected weights whose shares of their sum are positive, got {list(weights)}.")
+            raise ValueError(
+                f"Expected weights whose shares of their sum are positive, got {list(weights)}."
+            )
 
     def locate(self, index: int) -> Located:
         """Which sample of which dataset is sample `index` of the blend. O(D log D) for D datasets."""
@@ -105,13 +107,19 @@ class BlendedDataset(NumberedDataset):
         ValueError: as many weights as datasets are needed, and datasets that hold the samples the blend takes.
     """
 
-    def __init__(self, datasets: Sequence[SampleDataset | None], weights: Sequence[float], num_samples: int) -> None:
+    def __init__(
+        self, datasets: Sequence[SampleDataset | None], weights: Sequence[float], num_samples: int
+    ) -> None:
         if len(datasets) != len(weights):
-            raise ValueError(f"Expected a weight for each of {len(datasets)} datasets, got {len(weights)}.")
+            raise ValueError(
+                f"Expected a weight for each of {len(datasets)} datasets, got {len(weights)}."
+            )
         self.order = BlendOrder(weights)
         self.num_samples = num_samples
         self._datasets = list(datasets)
-        for number, (dataset, count) in enumerate(zip(datasets, self.order.counts(num_samples), strict=True)):
+        for number, (dataset, count) in enumerate(
+            zip(datasets, self.order.counts(num_samples), strict=True)
+        ):
             available = 0 if dataset is None else len(dataset)
             if available < count:
                 raise ValueError(

@@ -48,9 +48,13 @@ def build_gpt_datasets(
         if num_samples[number] == 0 or config.split_fractions[number] == 0:
             built.append(None)
         elif config.mock_data:
-            built.append(MockGPTDataset(vocab_size, config.seq_length, num_samples[number], split_seed))
+            built.append(
+                MockGPTDataset(vocab_size, config.seq_length, num_samples[number], split_seed)
+            )
         else:
-            built.append(_build_blend(config, opened, number, num_samples[number], vocab_size, split_seed))
+            built.append(
+                _build_blend(config, opened, number, num_samples[number], vocab_size, split_seed)
+            )
     return GPTDatasets(*built)
 
 
@@ -74,7 +78,9 @@ def _build_blend(
     counts = BlendOrder(weights).counts(num_samples)
     parts: list[SampleDataset | None] = []
     for indexed, count in zip(opened, counts, strict=True):
-        parts.append(_build_part(config, indexed, number, count, vocab_size, seed) if count else None)
+        parts.append(
+            _build_part(config, indexed, number, count, vocab_size, seed) if count else None
+        )
     if len(parts) == 1 and parts[0] is not None:
         return parts[0]
     return BlendedDataset(parts, weights, num_samples)
@@ -90,7 +96,15 @@ def _build_part(
 ) -> GPTDataset:
     documents = split_documents(config.split_fractions, len(indexed))[number]
     try:
-        return GPTDataset(indexed, documents, num_samples, config.seq_length, seed, config.data_cache_path, vocab_size)
+        return GPTDataset(
+            indexed,
+            documents,
+            num_samples,
+            config.seq_length,
+            seed,
+            config.data_cache_path,
+            vocab_size,
+        )
     except TooFewTokensError as error:
         raise TooFewTokensError(
             f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of {len(indexed)} documents at "

@@ -27,7 +27,8 @@ class GPTDatasetConfig:
         None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
     )
     split: str = option(
-        "969,30,1", "shares of the documents for training, validation and test, in any unit; those left out are 0"
+        "969,30,1",
+        "shares of the documents for training, validation and test, in any unit; those left out are 0",
     )
     data_cache_path: str | None = option(
         None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
@@ -52,7 +53,12 @@ class GPTDatasetConfig:
         if self.mock_data and self.data_path is not None:
             got = shown(" ".join(self.data_path))
             raise ConfigError(f"--data-path: expected nothing beside --mock-data, got {got}.")
-        expect(self.mock_data or bool(self.data_path), "--data-path", "a PREFIX, or --mock-data", self.data_path)
+        expect(
+            self.mock_data or bool(self.data_path),
+            "--data-path",
+            "a PREFIX, or --mock-data",
+            self.data_path,
+        )
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
@@ -63,7 +69,9 @@ class GPTDatasetConfig:
         except ValueError:
             shares = []
         # The sum of finite numbers may be infinite, and nobody's share of that is more than 0.
-        is_split = len(shares) <= 3 and all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf
+        is_split = (
+            len(shares) <= 3 and all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf
+        )
         expect(is_split, "--split", expected, self.split)
         train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
         return train, valid, test
@@ -76,7 +84,8 @@ class GPTDatasetConfig:
             return [BlendPart(1.0, prefix) for prefix in given]
         expect(len(given) % 2 == 0, "--data-path", "pairs of WEIGHT and PREFIX", " ".join(given))
         return [
-            BlendPart(_parse_weight(weight), prefix) for weight, prefix in zip(given[::2], given[1::2], strict=True)
+            BlendPart(_parse_weight(weight), prefix)
+            for weight, prefix in zip(given[::2], given[1::2], strict=True)
         ]
 
 
@@ -85,5 +94,7 @@ def _parse_weight(text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    expect(math.isfinite(weight) and weight > 0, "--data-path", "a WEIGHT > 0 before each PREFIX", text)
+    expect(
+        math.isfinite(weight) and weight > 0, "--data-path", "a WEIGHT > 0 before each PREFIX", text
+    )
     return weight

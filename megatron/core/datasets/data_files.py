@@ -125,4 +125,6 @@ class MappedFile:
 
 def _shrunk(path: Path, before: int, now: int) -> IndexedDatasetError:
     expected = f"{before} bytes, as when it was opened"
-    return IndexedDatasetError(f"{path}: expected {expected}, got {now}: it was cut while it was in use.")
+    return IndexedDatasetError(
+        f"{path}: expected {expected}, got {now}: it was cut while it was in use."
+    )

@@ -54,11 +54,17 @@ class GPTDataset(NumberedDataset):
     ) -> None:
         if indexed.dtype.kind not in "iu":
             expected = "tokens of an integer dtype"
-            raise IndexedDatasetError(f"{indexed.prefix}: expected {expected}, got {indexed.dtype}.")
+            raise IndexedDatasetError(
+                f"{indexed.prefix}: expected {expected}, got {indexed.dtype}."
+            )
         if documents.step != 1 or not 0 <= documents.start <= documents.stop <= len(indexed):
-            raise ValueError(f"{indexed.prefix}: expected a part of range({len(indexed)}), got {documents}.")
+            raise ValueError(
+                f"{indexed.prefix}: expected a part of range({len(indexed)}), got {documents}."
+            )
         if num_samples < 1 or seq_length < 1:
-            raise ValueError(f"Expected at least 1 sample of at least 1 token, got {num_samples} of {seq_length}.")
+            raise ValueError(
+                f"Expected at least 1 sample of at least 1 token, got {num_samples} of {seq_length}."
+            )
         self.num_tokens = indexed.num_tokens(documents)
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
@@ -71,10 +77,16 @@ class GPTDataset(NumberedDataset):
         self.seq_length = seq_length
         self.seed = seed
         self.vocab_size = vocab_size
-        folder = indexed.bin_path.parent / "cache" / "GPTDataset_indices" if cache_path is None else Path(cache_path)
+        folder = (
+            indexed.bin_path.parent / "cache" / "GPTDataset_indices"
+            if cache_path is None
+            else Path(cache_path)
+        )
         self._stream = EpochStream(indexed, documents, seed)
         num_epochs = -(-num_samples // self.samples_per_epoch)
-        self._index = SampleIndex(self._stream, seq_length, self.samples_per_epoch, num_epochs, folder)
+        self._index = SampleIndex(
+            self._stream, seq_length, self.samples_per_epoch, num_epochs, folder
+        )
         self._starts = self._index.load()
 
     def _sample(self, index: int) -> dict[str, torch.Tensor]:

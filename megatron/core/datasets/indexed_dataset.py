@@ -239,7 +239,9 @@ class IndexedDatasetBuilder:
             RuntimeError: the builder was finalized or aborted before.
         """
         if self._tokens.closed:
-            raise RuntimeError(f"Expected an open builder, got one of {self.prefix} that is finalized or aborted.")
+            raise RuntimeError(
+                f"Expected an open builder, got one of {self.prefix} that is finalized or aborted."
+            )
         try:
             sync_stream(self._tokens)
             self._tokens.close()
@@ -263,7 +265,10 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.finalize()

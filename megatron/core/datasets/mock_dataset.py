@@ -40,12 +40,16 @@ class MockGPTDataset(NumberedDataset):
         num_tokens = self.seq_length + 1
         key = derive_key(self.seed, "mock", index)
         # Two random numbers per token, and one for the stride.
-        draws = mix64(np.arange(2 * num_tokens + 1, dtype=np.uint64), key) >> np.uint64(11)  # 53 bits, exact as floats
+        draws = mix64(np.arange(2 * num_tokens + 1, dtype=np.uint64), key) >> np.uint64(
+            11
+        )  # 53 bits, exact as floats
         stride = 1 + int(draws[-1]) % _NUM_STRIDES
         is_jump = draws[:num_tokens] < np.uint64(_NOISE * (1 << 53))
         is_jump[0] = True
         targets = (draws[num_tokens:-1] % np.uint64(self._alphabet)).astype(np.int64)
         places = np.arange(num_tokens)
         last_jump = np.maximum.accumulate(np.where(is_jump, places, 0))
-        window = torch.from_numpy((targets[last_jump] + stride * (places - last_jump)) % self._alphabet)
+        window = torch.from_numpy(
+            (targets[last_jump] + stride * (places - last_jump)) % self._alphabet
+        )
         return {"tokens": window[:-1], "labels": window[1:]}

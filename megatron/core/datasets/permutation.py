@@ -38,7 +38,9 @@ def mix64(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
     The finalizer of SplitMix64 (Steele, Lea, Flood 2014) over `key + value * golden gamma`.
     """
-    mixed: npt.NDArray[np.uint64] = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & _MASK_64)
+    mixed: npt.NDArray[np.uint64] = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        key & _MASK_64
+    )
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -62,14 +64,18 @@ class RandomPermutation:
         self.size = size
         self._table: npt.NDArray[np.int64] | None = None
         if size <= _TABLE_SIZE:
-            self._table = np.argsort(mix64(np.arange(size, dtype=np.uint64), key), kind="stable").astype(np.int64)
+            self._table = np.argsort(
+                mix64(np.arange(size, dtype=np.uint64), key), kind="stable"
+            ).astype(np.int64)
             return
         bits = (size - 1).bit_length()
         self._low_bits = bits // 2
         self._high_bits = bits - self._low_bits
         words = mix64(np.arange(3 * _NUM_ROUNDS, dtype=np.uint64), key).astype(np.uint32)
         # Per round: an addend and two odd multipliers.
-        self._rounds = [(a, b | np.uint32(1), c | np.uint32(1)) for a, b, c in words.reshape(_NUM_ROUNDS, 3)]
+        self._rounds = [
+            (a, b | np.uint32(1), c | np.uint32(1)) for a, b, c in words.reshape(_NUM_ROUNDS, 3)
+        ]
 
     def __len__(self) -> int:
         return self.size
@@ -87,7 +93,9 @@ class RandomPermutation:
         if not isinstance(positions, np.ndarray):
             return int(self(np.array([positions], dtype=np.int64))[0])
         if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.size):
-            raise IndexError(f"Expected positions in range({self.size}), got {positions.min()} to {positions.max()}.")
+            raise IndexError(
+                f"Expected positions in range({self.size}), got {positions.min()} to {positions.max()}."
+            )
         if self._table is not None:
             return self._table.take(positions)
         permuted = positions.astype(np.uint64)
@@ -118,7 +126,9 @@ class RandomPermutation:
         mixed = np.empty_like(low)
         scratch = np.empty_like(low)
         for number, (addend, first, second) in enumerate(self._rounds):
-            source, target, bits = (low, high, self._high_bits) if number % 2 == 0 else (high, low, self._low_bits)
+            source, target, bits = (
+                (low, high, self._high_bits) if number % 2 == 0 else (high, low, self._low_bits)
+            )
             # A product's upper bits depend on all lower bits of its factor: two products with the upper half folded
             # down in between let every bit of the source reach every bit that is kept, the topmost ones.
             np.add(source, addend, out=mixed)

@@ -77,7 +77,9 @@ class EpochStream:
         order = epoch_permutation(len(self.documents), self.seed, "documents", epoch)
         return order(positions) + self.documents.start
 
-    def sample_starts(self, epoch: int, seq_length: int, num_samples: int) -> Iterator[npt.NDArray[np.int64]]:
+    def sample_starts(
+        self, epoch: int, seq_length: int, num_samples: int
+    ) -> Iterator[npt.NDArray[np.int64]]:
         """Where windows 0 .. num_samples - 1 of the epoch begin, in pieces.
 
         Yields:
@@ -149,8 +151,17 @@ class SampleIndex:
         indexed, documents = self.stream.indexed, self.stream.documents
         files = []
         # The files that are mapped, and not what may stand under their names by now.
-        for path, version in ((indexed.idx_path, indexed.idx_version), (indexed.bin_path, indexed.bin_version)):
-            files.append({"path": str(path.resolve()), "bytes": version.num_bytes, "mtime_ns": version.mtime_ns})
+        for path, version in (
+            (indexed.idx_path, indexed.idx_version),
+            (indexed.bin_path, indexed.bin_version),
+        ):
+            files.append(
+                {
+                    "path": str(path.resolve()),
+                    "bytes": version.num_bytes,
+                    "mtime_ns": version.mtime_ns,
+                }
+            )
         return {
             "format": _FORMAT,
             "files": files,
@@ -228,7 +239,9 @@ class SampleIndex:
         with published(self.path) as stream:
             stream.write(self._header())
             for epoch in range(self.num_epochs):
-                for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
+                for starts in self.stream.sample_starts(
+                    epoch, self.seq_length, self.samples_per_epoch
+                ):
                     stream.write(starts.tobytes())
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
@@ -262,7 +275,9 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning("%s cannot be locked (%s); processes may each build the sample index.", path, error)
+            logger.warning(
+                "%s cannot be locked (%s); processes may each build the sample index.", path, error
+            )
         yield
     finally:
         os.close(descriptor)

@@ -48,7 +48,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"{micro_batch_size}, {global_batch_size} and {data_parallel_size}."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(f"Expected a data parallel rank in range({data_parallel_size}), got {data_parallel_rank}.")
+            raise ValueError(
+                f"Expected a data parallel rank in range({data_parallel_size}), got {data_parallel_rank}."
+            )
         per_pass = micro_batch_size * data_parallel_size
         if global_batch_size % per_pass:
             raise ValueError(
@@ -56,7 +58,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"{micro_batch_size} x {data_parallel_size} = {per_pass}, got {global_batch_size}."
             )
         if not 0 <= consumed_samples <= num_samples:
-            raise ValueError(f"Expected 0 to {num_samples} consumed samples, got {consumed_samples}.")
+            raise ValueError(
+                f"Expected 0 to {num_samples} consumed samples, got {consumed_samples}."
+            )
         self.num_microbatches = global_batch_size // per_pass
         self.num_global_batches = (num_samples - consumed_samples) // global_batch_size
         self._consumed_samples = consumed_samples

@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 _MOST_BYTES = 64 * 2**20  # of a result
 _MOST_CHARACTERS = 16384  # of an error's text
-_MOST_ERROR_BYTES = 12 * _MOST_CHARACTERS + 64  # JSON writes a character as two escapes of six bytes at most
+_MOST_ERROR_BYTES = (
+    12 * _MOST_CHARACTERS + 64
+)  # JSON writes a character as two escapes of six bytes at most
 
 # By the names under which they travel; the first that an error is an instance of is its own.
 _KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
@@ -112,7 +114,9 @@ def _checked_plain(value: T) -> T:
     except (TypeError, ValueError, RecursionError):
         is_plain = False
     if not is_plain:
-        raise TypeError(f"Expected plain data that JSON keeps as it is, got {type(value).__name__}.")
+        raise TypeError(
+            f"Expected plain data that JSON keeps as it is, got {type(value).__name__}."
+        )
     return value
 
 
@@ -127,7 +131,9 @@ def _encode_error(error: CheckpointError | ConfigError) -> bytes:
 def _encode(answer: dict[str, Any], most_bytes: int) -> bytes:
     content = json.dumps(answer).encode("ascii")
     if len(content) > most_bytes:
-        raise ValueError(f"Expected at most {most_bytes} bytes to share among ranks, got {len(content)}.")
+        raise ValueError(
+            f"Expected at most {most_bytes} bytes to share among ranks, got {len(content)}."
+        )
     return content
 
 

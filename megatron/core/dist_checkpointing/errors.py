@@ -61,7 +61,9 @@ def shown(value: object, limit: int = 200, *, depth: int = 2) -> str:
         return repr(value)
     if isinstance(value, int):
         # Python refuses to write down an integer of thousands of digits.
-        return repr(value) if value.bit_length() <= 256 else f"an integer of {value.bit_length()} bits"
+        return (
+            repr(value) if value.bit_length() <= 256 else f"an integer of {value.bit_length()} bits"
+        )
     if isinstance(value, list | tuple) and depth:
         items = [shown(item, limit // 2, depth=depth - 1) for item in value[:_MAX_SHOWN]]
         rest = [f"{len(value) - _MAX_SHOWN} more"] if len(value) > _MAX_SHOWN else []

@@ -20,10 +20,19 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
+from megatron.core.dist_checkpointing.format.manifest import (
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    manifest_file,
+)
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state, system_errors
+from megatron.core.dist_checkpointing.load.small_files import (
+    path_of,
+    read_train_state,
+    system_errors,
+)
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, ranges
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store
@@ -81,7 +90,11 @@ def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
         raise CheckpointError(
             f"Expected a checkpoint in {path_of(store, name)}, got neither marker nor {METADATA_FILE}."
         )
-    return PublishedCheckpoint.open(store, name) if found == FSDP_DTENSOR else TorchDcpCheckpoint.open(store, name)
+    return (
+        PublishedCheckpoint.open(store, name)
+        if found == FSDP_DTENSOR
+        else TorchDcpCheckpoint.open(store, name)
+    )
 
 
 def tensors_of(checkpoint: ReadableCheckpoint) -> dict[str, TensorStorageMetadata]:
@@ -106,7 +119,10 @@ def pieces_of(entry: TensorStorageMetadata) -> Iterator[Box]:
     shape = tuple(entry.size)
     if entry.size.numel():
         max_span = _PIECE_BYTES // entry.properties.dtype.itemsize
-        yield from (part.box for part in ranges(Box((0,) * len(shape), shape), shape, max_span=max_span, max_gap=0))
+        yield from (
+            part.box
+            for part in ranges(Box((0,) * len(shape), shape), shape, max_span=max_span, max_gap=0)
+        )
 
 
 def read_piece(checkpoint: ReadableCheckpoint, key: str, box: Box) -> torch.Tensor:
@@ -125,14 +141,21 @@ class TorchDcpCheckpoint:
         path, metadata, train_state: as in `ReadableCheckpoint`; `train_state` is empty if there is none.
     """
 
-    def __init__(self, store: Store, name: str, metadata: Metadata, train_state: dict[str, Any]) -> None:
+    def __init__(
+        self, store: Store, name: str, metadata: Metadata, train_state: dict[str, Any]
+    ) -> None:
         """For `open`."""
         self.path = path_of(store, name)
         self.metadata = metadata
         self.train_state = train_state
         self._files = DcpFiles(store, name, metadata)
-        self._index: tuple[str, BoxIndex] = ("", BoxIndex([]))  # of the tensor that was read from last
-        self._loaded: tuple[MetadataIndex, torch.Tensor] | None = None  # the chunk that was read last
+        self._index: tuple[str, BoxIndex] = (
+            "",
+            BoxIndex([]),
+        )  # of the tensor that was read from last
+        self._loaded: tuple[MetadataIndex, torch.Tensor] | None = (
+            None  # the chunk that was read last
+        )
 
     @classmethod
     def open(cls, store: Store, name: str) -> TorchDcpCheckpoint:
@@ -143,10 +166,14 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            metadata = parse_metadata(store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES), source)
+            metadata = parse_metadata(
+                store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES), source
+            )
         check_coverage(metadata, source)
         DcpFiles(store, name, metadata).check_sizes()
-        train_state = read_train_state(store, name) if store.exists(f"{name}/{TRAIN_STATE_FILE}") else {}
+        train_state = (
+            read_train_state(store, name) if store.exists(f"{name}/{TRAIN_STATE_FILE}") else {}
+        )
         return cls(store, name, metadata, train_state)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:

@@ -23,7 +23,9 @@ from megatron.core.dist_checkpointing.dcp import torch_dcp
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 
 
-def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+def save_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]
+) -> None:
     """Saves a model and its optimizer. Called by all ranks together.
 
     Args:
@@ -37,12 +39,18 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoi
     """
     folder = Path(checkpoint_dir)
     if folder.name in ("", ".."):
-        raise ValueError(f"Expected the name of a folder to make, got {os.fspath(checkpoint_dir)!r}.")
+        raise ValueError(
+            f"Expected the name of a folder to make, got {os.fspath(checkpoint_dir)!r}."
+        )
 
-    torch_dcp.save_checkpoint(folder.parent, 0, _state(DCPState(model, optimizer)), None, name=folder.name)
+    torch_dcp.save_checkpoint(
+        folder.parent, 0, _state(DCPState(model, optimizer)), None, name=folder.name
+    )
 
 
-def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+def load_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]
+) -> None:
     """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
 
     Weights, states and the optimizer's options become those of the checkpoint. Compute weights follow when

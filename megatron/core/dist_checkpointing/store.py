@@ -33,7 +33,14 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink, naming
-from megatron.core.files import Sync, UnusableFileError, open_regular, published, read_regular, sync_folder
+from megatron.core.files import (
+    Sync,
+    UnusableFileError,
+    open_regular,
+    published,
+    read_regular,
+    sync_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +150,11 @@ def open_store(root: str | Path) -> Store:
     if "://" not in str(root):
         return LocalStore(Path(root))
     file_system, path = fsspec.url_to_fs(str(root))
-    return LocalStore(Path(path)) if isinstance(file_system, LocalFileSystem) else RemoteStore(str(root))
+    return (
+        LocalStore(Path(path))
+        if isinstance(file_system, LocalFileSystem)
+        else RemoteStore(str(root))
+    )
 
 
 class LocalStore:
@@ -164,7 +175,11 @@ class LocalStore:
 
     def files(self, name: str) -> list[str]:
         with os.scandir(self._root / name) as entries:
-            return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.endswith(_TEMPORARY))
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.is_file() and not entry.name.endswith(_TEMPORARY)
+            )
 
     def is_published(self, name: str) -> bool:  # noqa: ARG002 (a draft has another name)
         return True
@@ -192,7 +207,9 @@ class LocalStore:
             while rest:
                 num_read = file.readinto(rest)
                 if not num_read:
-                    raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, buffer.nbytes - rest.nbytes)
+                    raise _truncated(
+                        f"{self.root}/{path}", offset, buffer.nbytes, buffer.nbytes - rest.nbytes
+                    )
                 rest = rest[num_read:]
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
@@ -282,7 +299,9 @@ class RemoteStore:
     def make_folder(self, name: str) -> None:
         self._files.makedirs(self._at(name), exist_ok=True)
         # An object store has no folders, but files alone.
-        self.write(f"{name}/{SIGN_FILE}", f"Not a checkpoint unless {MARKER_FILE} is here, too.\n".encode())
+        self.write(
+            f"{name}/{SIGN_FILE}", f"Not a checkpoint unless {MARKER_FILE} is here, too.\n".encode()
+        )
 
     def exists(self, path: str) -> bool:
         self._files.invalidate_cache()
@@ -389,7 +408,9 @@ def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str)
         except FileNotFoundError:
             continue  # another process has swept or published it meanwhile
         except OSError as error:
-            logger.warning("Could not delete all of %s/%s, which is no checkpoint: %s", root, name, error)
+            logger.warning(
+                "Could not delete all of %s/%s, which is no checkpoint: %s", root, name, error
+            )
         else:
             deleted.append(name)
     return deleted
@@ -401,7 +422,9 @@ def _is_abandoned(name: str) -> bool:
 
 
 def _truncated(path: str, offset: int, nbytes: int, num_read: int) -> CheckpointDamagedError:
-    return CheckpointDamagedError(f"Expected {nbytes} bytes at byte {offset} of {path}, got {num_read}: truncated.")
+    return CheckpointDamagedError(
+        f"Expected {nbytes} bytes at byte {offset} of {path}, got {num_read}: truncated."
+    )
 
 
 def _is_at(path: Path, folder: os.stat_result) -> bool:
@@ -426,4 +449,6 @@ def _is_published(target: Path) -> FileExistsError:
 
 
 def _is_swept(source: Path | str) -> FileNotFoundError:
-    return FileNotFoundError(f"Expected the whole draft at {source}, got less: another run may have swept it.")
+    return FileNotFoundError(
+        f"Expected the whole draft at {source}, got less: another run may have swept it."
+    )

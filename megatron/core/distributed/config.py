@@ -24,7 +24,9 @@ class DataParallelConfig:
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     num_distributed_optimizer_instances: int = option(
-        1, "groups of ranks among each of which the model is sharded, side by side (HSDP)", at_least=1
+        1,
+        "groups of ranks among each of which the model is sharded, side by side (HSDP)",
+        at_least=1,
     )
     outer_dp_sharding_strategy: str = option(
         "no_shard",
@@ -38,7 +40,9 @@ class DataParallelConfig:
         choices=_DTYPES,
     )
     megatron_fsdp_grad_comm_dtype: str = option(
-        "auto", "dtype in which gradients are reduced; auto: that of the main gradients", choices=_DTYPES
+        "auto",
+        "dtype in which gradients are reduced; auto: that of the main gradients",
+        choices=_DTYPES,
     )
     megatron_fsdp_reshard_after_forward: bool = option(
         True,
@@ -51,7 +55,9 @@ class DataParallelConfig:
         "free a layer's full weights after its forward and gather them again for its backward",
         off_flag="--torch-fsdp2-no-reshard-after-forward",
     )
-    distributed_timeout_minutes: float = option(10.0, "how long a collective may take before the run ends", more_than=0)
+    distributed_timeout_minutes: float = option(
+        10.0, "how long a collective may take before the run ends", more_than=0
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -63,11 +69,19 @@ class DataParallelConfig:
             "--use-megatron-fsdp too",
         )
         for name, default, flag in (
-            ("data_parallel_sharding_strategy", "optim_grads_params", "--data-parallel-sharding-strategy"),
+            (
+                "data_parallel_sharding_strategy",
+                "optim_grads_params",
+                "--data-parallel-sharding-strategy",
+            ),
             ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
             ("megatron_fsdp_main_grads_dtype", None, "--megatron-fsdp-main-grads-dtype"),
             ("megatron_fsdp_grad_comm_dtype", "auto", "--megatron-fsdp-grad-comm-dtype"),
-            ("megatron_fsdp_reshard_after_forward", True, "--megatron-fsdp-no-reshard-after-forward"),
+            (
+                "megatron_fsdp_reshard_after_forward",
+                True,
+                "--megatron-fsdp-no-reshard-after-forward",
+            ),
         ):
             is_used = self.use_megatron_fsdp or getattr(self, name) == default
             expect(is_used, flag, "--use-megatron-fsdp", "--no-use-megatron-fsdp")
@@ -78,7 +92,8 @@ class DataParallelConfig:
             "--no-use-torch-fsdp2",
         )
         expect(
-            self.outer_dp_sharding_strategy == "no_shard" or self.num_distributed_optimizer_instances > 1,
+            self.outer_dp_sharding_strategy == "no_shard"
+            or self.num_distributed_optimizer_instances > 1,
             "--outer-dp-sharding-strategy",
             "--num-distributed-optimizer-instances of at least 2",
             self.num_distributed_optimizer_instances,
@@ -101,7 +116,9 @@ class DataParallelConfig:
         if self.data_parallel_sharding_strategy == "no_shard" or not self.is_sharded:
             return 1
         is_outer_replicated = self.outer_dp_sharding_strategy == "no_shard"
-        return world_size // (self.num_distributed_optimizer_instances if is_outer_replicated else 1)
+        return world_size // (
+            self.num_distributed_optimizer_instances if is_outer_replicated else 1
+        )
 
     @property
     def engine(self) -> str:

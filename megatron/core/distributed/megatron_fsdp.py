@@ -47,7 +47,9 @@ def shard_model(
         offloaded: the units, `model` for what remains, whose main weights are in host memory from the start.
     """
     if config.num_distributed_optimizer_instances > 1:
-        mesh = build_hybrid_mesh(device.kind, mesh.size(), config.num_distributed_optimizer_instances)
+        mesh = build_hybrid_mesh(
+            device.kind, mesh.size(), config.num_distributed_optimizer_instances
+        )
     placements = build_placements(config, mesh)
     policy = MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
@@ -78,7 +80,9 @@ def shard_model(
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the gradients that the optimizer reads."""
-    return DTYPES.get(config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype)  # auto is the compute dtype
+    return DTYPES.get(
+        config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype
+    )  # auto is the compute dtype
 
 
 def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:

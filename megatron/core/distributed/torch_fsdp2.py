@@ -11,13 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from megatron.core.distributed.units import sharding_units
 from megatron.core.issued_collectives import issuing
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
     """Shards `model` in place over `mesh`: one group for each layer, one for what remains (embedding, head).
 
     Args:
@@ -27,7 +32,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
         reshard_after_forward: free a layer's gathered weights between its forward and its backward.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}.")
+        raise ValueError(
+            f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}."
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,

@@ -45,7 +45,10 @@ class Update(NamedTuple):
             moments in MOMENT_DTYPES
             and moments == self.arrays["exp_avg_sq"].tensor.dtype
             and self.arrays["grad"].tensor.dtype in FLOAT_DTYPES
-            and all(array.scale is None and array.tensor.is_contiguous() for array in self.arrays.values())
+            and all(
+                array.scale is None and array.tensor.is_contiguous()
+                for array in self.arrays.values()
+            )
         )
 
 

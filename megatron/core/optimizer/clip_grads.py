@@ -94,7 +94,9 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     joined: list[torch.Tensor] = []
     for together in found.values():
-        joined += _runs_of_storage(sorted(together, key=_first_byte)) if len(together) > 1 else together
+        joined += (
+            _runs_of_storage(sorted(together, key=_first_byte)) if len(together) > 1 else together
+        )
     return joined
 
 
@@ -116,7 +118,9 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
         elif isinstance(parameter, DTensor) and parameter.requires_grad:
             # Another rank may have one, and waits in its sum for this rank.
             nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            sharded.setdefault((parameter.device_mesh, _sharding_axes(parameter)), []).append(nothing)
+            sharded.setdefault((parameter.device_mesh, _sharding_axes(parameter)), []).append(
+                nothing
+            )
 
     totals = [_measure_by_device(plain, measure)] if plain else []
     for (mesh, axes), local in sharded.items():
@@ -159,8 +163,12 @@ def scale_grads(parameters: Iterable[nn.Parameter], coefficient: torch.Tensor) -
 def _sharding_axes(grad: DTensor) -> tuple[int, ...]:
     for placement in grad.placements:
         if not isinstance(placement, (Shard, Replicate)):
-            raise NotImplementedError(f"Expected a gradient that is sharded or replicated, got {grad.placements}.")
-    return tuple(axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Shard))
+            raise NotImplementedError(
+                f"Expected a gradient that is sharded or replicated, got {grad.placements}."
+            )
+    return tuple(
+        axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Shard)
+    )
 
 
 def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -170,13 +178,18 @@ def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return sum(sums[1:], sums[0])
 
     # On a device: three kernels, and three or four for each tensor.
-    return torch.stack([_norm_on_device(tensor.detach().reshape(-1)) for tensor in tensors]).square().sum()
+    return (
+        torch.stack([_norm_on_device(tensor.detach().reshape(-1)) for tensor in tensors])
+        .square()
+        .sum()
+    )
 
 
 def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
     """Scalar, fp64. Of each tensor by itself, so that the norms of its rows are freed before the next one's."""
     norms = flat.new_empty(
-        -(-flat.numel() // _ROW_NUMEL), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32
+        -(-flat.numel() // _ROW_NUMEL),
+        dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32,
     )
     done = 0
     for rows in _rows(flat):
@@ -188,7 +201,10 @@ def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     total = sum(tensor.numel() for tensor in tensors)
-    return total - torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum().double()
+    return (
+        total
+        - torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum().double()
+    )
 
 
 def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:

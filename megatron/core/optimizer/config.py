@@ -16,22 +16,38 @@ _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_windo
 class OptimizerConfig:
     """Which optimizer updates the weights, and its constants. Names and defaults are Megatron's."""
 
-    optimizer: str = option("adam", "adam is AdamW: weight decay is decoupled", choices=("adam", "sgd"))
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", at_least=0)
+    optimizer: str = option(
+        "adam", "adam is AdamW: weight decay is decoupled", choices=("adam", "sgd")
+    )
+    weight_decay: float = option(
+        0.01, "weight decay of matrices; biases and norms have none", at_least=0
+    )
     adam_beta1: float = option(0.9, "decay of Adam's first moment", at_least=0, less_than=1)
     adam_beta2: float = option(0.999, "decay of Adam's second moment", at_least=0, less_than=1)
     adam_eps: float = option(1e-8, "term added to Adam's denominator", more_than=0)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, less_than=1)
-    clip_grad: float = option(1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0)
-    log_num_zeros_in_grad: bool = option(False, "count the zeros among the gradients' elements, and report them")
+    clip_grad: float = option(
+        1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0
+    )
+    log_num_zeros_in_grad: bool = option(
+        False, "count the zeros among the gradients' elements, and report them"
+    )
     loss_scale: float | None = option(
         None, "with --fp16: scale of the loss, which stays; default: one that adapts", more_than=0
     )
-    initial_loss_scale: float = option(2.0**32, "first value of a loss scale that adapts", more_than=0)
-    min_loss_scale: float = option(1.0, "value below which a loss scale that adapts is not halved", more_than=0)
-    loss_scale_window: int = option(1000, "finite steps in a row after which the loss scale is doubled", at_least=1)
+    initial_loss_scale: float = option(
+        2.0**32, "first value of a loss scale that adapts", more_than=0
+    )
+    min_loss_scale: float = option(
+        1.0, "value below which a loss scale that adapts is not halved", more_than=0
+    )
+    loss_scale_window: int = option(
+        1000, "finite steps in a row after which the loss scale is doubled", at_least=1
+    )
     hysteresis: int = option(
-        2, "steps that are not finite until the loss scale is halved; counted anew once it is doubled", at_least=1
+        2,
+        "steps that are not finite until the loss scale is halved; counted anew once it is doubled",
+        at_least=1,
     )
     gpu_optimizer: str = option(
         "auto",
@@ -50,9 +66,14 @@ class OptimizerConfig:
     )
     exp_avg_dtype: str = option("fp32", "dtype of Adam's first moments", choices=_MOMENT_DTYPES)
     exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moments", choices=_MOMENT_DTYPES)
-    optimizer_cpu_offload: bool = option(False, "keep optimizer states and main weights in host memory, updated there")
+    optimizer_cpu_offload: bool = option(
+        False, "keep optimizer states and main weights in host memory, updated there"
+    )
     optimizer_offload_fraction: float = option(
-        1.0, "share of the elements that is offloaded, in whole layers from the network's end", at_least=0, at_most=1
+        1.0,
+        "share of the elements that is offloaded, in whole layers from the network's end",
+        at_least=0,
+        at_most=1,
     )
     overlap_cpu_optimizer_d2h_h2d: bool = option(
         False, "move gradients down during backward, and weights up, beside the update of others"
@@ -61,7 +82,9 @@ class OptimizerConfig:
         False, "begin the next forward at once; each layer waits for its own weights"
     )
     pin_cpu_grads: bool = option(
-        True, "page-locked host memory for gradients on their way down", off_flag="--no-pin-cpu-grads"
+        True,
+        "page-locked host memory for gradients on their way down",
+        off_flag="--no-pin-cpu-grads",
     )
     pin_cpu_params: bool = option(
         True, "page-locked host memory for weights on their way up", off_flag="--no-pin-cpu-params"
@@ -104,7 +127,10 @@ class OptimizerConfig:
         )
         if self.optimizer == "sgd":
             expect(
-                self.gpu_optimizer in ("auto", "torch"), "--gpu-optimizer", "auto or torch for sgd", self.gpu_optimizer
+                self.gpu_optimizer in ("auto", "torch"),
+                "--gpu-optimizer",
+                "auto or torch for sgd",
+                self.gpu_optimizer,
             )
         self._check_dtypes(is_ours)
         self._check_loss_scale()
@@ -113,12 +139,19 @@ class OptimizerConfig:
         """The flags of loss scaling whose values are not the defaults."""
         defaults = {field.name: field.default for field in options_of(OptimizerConfig)}
         names = ("loss_scale", *_DYNAMIC_LOSS_SCALE)
-        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]]
+        return [
+            "--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]
+        ]
 
     def _check_loss_scale(self) -> None:
         if self.loss_scale is not None:
             others = [flag for flag in self.given_loss_scale_flags() if flag != "--loss-scale"]
-            expect(not others, "--loss-scale", "no flags of a loss scale that adapts", ", ".join(others))
+            expect(
+                not others,
+                "--loss-scale",
+                "no flags of a loss scale that adapts",
+                ", ".join(others),
+            )
         expect(
             self.min_loss_scale <= self.initial_loss_scale,
             "--min-loss-scale",
@@ -135,11 +168,22 @@ class OptimizerConfig:
         }
         for flag, dtype in dtypes.items():
             is_allowed = self.use_precision_aware_optimizer or dtype == "fp32"
-            expect(is_allowed, flag, "--use-precision-aware-optimizer for another dtype than fp32", dtype)
-            expect(is_ours or dtype == "fp32", flag, "fp32 for other optimizers than our own Adam", dtype)
+            expect(
+                is_allowed,
+                flag,
+                "--use-precision-aware-optimizer for another dtype than fp32",
+                dtype,
+            )
+            expect(
+                is_ours or dtype == "fp32",
+                flag,
+                "fp32 for other optimizers than our own Adam",
+                dtype,
+            )
         if self.optimizer_cpu_offload:
             expect(
-                self.exp_avg_dtype == self.exp_avg_sq_dtype and self.exp_avg_dtype in _HOST_MOMENT_DTYPES,
+                self.exp_avg_dtype == self.exp_avg_sq_dtype
+                and self.exp_avg_dtype in _HOST_MOMENT_DTYPES,
                 "--exp-avg-dtype",
                 "fp32 or bf16, the same as --exp-avg-sq-dtype, with --optimizer-cpu-offload",
                 f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}",

@@ -22,9 +22,17 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import HostNeed
-from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm, global_num_zeros, scale_grads
+from megatron.core.optimizer.clip_grads import (
+    clip_coefficient,
+    global_grad_norm,
+    global_num_zeros,
+    scale_grads,
+)
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks, shares_memory
+from megatron.core.optimizer.cpu_offloading.host_arrays import (
+    check_memory_on_all_ranks,
+    shares_memory,
+)
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
@@ -78,8 +86,13 @@ class DistributedOptimizer:
             NotImplementedError: for an optimizer that reads decoupled gradients, whose norm nothing
                 here would take.
         """
-        if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) and optimizer.use_decoupled_grad:
-            raise NotImplementedError("Expected an optimizer of .grad, got use_decoupled_grad=True.")
+        if (
+            isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer))
+            and optimizer.use_decoupled_grad
+        ):
+            raise NotImplementedError(
+                "Expected an optimizer of .grad, got use_decoupled_grad=True."
+            )
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
         self._clip_grad = clip_grad
@@ -150,11 +163,15 @@ class DistributedOptimizer:
             self._step_scaled(grad_norm, loss_scale, planned)
         return is_finite
 
-    def _step_scaled(self, grad_norm: float, loss_scale: float, planned: PlannedStep | None) -> None:
+    def _step_scaled(
+        self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
+    ) -> None:
         """Steps with gradients that are `loss_scale` times too large, and are left so where the optimizer can."""
         scale = 1.0
         if self._clip_grad > 0:
-            scale = float(clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad))
+            scale = float(
+                clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad)
+            )
         scale /= loss_scale
         if planned is not None:
             planned(grad_scale=scale)
@@ -188,7 +205,9 @@ class DistributedOptimizer:
 
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to record.
         """
-        return self.optimizer.timings() if isinstance(self.optimizer, HybridDeviceOptimizer) else None
+        return (
+            self.optimizer.timings() if isinstance(self.optimizer, HybridDeviceOptimizer) else None
+        )
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
@@ -217,7 +236,9 @@ def build_optimizer(
         HostMemoryError, PinError: see `HybridDeviceOptimizer`.
     """
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    is_on_cpu = all(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
+    is_on_cpu = all(
+        parameter.device.type == "cpu" for group in groups for parameter in group["params"]
+    )
     choice = _choice(config, is_on_cpu)
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
@@ -250,7 +271,9 @@ def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module
     Returns:
         Some of `sharding_units(model)`, and `model` for what they leave, with their global element counts.
     """
-    owners = {id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()}
+    owners = {
+        id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()
+    }
 
     def owner_of(parameter: nn.Parameter, _: str) -> Owner:
         return Owner(owners.get(id(parameter), model), "")
@@ -292,20 +315,31 @@ def check_host_memory_for(
     Raises:
         HostMemoryError: see `HybridDeviceOptimizer`.
     """
-    needs = {"main weights": DTYPES[config.main_params_dtype].itemsize, "gradients": grad_dtype.itemsize}
+    needs = {
+        "main weights": DTYPES[config.main_params_dtype].itemsize,
+        "gradients": grad_dtype.itemsize,
+    }
     if config.optimizer == "adam":
-        needs["moments"] = DTYPES[config.exp_avg_dtype].itemsize + DTYPES[config.exp_avg_sq_dtype].itemsize
+        needs["moments"] = (
+            DTYPES[config.exp_avg_dtype].itemsize + DTYPES[config.exp_avg_sq_dtype].itemsize
+        )
     elif config.sgd_momentum:
         needs["momentum"] = torch.float32.itemsize
     if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
         needs["compute weights"] = weight_dtype.itemsize
     check_memory_on_all_ranks(
-        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()], num_local_ranks, mesh
+        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()],
+        num_local_ranks,
+        mesh,
     )
 
 
 def _build_hybrid(
-    groups: list[dict[str, Any]], config: OptimizerConfig, lr: float, num_local_ranks: int, records_timings: bool
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    lr: float,
+    num_local_ranks: int,
+    records_timings: bool,
 ) -> HybridDeviceOptimizer:
     cls = torch.optim.SGD if config.optimizer == "sgd" else None
     return HybridDeviceOptimizer(
@@ -341,7 +375,9 @@ def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
     if choice == "auto":
         return "torch" if config.optimizer == "sgd" else "native"
     if choice in ("te", "apex") and is_on_cpu:
-        raise ConfigError(f"--gpu-optimizer: expected auto, native or torch on the CPU, got {choice}.")
+        raise ConfigError(
+            f"--gpu-optimizer: expected auto, native or torch on the CPU, got {choice}."
+        )
     return choice
 
 
@@ -353,5 +389,7 @@ def _other_optimizer(
     cls: type[torch.optim.Optimizer] | None = {"te": TEFusedAdam, "apex": ApexFusedAdam}[choice]
     if cls is None:
         package = {"te": "TransformerEngine", "apex": "NVIDIA's Apex"}[choice]
-        raise ConfigError(f"--gpu-optimizer: expected {package} to be installed for {choice}, got no such package.")
+        raise ConfigError(
+            f"--gpu-optimizer: expected {package} to be installed for {choice}, got no such package."
+        )
     return cls(groups, **_options(config, lr))

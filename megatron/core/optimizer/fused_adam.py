@@ -158,7 +158,9 @@ class FusedAdam(torch.optim.Optimizer):
         self.set_grad_none = True if set_grad_none is None else bool(set_grad_none)
         self.exp_avg_dtype = _checked_dtype("exp_avg_dtype", exp_avg_dtype, _STATE_DTYPES)
         self.exp_avg_sq_dtype = _checked_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, _STATE_DTYPES)
-        self.master_weight_dtype = _checked_dtype("master_weight_dtype", master_weight_dtype, _MASTER_DTYPES)
+        self.master_weight_dtype = _checked_dtype(
+            "master_weight_dtype", master_weight_dtype, _MASTER_DTYPES
+        )
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._num_host_threads = num_host_threads
         defaults = {
@@ -228,7 +230,16 @@ class FusedAdam(torch.optim.Optimizer):
         inputs = self._step_inputs()
         planned = self._plan()
         batches = [
-            _Batch(events, plan([Update(each.step, self._arrays(each)) for each in part if each.gradient.numel()]))
+            _Batch(
+                events,
+                plan(
+                    [
+                        Update(each.step, self._arrays(each))
+                        for each in part
+                        if each.gradient.numel()
+                    ]
+                ),
+            )
             for events, part in self._batches(planned)
         ]
         return FusedStep(inputs, planned, batches, list(self._holds))
@@ -292,7 +303,13 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _unit(self, parameters: Sequence[torch.Tensor]) -> StateUnit:
         states = [self.state.get(parameter, {}) for parameter in parameters]
-        return StateUnit(self, parameters, states, None, lambda event: self._holds.append(_Hold(parameters, event)))
+        return StateUnit(
+            self,
+            parameters,
+            states,
+            None,
+            lambda event: self._holds.append(_Hold(parameters, event)),
+        )
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are given as they are."""
@@ -308,7 +325,9 @@ class FusedAdam(torch.optim.Optimizer):
         return self._scales[param].get(state_name)
 
     @torch.no_grad()
-    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
         """Stores values in a state, rounded and scaled as it is kept. `unscaled_state` is not changed.
 
         Args:
@@ -353,8 +372,12 @@ class FusedAdam(torch.optim.Optimizer):
                 self._install(parameter, states[parameter])
             elif self.state.get(parameter):
                 self._reset(parameter)
-        for own, loaded in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
-            own.update({name: value for name, value in loaded.items() if name not in ("params", STEP)})
+        for own, loaded in zip(
+            self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True
+        ):
+            own.update(
+                {name: value for name, value in loaded.items() if name not in ("params", STEP)}
+            )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -368,7 +391,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _allocate(self, parameter: torch.Tensor) -> None:
         dtypes = self._state_dtypes(parameter)
-        tensors = {name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()}
+        tensors = {
+            name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()
+        }
         self._scales[parameter] = {
             name: scaled_states.new_scale(local_tensor(tensor).device)
             for name, tensor in tensors.items()
@@ -435,14 +460,21 @@ class FusedAdam(torch.optim.Optimizer):
             for hold in self._holds
             if not hold.event.is_done()
         ]
-        last = {parameter: number for number, (_, parameters) in enumerate(held) for parameter in parameters}
+        last = {
+            parameter: number
+            for number, (_, parameters) in enumerate(held)
+            for parameter in parameters
+        }
         batches: dict[int, list[_Planned]] = {}
         for each in planned:
             batches.setdefault(last.get(id(each.parameter), -1), []).append(each)
 
         for number in sorted(batches):
             own = {id(each.parameter) for each in batches[number]}
-            yield [event for event, parameters in held[: number + 1] if parameters & own], batches[number]
+            yield (
+                [event for event, parameters in held[: number + 1] if parameters & own],
+                batches[number],
+            )
 
     def _wait_for_readers(self, besides: Sequence[_Hold] = ()) -> None:
         """Waits for those that read any of the states, but not for some that are known."""
@@ -466,11 +498,17 @@ class FusedAdam(torch.optim.Optimizer):
         for name, tensor in tensors.items():
             found = difference(tensor, parameter)
             if found is not None:
-                raise ValueError(f"Expected {name} of {place} with {found.expected} as it has, got {found.got}.")
+                raise ValueError(
+                    f"Expected {name} of {place} with {found.expected} as it has, got {found.got}."
+                )
             if local_tensor(tensor).device != device:
-                raise ValueError(f"Expected {name} of {place} on {device}, got {local_tensor(tensor).device}.")
+                raise ValueError(
+                    f"Expected {name} of {place} on {device}, got {local_tensor(tensor).device}."
+                )
             if name in dtypes and tensor.dtype != dtypes[name]:
-                raise ValueError(f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}.")
+                raise ValueError(
+                    f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}."
+                )
         if _takes_triton(device):
             device_adam.check_available()
 
@@ -493,7 +531,10 @@ class FusedAdam(torch.optim.Optimizer):
             for name, tensor in self.state[planned.parameter].items()
             if name != STEP
         }
-        master, own = states.pop("master_param", None), LocalArray(local_tensor(planned.parameter).detach())
+        master, own = (
+            states.pop("master_param", None),
+            LocalArray(local_tensor(planned.parameter).detach()),
+        )
         arrays = {"grad": LocalArray(planned.gradient), **states}
         if master is None:
             return {**arrays, "weight": own}
@@ -525,7 +566,9 @@ def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
 def _checked_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
     dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
     if dtype not in allowed:
-        raise ValueError(f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}.")
+        raise ValueError(
+            f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
+        )
     return dtype
 
 

@@ -103,7 +103,10 @@ class DynamicLossScaler:
         if self.growth_tracker + 1 < self.window:
             return dataclasses.replace(self, growth_tracker=self.growth_tracker + 1)
         return dataclasses.replace(
-            self, scale=self.scale * GROWTH_FACTOR, growth_tracker=0, hysteresis_tracker=self.hysteresis
+            self,
+            scale=self.scale * GROWTH_FACTOR,
+            growth_tracker=0,
+            hysteresis_tracker=self.hysteresis,
         )
 
     def state(self) -> dict[str, Any]:

@@ -25,16 +25,27 @@ class LRScheduleConfig:
     """The learning rate over the iterations. Names and defaults are Megatron's."""
 
     lr: float = option(help="peak learning rate", at_least=0)
-    min_lr: float = option(0.0, "learning rate at the end of the decay and from there on", at_least=0)
+    min_lr: float = option(
+        0.0, "learning rate at the end of the decay and from there on", at_least=0
+    )
     lr_decay_style: str = option("linear", "shape of the decay", choices=_STYLES)
-    lr_decay_iters: int | None = option(None, "iterations until min-lr is reached; default: train-iters", more_than=0)
+    lr_decay_iters: int | None = option(
+        None, "iterations until min-lr is reached; default: train-iters", more_than=0
+    )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction of lr-decay-iters, instead of lr-warmup-iters", at_least=0, at_most=1
+        None,
+        "warm-up as a fraction of lr-decay-iters, instead of lr-warmup-iters",
+        at_least=0,
+        at_most=1,
     )
     lr_warmup_init: float = option(0.0, "learning rate at which the warm-up begins", at_least=0)
-    lr_wsd_decay_style: str = option("exponential", "shape of the last phase of WSD", choices=_WSD_STYLES)
-    lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD", more_than=0)
+    lr_wsd_decay_style: str = option(
+        "exponential", "shape of the last phase of WSD", choices=_WSD_STYLES
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None, "iterations of the last phase of WSD", more_than=0
+    )
     override_opt_param_scheduler: bool = option(
         False, "on load, take this run's schedule where it differs from the checkpoint's"
     )
@@ -45,7 +56,12 @@ class LRScheduleConfig:
     def __post_init__(self) -> None:
         check_options(self)
         expect(self.min_lr <= self.lr, "--min-lr", f"at most --lr {self.lr}", self.min_lr)
-        expect(self.lr_warmup_init <= self.lr, "--lr-warmup-init", f"at most --lr {self.lr}", self.lr_warmup_init)
+        expect(
+            self.lr_warmup_init <= self.lr,
+            "--lr-warmup-init",
+            f"at most --lr {self.lr}",
+            self.lr_warmup_init,
+        )
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError(
                 "--lr-warmup-fraction: expected it alone, without --lr-warmup-iters, "
@@ -127,7 +143,9 @@ class LRSchedule:
         if style == "WSD":
             styles = ", ".join(_WSD_STYLES)
             _check(wsd_style in _WSD_STYLES, "wsd_style", f"one of {styles}", wsd_style)
-            _check(_is_count(state["wsd_iters"]), "wsd_iters", "an integer >= 0", state["wsd_iters"])
+            _check(
+                _is_count(state["wsd_iters"]), "wsd_iters", "an integer >= 0", state["wsd_iters"]
+            )
         else:
             for name in ("wsd_style", "wsd_iters"):
                 _check(state[name] is None, name, f"null for the style {style}", state[name])
@@ -172,7 +190,11 @@ class LRSchedule:
         if self.wsd_iters is None or self.wsd_style is None:
             raise RuntimeError(f"Expected a WSD schedule with its last phase, got {self}.")
         start = self.decay_iters - self.wsd_iters
-        return self.peak if step <= start else self._between(self.wsd_style, (step - start) / self.wsd_iters)
+        return (
+            self.peak
+            if step <= start
+            else self._between(self.wsd_style, (step - start) / self.wsd_iters)
+        )
 
     def _between(self, style: str, done: float) -> float:
         """From `peak` at 0 to `least` at 1."""

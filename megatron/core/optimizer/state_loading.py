@@ -35,13 +35,17 @@ def states_by_parameter(
         raise ValueError(f"Expected groups of {own_sizes} parameters, got {sizes}.")
     numbers = [number for group in groups for number in group["params"]]
     if unknown := set(states).difference(numbers):
-        raise ValueError(f"Expected states of parameters that are in a group, got some of {sorted(unknown)}.")
+        raise ValueError(
+            f"Expected states of parameters that are in a group, got some of {sorted(unknown)}."
+        )
     parameters = [parameter for group in own_groups for parameter in group["params"]]
     steps = [group.get(STEP) for group in groups for _ in group["params"]]
     found = {}
     for parameter, number, step in zip(parameters, numbers, steps, strict=True):
         if number in states:
-            found[parameter] = {name: recut(value, parameter) for name, value in states[number].items()}
+            found[parameter] = {
+                name: recut(value, parameter) for name, value in states[number].items()
+            }
             if step is not None:
                 found[parameter].setdefault(STEP, step)
     return found
@@ -83,7 +87,9 @@ def check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dt
         raise ValueError(f"Expected {name} in {dtype}, got {tensor.dtype}.")
     found = difference(tensor, parameter)
     if found is not None:
-        raise ValueError(f"Expected {name} with {found.expected} as its parameter has, got {found.got}.")
+        raise ValueError(
+            f"Expected {name} with {found.expected} as its parameter has, got {found.got}."
+        )
 
 
 def check_step(step: Any, whose: str) -> None:
@@ -97,10 +103,15 @@ def check_step(step: Any, whose: str) -> None:
 
 
 def _check_states(
-    loaded: Mapping[str, Any], parameter: torch.Tensor, number: Any, dtypes: Mapping[str, torch.dtype]
+    loaded: Mapping[str, Any],
+    parameter: torch.Tensor,
+    number: Any,
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     if loaded.keys() != {STEP, *dtypes}:
-        raise ValueError(f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}.")
+        raise ValueError(
+            f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}."
+        )
     check_step(loaded[STEP], f"parameter {number}")
     for name, dtype in dtypes.items():
         expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype

@@ -59,7 +59,9 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         _count_group(counter, group, hybrid)
     for parameter in parameters:
         if group_of(parameter) is None:
-            has_main = _MASTER in states.get(parameter, {}) or (hybrid is not None and hybrid.holds(parameter))
+            has_main = _MASTER in states.get(parameter, {}) or (
+                hybrid is not None and hybrid.holds(parameter)
+            )
             # FSDP2's shards are cast, and gathered, to be computed with.
             is_main = isinstance(parameter, DTensor) and not has_main
             counter.add(MAIN if is_main else COMPUTE, parameter)
@@ -76,11 +78,19 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 def format_state_memory(table: Mapping[str, StateBytes]) -> str:
     """Aligned lines: a state, its bytes on the device, and in host memory; and the sums."""
-    total = StateBytes(sum(row.device for row in table.values()), sum(row.host for row in table.values()))
+    total = StateBytes(
+        sum(row.device for row in table.values()), sum(row.host for row in table.values())
+    )
     rows = [("", "device", "host")]
-    rows += [(name, _shown(row.device), _shown(row.host)) for name, row in (*table.items(), ("in all", total))]
+    rows += [
+        (name, _shown(row.device), _shown(row.host))
+        for name, row in (*table.items(), ("in all", total))
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{name:{widths[0]}}  {device:>{widths[1]}}  {host:>{widths[2]}}" for name, device, host in rows]
+    lines = [
+        f"{name:{widths[0]}}  {device:>{widths[1]}}  {host:>{widths[2]}}"
+        for name, device, host in rows
+    ]
     return "\n".join(lines)
 
 
@@ -117,7 +127,9 @@ class _Counter:
         """What has been added: weights and gradients first, the rest by name."""
         names = self._device.keys() | self._host.keys()
         ordered = [*_FIRST, *sorted(names.difference(_FIRST))]
-        table = {name: StateBytes(self._device.get(name, 0), self._host.get(name, 0)) for name in ordered}
+        table = {
+            name: StateBytes(self._device.get(name, 0), self._host.get(name, 0)) for name in ordered
+        }
         return {name: row for name, row in table.items() if any(row)}
 
 
@@ -126,7 +138,9 @@ def _groups_of(parameters: Iterable[torch.Tensor]) -> list[FsdpParameterGroup]:
     return list({id(group): group for group in groups}.values())
 
 
-def _count_group(counter: _Counter, group: FsdpParameterGroup, hybrid: HybridDeviceOptimizer | None) -> None:
+def _count_group(
+    counter: _Counter, group: FsdpParameterGroup, hybrid: HybridDeviceOptimizer | None
+) -> None:
     for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
         counter.add(COMPUTE, weight.local_buffer)
     if hybrid is None or not group.is_delivered_by(hybrid):

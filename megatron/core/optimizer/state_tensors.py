@@ -22,7 +22,9 @@ class StateMemory:
     """Allocates states. Those of a group's parameters come from one buffer for each name."""
 
     def __init__(self) -> None:
-        self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = WeakKeyDictionary()
+        self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = (
+            WeakKeyDictionary()
+        )
 
     def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A state, uninitialised, on the device of the parameter's local tensor.
@@ -31,11 +33,16 @@ class StateMemory:
         """
         group = group_of(parameter)
         if group is None:
-            return like(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False))
+            return like(
+                parameter,
+                torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False),
+            )
         buffers = self._buffers.setdefault(group, {})
         if name not in buffers:
             device = local_tensor(parameter).device
-            buffers[name] = DBuffer(group.mesh, group.placements.optimizer, group.layout, dtype, device)
+            buffers[name] = DBuffer(
+                group.mesh, group.placements.optimizer, group.layout, dtype, device
+            )
         return buffers[name].get_dtensor(group.index_of(parameter))
 
 

@@ -25,10 +25,16 @@ class StepInputs(NamedTuple):
     revision: int
 
     @classmethod
-    def of(cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int) -> StepInputs:
+    def of(
+        cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int
+    ) -> StepInputs:
         """Those of the moment. `revision`: a number that grows with each step, and when states are loaded."""
         return cls(
-            [gradient_of(parameter, use_decoupled_grad) for group in param_groups for parameter in group["params"]],
+            [
+                gradient_of(parameter, use_decoupled_grad)
+                for group in param_groups
+                for parameter in group["params"]
+            ],
             [
                 {name: _snapshot(value) for name, value in group.items() if name not in IDENTITIES}
                 for group in param_groups
@@ -47,5 +53,7 @@ class StepInputs(NamedTuple):
 def _snapshot(option: Any) -> Any:
     """What changes when an option does, in place too."""
     if isinstance(option, torch.Tensor):
-        return id(option), option._version  # its value may be on a device, which would have to be waited for
+        return id(
+            option
+        ), option._version  # its value may be on a device, which would have to be waited for
     return tuple(option) if isinstance(option, list) else option

@@ -12,7 +12,9 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; groups that would be empty are left out.
 
     Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen parameters have no group.
@@ -22,11 +24,16 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     for _, parameter in named_parameters:
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 else kept).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def build_torch_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+def build_torch_optimizer(
+    model: nn.Module, config: OptimizerConfig, lr: float
+) -> torch.optim.Optimizer:
     """AdamW or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it every step."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
@@ -68,7 +75,9 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
         return
     grads = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        group["lr"] = (
+            torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        )
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
     for parameter in parameters:
@@ -88,7 +97,9 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
             step.zero_()
 
 
-def load_torch_states(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
+def load_torch_states(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, Any]
+) -> None:
     """Takes over one parameter's states, into the memory that it has for them; none: it was never stepped."""
     if not states:
         optimizer.state.pop(parameter, None)

@@ -25,7 +25,11 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config = config
         sections = FusedWeight(
-            (("query", config.query_size), ("key", config.key_value_size), ("value", config.key_value_size))
+            (
+                ("query", config.query_size),
+                ("key", config.key_value_size),
+                ("value", config.key_value_size),
+            )
         )
         self.linear_qkv = FusedLinear(
             config.hidden_size,
@@ -36,7 +40,10 @@ class SelfAttention(nn.Module):
         self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.linear_proj = Linear(
-            config.query_size, config.hidden_size, bias=config.add_bias_linear, init_std=config.output_init_std
+            config.query_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=config.output_init_std,
         )
 
     def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
@@ -50,17 +57,25 @@ class SelfAttention(nn.Module):
             [batch, seq, hidden], same dtype.
         """
         query, key, value = self._heads(hidden, rotary)
-        if self.config.recompute_granularity == "selective" and self.training and torch.is_grad_enabled():
+        if (
+            self.config.recompute_granularity == "selective"
+            and self.training
+            and torch.is_grad_enabled()
+        ):
             context = checkpoint(self._core_attention, query, key, value, use_reentrant=False)
         else:
             context = self._core_attention(query, key, value)
-        output: Tensor = self.linear_proj(rearrange(context, "batch head seq dim -> batch seq (head dim)"))
+        output: Tensor = self.linear_proj(
+            rearrange(context, "batch head seq dim -> batch seq (head dim)")
+        )
         return output
 
     def _heads(self, hidden: Tensor, rotary: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [batch, heads, seq, head_dim]; keys and values [batch, groups, seq, head_dim]."""
         query, key, value = (
-            rearrange(section, "batch seq (head dim) -> batch seq head dim", dim=self.config.head_dim)
+            rearrange(
+                section, "batch seq (head dim) -> batch seq head dim", dim=self.config.head_dim
+            )
             for section in self.linear_qkv.split(self.linear_qkv(hidden))
         )
         if self.q_layernorm is not None and self.k_layernorm is not None:

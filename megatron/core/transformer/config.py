@@ -23,9 +23,13 @@ class TransformerConfig:
     hidden_size: int = option(help="width of the residual stream", at_least=1)
     num_attention_heads: int = option(help="number of query heads", at_least=1)
     ffn_hidden_size: int | None = option(
-        None, "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of 64)", at_least=1
+        None,
+        "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of 64)",
+        at_least=1,
     )
-    kv_channels: int | None = option(None, "channels of one attention head (default: hidden / heads)", at_least=1)
+    kv_channels: int | None = option(
+        None, "channels of one attention head (default: hidden / heads)", at_least=1
+    )
     group_query_attention: bool = option(
         False, "share key and value heads among query heads (needs --num-query-groups)"
     )
@@ -35,21 +39,41 @@ class TransformerConfig:
     max_position_embeddings: int | None = option(
         None, "longest sequence the model accepts (default: no limit of its own)", at_least=1
     )
-    position_embedding_type: str = option("rope", "how positions enter the model", choices=("rope", "none"))
+    position_embedding_type: str = option(
+        "rope", "how positions enter the model", choices=("rope", "none")
+    )
     rotary_base: float = option(10000.0, "base of the rotary wavelengths", more_than=1.0)
-    rotary_percent: float = option(1.0, "share of each head's channels that is rotated", more_than=0.0, at_most=1.0)
-    normalization: str = option("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "added to the variance before its root is taken", more_than=0.0)
+    rotary_percent: float = option(
+        1.0, "share of each head's channels that is rotated", more_than=0.0, at_most=1.0
+    )
+    normalization: str = option(
+        "LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm")
+    )
+    norm_epsilon: float = option(
+        1e-5, "added to the variance before its root is taken", more_than=0.0
+    )
     qk_layernorm: bool = option(False, "normalize each head's queries and keys before the rotation")
     swiglu: bool = option(False, "gated MLP, silu(gate) * up, in place of GELU")
-    add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
-    add_qkv_bias: bool = option(False, "bias in the QKV projection even under --disable-bias-linear")
-    untie_embeddings_and_output_weights: bool = option(False, "give the output layer a weight of its own")
-    attention_dropout: float = option(0.1, "dropout of the attention probabilities", at_least=0.0, less_than=1.0)
-    hidden_dropout: float = option(0.1, "dropout of embeddings and residual branches", at_least=0.0, less_than=1.0)
+    add_bias_linear: bool = option(
+        True, "biases in the linear layers", off_flag="--disable-bias-linear"
+    )
+    add_qkv_bias: bool = option(
+        False, "bias in the QKV projection even under --disable-bias-linear"
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "give the output layer a weight of its own"
+    )
+    attention_dropout: float = option(
+        0.1, "dropout of the attention probabilities", at_least=0.0, less_than=1.0
+    )
+    hidden_dropout: float = option(
+        0.1, "dropout of embeddings and residual branches", at_least=0.0, less_than=1.0
+    )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", at_least=0.0)
     recompute_granularity: str | None = option(
-        None, "recompute in backward: whole layers, or the attention core only", choices=("full", "selective")
+        None,
+        "recompute in backward: whole layers, or the attention core only",
+        choices=("full", "selective"),
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +99,12 @@ class TransformerConfig:
             )
         resolve_default(self, "kv_channels", self.hidden_size // heads)
         if self.group_query_attention:
-            expect(self.num_query_groups is not None, "--group-query-attention", "--num-query-groups beside it", None)
+            expect(
+                self.num_query_groups is not None,
+                "--group-query-attention",
+                "--num-query-groups beside it",
+                None,
+            )
         else:
             # One group per head is what the absence of the flag means, so a config may be rebuilt from its own values.
             expect(
@@ -94,7 +123,9 @@ class TransformerConfig:
 
     def _resolve_ffn(self) -> None:
         gated_size = int((4 * self.hidden_size * 2 / 3) / 64) * 64
-        resolve_default(self, "ffn_hidden_size", gated_size if self.swiglu else 4 * self.hidden_size)
+        resolve_default(
+            self, "ffn_hidden_size", gated_size if self.swiglu else 4 * self.hidden_size
+        )
         expect(
             self.ffn_size > 0,
             "--ffn-hidden-size",

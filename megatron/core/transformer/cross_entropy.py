@@ -44,12 +44,18 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, chunk_numel: int = CHUNK
             f"Expected logits [..., vocab] and labels [...], got {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
     if not logits.is_floating_point() or labels.dtype != torch.int64:
-        raise ValueError(f"Expected floating point logits and int64 labels, got {logits.dtype} and {labels.dtype}.")
+        raise ValueError(
+            f"Expected floating point logits and int64 labels, got {logits.dtype} and {labels.dtype}."
+        )
     if not logits.is_contiguous():
-        raise ValueError(f"Expected contiguous logits, got strides {logits.stride()} for shape {tuple(logits.shape)}.")
+        raise ValueError(
+            f"Expected contiguous logits, got strides {logits.stride()} for shape {tuple(logits.shape)}."
+        )
     owner = logits if logits._base is None else logits._base
     if torch.is_grad_enabled() and logits.requires_grad and owner.is_leaf:
-        raise ValueError("Expected logits that an operation made, got a leaf's values, which backward would overwrite.")
+        raise ValueError(
+            "Expected logits that an operation made, got a leaf's values, which backward would overwrite."
+        )
     _check_labels(labels, logits.shape[-1])
     apply: Any = _VocabCrossEntropy.apply  # torch declares it without types
     losses: Tensor = apply(logits, labels, chunk_numel)
@@ -60,7 +66,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk_numel: int) -> Tensor:
         flat_logits, flat_labels = _rows(logits, labels)
-        log_sum_exp = torch.empty(len(flat_labels), dtype=torch.float32, device=logits.device)  # [n]
+        log_sum_exp = torch.empty(
+            len(flat_labels), dtype=torch.float32, device=logits.device
+        )  # [n]
         target = torch.empty_like(log_sum_exp)  # [n], each row's logit of its label
         for rows in _row_chunks(flat_logits, chunk_numel):
             chunk = flat_logits[rows].float()  # [rows, vocab]
@@ -91,7 +99,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
         for rows in _row_chunks(flat_logits, ctx.chunk_numel):
             chunk = flat_logits[rows]
             # Subtracting an fp32 column makes the difference fp32 in one pass.
-            gradient = (chunk - log_sum_exp[rows].unsqueeze(1)).exp_()  # [rows, vocab]: the probabilities
+            gradient = (
+                chunk - log_sum_exp[rows].unsqueeze(1)
+            ).exp_()  # [rows, vocab]: the probabilities
             gradient[torch.arange(len(gradient), device=gradient.device), flat_labels[rows]] -= 1.0
             chunk.copy_(gradient.mul_(flat_grad[rows].unsqueeze(1)))
         return logits.detach(), None, None

@@ -37,14 +37,18 @@ class FusedWeight:
     sections: tuple[Section, ...]
 
     def __init__(self, sections: Sequence[tuple[str, int]]) -> None:
-        object.__setattr__(self, "sections", tuple(Section(name, num_rows) for name, num_rows in sections))
+        object.__setattr__(
+            self, "sections", tuple(Section(name, num_rows) for name, num_rows in sections)
+        )
         if not self.sections:
             raise ValueError("Expected at least one section, got none.")
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"Expected sections of different names, got {self.names}.")
         for section in self.sections:
             if section.num_rows < 1:
-                raise ValueError(f"Expected at least one row in section {section.name!r}, got {section.num_rows}.")
+                raise ValueError(
+                    f"Expected at least one row in section {section.name!r}, got {section.num_rows}."
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,7 +115,9 @@ class FusedLinear(Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, fused.num_rows, bias, init_std=init_std, device=device, dtype=dtype)
+        super().__init__(
+            in_features, fused.num_rows, bias, init_std=init_std, device=device, dtype=dtype
+        )
         self.fused = fused
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:

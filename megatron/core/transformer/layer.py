@@ -30,7 +30,11 @@ class TransformerLayer(nn.Module):
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs the body again.
         """
-        if self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled():
+        if (
+            self.config.recompute_granularity == "full"
+            and self.training
+            and torch.is_grad_enabled()
+        ):
             # Inside forward, so that hooks which gather and release this module's weights stay outside what is rerun.
             recomputed: Tensor = checkpoint(self._body, hidden, rotary, use_reentrant=False)
             return recomputed

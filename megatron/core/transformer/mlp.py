@@ -24,7 +24,9 @@ class MLP(nn.Module):
             self.linear_fc1 = FusedLinear(config.hidden_size, sections, bias, init_std=std)
         else:
             self.linear_fc1 = Linear(config.hidden_size, config.ffn_size, bias, init_std=std)
-        self.linear_fc2 = Linear(config.ffn_size, config.hidden_size, bias, init_std=config.output_init_std)
+        self.linear_fc2 = Linear(
+            config.ffn_size, config.hidden_size, bias, init_std=config.output_init_std
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype."""

@@ -53,7 +53,9 @@ class LayerNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             # A kernel on every device: fp32 inside, and no copies of x kept but x itself and the row statistics.
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-        return F.layer_norm(x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+        return F.layer_norm(
+            x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps
+        ).to(x.dtype)
 
 
 def build_norm(config: TransformerConfig, size: int) -> RMSNorm | LayerNorm:

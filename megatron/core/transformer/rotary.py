@@ -29,7 +29,10 @@ class RotaryAngles:
 def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.device) -> RotaryAngles:
     """The angles of positions 0 .. seq_length - 1, computed anew at each call: no buffer to initialize or move."""
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
-    exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float64) / config.rotary_dim
+    exponents = (
+        torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float64)
+        / config.rotary_dim
+    )
     positions = torch.arange(seq_length, device=device, dtype=torch.float64)
     angles = torch.outer(positions, config.rotary_base**-exponents)  # [seq, rotary_dim / 2]
     return RotaryAngles(angles.cos().float(), angles.sin().float())
@@ -49,7 +52,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: the angles are not fp32, or are those of another number of positions or of too many channels.
     """
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
-        raise ValueError(f"Expected cosines and sines in torch.float32, got {cos.dtype} and {sin.dtype}.")
+        raise ValueError(
+            f"Expected cosines and sines in torch.float32, got {cos.dtype} and {sin.dtype}."
+        )
     seq_length, head_dim = x.shape[1], x.shape[3]
     half = cos.shape[1]
     if cos.shape != sin.shape or cos.shape[0] != seq_length or 2 * half > head_dim:
@@ -58,6 +63,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
         )
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [seq, 1, rotary_dim / 2], broadcast over the heads
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    cos, sin = (
+        cos.unsqueeze(1),
+        sin.unsqueeze(1),
+    )  # [seq, 1, rotary_dim / 2], broadcast over the heads
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        x.dtype
+    )
     return torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < head_dim else rotated

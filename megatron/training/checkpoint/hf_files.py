@@ -15,7 +15,12 @@ from safetensors import SafetensorError
 from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, few, shown
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    few,
+    shown,
+)
 from megatron.core.dist_checkpointing.formats import nbytes_of, pieces_of, read_piece
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
@@ -69,7 +74,10 @@ class StoredTensor(NamedTuple):
 
 
 def write_weights(
-    folder: Path, checkpoint: PublishedCheckpoint, tensors: Sequence[StoredTensor], max_shard_bytes: int
+    folder: Path,
+    checkpoint: PublishedCheckpoint,
+    tensors: Sequence[StoredTensor],
+    max_shard_bytes: int,
 ) -> None:
     """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
 
@@ -87,7 +95,9 @@ def write_weights(
         _write_shard(folder / file, checkpoint, shard)
         weight_map |= {tensor.name: file for tensor in shard}
     total_size = sum(tensor.nbytes for tensor in tensors)
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    write_json(
+        folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    )
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
@@ -103,15 +113,21 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[St
     yield shard
 
 
-def _write_shard(path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]) -> None:
+def _write_shard(
+    path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]
+) -> None:
     """One safetensors file: the header's length as 8 bytes, the header in JSON, the tensors one after the other."""
     # In this order each begins at a multiple of its elements' size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # the framework, which some readers insist on
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt"}
+    }  # the framework, which some readers insist on
     end = 0
     for tensor in ordered:
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"Expected a dtype that safetensors has for {tensor.name}, got {tensor.dtype}.")
+            raise CheckpointError(
+                f"Expected a dtype that safetensors has for {tensor.name}, got {tensor.dtype}."
+            )
         begin, end = end, end + tensor.nbytes
         header[tensor.name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -145,7 +161,9 @@ class WeightFile(NamedTuple):
         # What is mapped and no longer there kills the process, see [Note: a data file that shrinks].
         size = self.path.stat().st_size
         if size < self.num_bytes:
-            raise CheckpointDamagedError(f"Expected {self.path} to keep its {self.num_bytes} bytes, got {size} by now.")
+            raise CheckpointDamagedError(
+                f"Expected {self.path} to keep its {self.num_bytes} bytes, got {size} by now."
+            )
         read: torch.Tensor = self.slice(name)[box.slices()]
         return read
 
@@ -168,11 +186,15 @@ class WeightFiles:
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
         """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
-        listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}  # by file; None: whatever there is
+        listed: dict[str, list[str] | None] = {
+            WEIGHTS_FILE: None
+        }  # by file; None: whatever there is
         if os.path.lexists(folder / INDEX_FILE):
             listed = _read_index(folder / INDEX_FILE)
         elif not os.path.lexists(folder / WEIGHTS_FILE):
-            raise CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")
+            raise CheckpointError(
+                f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither."
+            )
         found: dict[str, WeightFile] = {}
         for file, wanted in listed.items():
             opened = _open_weights(folder / file, stack)
@@ -199,7 +221,9 @@ class WeightFiles:
         try:
             return self._files[name].read(name, box)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"Expected to read {name} from {self.folder}, got {error}.") from error
+            raise CheckpointError(
+                f"Expected to read {name} from {self.folder}, got {error}."
+            ) from error
 
 
 def _read_index(path: Path) -> dict[str, list[str] | None]:
@@ -227,7 +251,9 @@ def _open_weights(path: Path, stack: ExitStack) -> WeightFile:
         raise CheckpointDamagedError(f"Expected the safetensors file {path}, got none.") from error
     except OSError as error:
         reason = printable(str(error))
-        raise CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {reason}.") from error
+        raise CheckpointDamagedError(
+            f"Expected a whole safetensors file at {path}, got: {reason}."
+        ) from error
     return WeightFile(path, opened.num_bytes, opened.reader)
 
 
@@ -236,7 +262,9 @@ def read_json(path: Path) -> dict[str, Any]:
     with system_errors(str(path)):
         text = read_regular(path, max_bytes=_MAX_JSON_BYTES, what="a JSON object")
     try:
-        content = parse_json(text, max_depth=100, allow_nan=True)  # some models' limits are infinite
+        content = parse_json(
+            text, max_depth=100, allow_nan=True
+        )  # some models' limits are infinite
     except ValueError as error:
         raise CheckpointDamagedError(f"Expected a JSON object in {path}, got {error}.") from error
     if not isinstance(content, dict):
@@ -250,7 +278,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_tokenizer(tokenizer: Any) -> None:
     """CheckpointError for what `save_tokenizer` does not take."""
     is_ours = isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer))
-    if tokenizer is not None and not is_ours and not callable(getattr(tokenizer, "save_pretrained", None)):
+    if (
+        tokenizer is not None
+        and not is_ours
+        and not callable(getattr(tokenizer, "save_pretrained", None))
+    ):
         raise CheckpointError(
             f"Expected a tokenizer of ours or one with save_pretrained, got {type(tokenizer).__name__}."
         )
@@ -268,7 +300,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
         fast.save(str(folder / "tokenizer.json"))
         end = fast.id_to_token(tokenizer.eod)
         content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        write_json(folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False})
+        write_json(
+            folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False}
+        )
     if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer)):
         return {"eos_token_id": tokenizer.eod}
     tokenizer.save_pretrained(folder)
@@ -282,7 +316,9 @@ def _byte_level() -> tokenizers.Tokenizer:
     is_printable = [chr(byte) in set(pre_tokenizers.ByteLevel.alphabet()) for byte in range(256)]
     others = iter(range(256, 512))
     letters = [chr(byte) if is_printable[byte] else chr(next(others)) for byte in range(256)]
-    found = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    found = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
+    )
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens(["<|endoftext|>"])

@@ -119,7 +119,8 @@ def save_hf(
     try:
         on_all_ranks(lambda: _save_weights(draft, contents, device))
         on_first_rank(
-            lambda: _export(draft, model, names, tokenizer, max_shard_bytes), f"Expected {folder} to be written, got"
+            lambda: _export(draft, model, names, tokenizer, max_shard_bytes),
+            f"Expected {folder} to be written, got",
         )
     finally:
         if _rank() == 0:
@@ -162,7 +163,9 @@ def _world_size() -> int:
 
 def _collect(model: nn.Module) -> Contents:
     """The weights and buffers, which nothing is about to change."""
-    reshard(model)  # after a forward without a backward, the root of FSDP2 still shows its whole compute weights
+    reshard(
+        model
+    )  # after a forward without a backward, the root of FSDP2 still shows its whole compute weights
     groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}
     for group in groups.values():
         group.wait_main_weight()
@@ -176,7 +179,9 @@ def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
         return {key: key.removeprefix(_PREFIX) for key in keys}
     names = {f"{_PREFIX}{own}": name for own, name in hf_names(model).items()}
     if differing := sorted(set(keys) ^ set(names)):
-        raise CheckpointError(f"Expected the weights of a GPT alone, got a difference in {few(differing)}.")
+        raise CheckpointError(
+            f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
+        )
     return names
 
 
@@ -200,7 +205,9 @@ class _Draft:
 
 def _remove(folder: Path, token: str) -> None:
     """Deletes hidden folders of saves into `folder`, by a pattern of their tokens."""
-    pattern = re.compile(rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)")
+    pattern = re.compile(
+        rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)"
+    )
     for name in LocalStore(folder.parent).folders():
         if pattern.fullmatch(name):
             shutil.rmtree(folder.parent / name, ignore_errors=True)
@@ -216,7 +223,9 @@ def _begin(folder: Path) -> str:
 
 def _check_is_free(folder: Path) -> None:
     if os.path.lexists(folder):
-        raise CheckpointError(f"Expected nothing yet at {folder}, got what is there. Weights are never written over.")
+        raise CheckpointError(
+            f"Expected nothing yet at {folder}, got what is there. Weights are never written over."
+        )
 
 
 def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
@@ -226,7 +235,9 @@ def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
         manager.finish()
 
 
-def _export(draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer: Any, max_shard_bytes: int) -> None:
+def _export(
+    draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer: Any, max_shard_bytes: int
+) -> None:
     """Rank 0: from the checkpoint to the folder."""
     target = draft.folder.parent / draft.name
     target.mkdir()
@@ -254,11 +265,17 @@ def _main_dtype(tensors: Sequence[StoredTensor]) -> torch.dtype | None:
     return max(numels, key=lambda dtype: numels[dtype], default=None)
 
 
-def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None, ids: Mapping[str, Any]) -> None:
+def _save_config(
+    model: nn.Module, folder: Path, dtype: torch.dtype | None, ids: Mapping[str, Any]
+) -> None:
     if isinstance(model, GPTModel):
         name = str(dtype).removeprefix("torch.")
         # Before version 4.56, transformers looked for torch_dtype.
-        content = hf_config(model.config, model.vocab_size) | {"dtype": name, "torch_dtype": name} | dict(ids)
+        content = (
+            hf_config(model.config, model.vocab_size)
+            | {"dtype": name, "torch_dtype": name}
+            | dict(ids)
+        )
         write_json(folder / CONFIG_FILE, content)
         return
     config = _config_of(model)
@@ -276,7 +293,9 @@ def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None, ids:
 def _config_of(model: nn.Module) -> Any:
     """The config of a model of the transformers library; None for other modules."""
     config = getattr(model, "config", None)
-    is_theirs = all(callable(getattr(config, name, None)) for name in ("to_dict", "save_pretrained"))
+    is_theirs = all(
+        callable(getattr(config, name, None)) for name in ("to_dict", "save_pretrained")
+    )
     return config if is_theirs else None
 
 
@@ -307,8 +326,12 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
             problems += _differences(files, other, entry)
         # A config that ties them says which one counts.
         if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
-            differing = [other for other in there[1:] if not _are_equal(files, there[0], other, entry)]
-            problems += [f"{other} is not {there[0]}, with which it is tied here" for other in differing]
+            differing = [
+                other for other in there[1:] if not _are_equal(files, there[0], other, entry)
+            ]
+            problems += [
+                f"{other} is not {there[0]}, with which it is tied here" for other in differing
+            ]
     if missing:
         problems.append(f"it lacks {few(missing)}")
     if unexpected:
@@ -321,7 +344,11 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
     """Of tied weights, the names that the transformers library does not write, by the one that it does."""
     if isinstance(model, GPTModel):
-        return {} if model.output_layer is not None else {"model.embed_tokens.weight": ["lm_head.weight"]}
+        return (
+            {}
+            if model.output_layer is not None
+            else {"model.embed_tokens.weight": ["lm_head.weight"]}
+        )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -348,7 +375,12 @@ def _pieces(entry: Entry) -> Iterator[Box]:
     """This rank's part of an entry, in boxes of some MiB of the whole tensor."""
     part, limit = entry.part_of(entry.values.stored), _PIECE_NUMEL
     if part.numel():
-        for piece in ranges(Box(entry.offsets, tuple(part.shape)), entry.saved_as.shape, max_span=limit, max_gap=limit):
+        for piece in ranges(
+            Box(entry.offsets, tuple(part.shape)),
+            entry.saved_as.shape,
+            max_span=limit,
+            max_gap=limit,
+        ):
             yield piece.box
 
 
@@ -396,7 +428,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if theta is None:
         return None
     if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise CheckpointDamagedError(f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}.")
+        raise CheckpointDamagedError(
+            f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}."
+        )
     kind = parameters.pop("rope_type", "default")
     older = parameters.pop("type", kind)
     # Architectures differ in what it means that this is left out.
@@ -408,5 +442,7 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A copy of what a config.json has under a key of its own, empty if it has nothing there."""
     found = config.get(name)
     if found is not None and not isinstance(found, Mapping):
-        raise CheckpointDamagedError(f"Expected an object as {name} in {CONFIG_FILE}, got {shown(found)}.")
+        raise CheckpointDamagedError(
+            f"Expected an object as {name} in {CONFIG_FILE}, got {shown(found)}."
+        )
     return dict(found or {})

@@ -64,7 +64,9 @@ class RunData(NamedTuple):
         info = RecoverInfo.from_plain(train_state, source)
         iteration = info.step_info.iteration
         if is_checkpoint_name(name) and checkpoint_name(iteration) != name:
-            raise CheckpointError(f"Expected progress.iteration in {source} to be that of {name}, got {iteration}.")
+            raise CheckpointError(
+                f"Expected progress.iteration in {source} to be that of {name}, got {iteration}."
+            )
 
         schedule = _schedule(own, state.schedule, info, source)
         scaler = state.optimizer.loss_scaler
@@ -151,7 +153,11 @@ def rng_to_load(
     if flags.finetune or not flags.load_rng:
         return None
 
-    keys = [key for key in checkpoint.metadata.state_dict_metadata if not is_skipped(key, flags.load_skip_keys)]
+    keys = [
+        key
+        for key in checkpoint.metadata.state_dict_metadata
+        if not is_skipped(key, flags.load_skip_keys)
+    ]
     found = [match for key in keys if (match := RNG_KEY.fullmatch(key))]
     saved = {(int(match[1]), match[2]) for match in found}
 

@@ -22,8 +22,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups, load_model_weights, weight_keys
-from megatron.core.dist_checkpointing.dcp.torch_dcp import check_files, check_steps, load_tensors, read_metadata
+from megatron.core.dist_checkpointing.dcp.plain_dcp import (
+    dcp_param_groups,
+    load_model_weights,
+    weight_keys,
+)
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    check_files,
+    check_steps,
+    load_tensors,
+    read_metadata,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -36,7 +45,12 @@ from megatron.core.dist_checkpointing.formats import (
     format_of,
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.reader import check_contents, check_data, is_skipped, load_entries
+from megatron.core.dist_checkpointing.load.reader import (
+    check_contents,
+    check_data,
+    is_skipped,
+    load_entries,
+)
 from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
 from megatron.core.dist_checkpointing.state.collect import (
     PARAM_GROUPS,
@@ -48,7 +62,13 @@ from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect
-from megatron.training.checkpoint.load_extras import RNG_KEY, Extras, RunData, options_to_load, rng_to_load
+from megatron.training.checkpoint.load_extras import (
+    RNG_KEY,
+    Extras,
+    RunData,
+    options_to_load,
+    rng_to_load,
+)
 from megatron.training.checkpoint.run_info import RecoverInfo, no_run_error
 from megatron.training.checkpoint.run_state import RunState, named_checkpoint, place_of
 
@@ -128,21 +148,30 @@ def load_run(
         if dist.get_rank() == 0:
             logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
         damaged[path] = reason
-    raise CheckpointError(f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}")
+    raise CheckpointError(
+        f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}"
+    )
 
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:
     """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
     if format_of(store, name) == FSDP_DTENSOR:
         checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
-        load_entries(checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*")))
+        load_entries(
+            checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*"))
+        )
         return
     folder = _local_folder(store, name)
     load_model_weights(folder, read_metadata(folder), model)
 
 
 def load_checkpoint(
-    config: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+    config: CheckpointConfig,
+    schedule: LRScheduleConfig,
+    state: RunState,
+    device: Device,
+    store: Store,
+    name: str,
 ) -> RecoverInfo | None:
     """Loads one checkpoint of either format into `state`, in place. Called by all ranks together.
 
@@ -185,7 +214,12 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
 
 
 def _load_fsdp_dtensor(
-    flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+    flags: CheckpointConfig,
+    schedule: LRScheduleConfig,
+    state: RunState,
+    device: Device,
+    store: Store,
+    name: str,
 ) -> RecoverInfo | None:
     optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
 
@@ -211,8 +245,14 @@ def _load_fsdp_dtensor(
         options = None
         if with_states and not is_skipped(PARAM_GROUPS, flags.load_skip_keys):
             loaded = {entry.key for entry in entries}
-            names = {p: own for p, own in contents.names.items() if all(f"model.{name}" in loaded for name in own)}
-            options = options_to_load(schedule, optimizer, names, lambda: saved_param_groups(checkpoint))
+            names = {
+                p: own
+                for p, own in contents.names.items()
+                if all(f"model.{name}" in loaded for name in own)
+            }
+            options = options_to_load(
+                schedule, optimizer, names, lambda: saved_param_groups(checkpoint)
+            )
         extras = Extras(run, options, rng_to_load(checkpoint, device, flags))
         if flags.verify_checkpoint:
             check_data(checkpoint, entries)
@@ -225,14 +265,24 @@ def _load_fsdp_dtensor(
 
 
 def _load_torch_dcp(
-    flags: CheckpointConfig, schedule: LRScheduleConfig, state: RunState, device: Device, store: Store, name: str
+    flags: CheckpointConfig,
+    schedule: LRScheduleConfig,
+    state: RunState,
+    device: Device,
+    store: Store,
+    name: str,
 ) -> RecoverInfo | None:
     folder = _local_folder(store, name)
     for flag, is_given in (
         ("--load-skip-keys", bool(flags.load_skip_keys)),
         ("--dist-ckpt-strictness", flags.dist_ckpt_strictness != "raise_all"),
     ):
-        expect(not is_given, flag, f"a checkpoint of the format {FSDP_DTENSOR}", f"{folder}, which is {TORCH_DCP}")
+        expect(
+            not is_given,
+            flag,
+            f"a checkpoint of the format {FSDP_DTENSOR}",
+            f"{folder}, which is {TORCH_DCP}",
+        )
     optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
     app = DCPState(state.model, optimizer if with_states else None)
 
@@ -261,7 +311,9 @@ def _load_torch_dcp(
             names: dict[torch.Tensor, list[str]] = {
                 parameter: [fqn] for fqn, parameter in state.model.named_parameters()
             }
-            options = options_to_load(schedule, optimizer, names, lambda: dcp_param_groups(checkpoint))
+            options = options_to_load(
+                schedule, optimizer, names, lambda: dcp_param_groups(checkpoint)
+            )
         return metadata, Extras(run, options, rng_to_load(checkpoint, device, flags))
 
     metadata, extras = on_all_ranks(check)
@@ -282,7 +334,9 @@ def _load_torch_dcp(
 
 def _local_folder(store: Store, name: str) -> Path:
     if not store.is_rename_atomic:
-        raise CheckpointError(f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}.")
+        raise CheckpointError(
+            f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}."
+        )
     return Path(store.root) / name
 
 

@@ -108,7 +108,10 @@ class Frequency:
         return (
             (self.steps is not None and step_info.iteration % self.steps == 0)
             or num_late > 0
-            or (self.samples is not None and consumed // self.samples > (consumed - num_samples) // self.samples)
+            or (
+                self.samples is not None
+                and consumed // self.samples > (consumed - num_samples) // self.samples
+            )
         )
 
 
@@ -172,9 +175,14 @@ class RecoverHandler:
         start, save = self._clock(), self._config.checkpoint.save
         if save is not None and not self._config.training.skip_train:
             if not self._config.checkpoint.save_optim:
-                logger.warning("--no-save-optim: what is saved in %s cannot be resumed, only loaded as weights", save)
+                logger.warning(
+                    "--no-save-optim: what is saved in %s cannot be resumed, only loaded as weights",
+                    save,
+                )
             on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
-        known = Memory.from_plain(on_first_rank(lambda: self._memory().to_plain(), "reading the event log"))
+        known = Memory.from_plain(
+            on_first_rank(lambda: self._memory().to_plain(), "reading the event log")
+        )
         flags = self._flags(known)
         loaded = None
         if flags is not None:
@@ -207,7 +215,9 @@ class RecoverHandler:
     def prepare_folder(self, engine: ModuleEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run; see `check_save_folder`. All ranks call it together."""
         damaged = [] if loaded is None else loaded.damaged
-        for path, what in check_save_folder(self._config.checkpoint, engine.step_info().iteration, damaged):
+        for path, what in check_save_folder(
+            self._config.checkpoint, engine.step_info().iteration, damaged
+        ):
             self._on_rank_0("set_aside", checkpoint=path, what=what)
 
     def _flags(self, known: Memory) -> CheckpointConfig | None:
@@ -228,7 +238,9 @@ class RecoverHandler:
             raise ConfigError(f"--recover-mode on: expected a checkpoint in {save}, got none.")
         # Whoever loads from the run's own folder, a step of it or weights alone, means what they say; but once, and not
         # again when the job is relaunched.
-        has_saved = known.has_saved or (newest is not None and known.begun is not None and newest > known.begun)
+        has_saved = known.has_saved or (
+            newest is not None and known.begun is not None and newest > known.begun
+        )
         if newest is None or (is_from_save and not has_saved):
             return begins_as_told
         return _everything_from(checkpoint, save)
@@ -265,7 +277,10 @@ class RecoverHandler:
         for name in own:
             if name not in left_out and name in info.config and info.config[name] != own[name]:
                 logger.info(
-                    "resuming with another %s: %s in the checkpoint, %s now", name, info.config[name], own[name]
+                    "resuming with another %s: %s in the checkpoint, %s now",
+                    name,
+                    info.config[name],
+                    own[name],
                 )
 
     # Saving
@@ -274,7 +289,9 @@ class RecoverHandler:
         """CheckpointError on all ranks, if what earlier runs left unfinished cannot be looked through."""
         checkpoint = self._config.checkpoint
         if self._config.training.skip_train:
-            return self  # nothing is saved, and what is under way in the folder is another process's
+            return (
+                self  # nothing is saved, and what is under way in the folder is another process's
+            )
         if checkpoint.save is not None and checkpoint.ckpt_format == FSDP_DTENSOR:
             self._manager = CheckpointManager.start(
                 self._wrap_store(open_store(checkpoint.save)),
@@ -292,12 +309,19 @@ class RecoverHandler:
             store = open_store(checkpoint.save)
             swept = on_first_rank(store.sweep, f"sweeping {store.root}")
             if swept:
-                logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
+                logger.warning(
+                    "swept what earlier runs left unfinished in %s: %s",
+                    store.root,
+                    ", ".join(swept),
+                )
         self._last_dump = self._clock()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._manager is not None:
             self._manager.close(is_told=error is not None)
@@ -343,8 +367,12 @@ class RecoverHandler:
         checkpoint, iteration = self._config.checkpoint, engine.step_info().iteration
         self._last_dump = self._clock()
         if num_busy and checkpoint.async_save_busy == "skip":
-            logger.warning("iteration %d is not saved: the save before is still under way", iteration)
-            self._on_rank_0("save_skipped", iteration=iteration, reason="the save before is still under way")
+            logger.warning(
+                "iteration %d is not saved: the save before is still under way", iteration
+            )
+            self._on_rank_0(
+                "save_skipped", iteration=iteration, reason="the save before is still under way"
+            )
             return
         self._note(self._begin(engine, info))
         if not checkpoint.async_save:
@@ -370,7 +398,11 @@ class RecoverHandler:
             self._on_rank_0("save_begun", iteration=iteration)
             try:
                 seconds = save_torch_dcp(
-                    checkpoint.save, engine.state, self._device, info, with_optim=checkpoint.save_optim
+                    checkpoint.save,
+                    engine.state,
+                    self._device,
+                    info,
+                    with_optim=checkpoint.save_optim,
                 )
             except CheckpointError as error:
                 self._note(error)

@@ -82,7 +82,9 @@ class RecoverInfo:
         is_known = type(version) is int and version == FORMAT_VERSION
         _check(is_known, "format_version", str(FORMAT_VERSION), version, source)
         if unknown := sorted(plain.keys() - _FIELDS):
-            raise CheckpointError(f"Expected the fields of a run in {source}, got {reprlib.repr(unknown)} besides.")
+            raise CheckpointError(
+                f"Expected the fields of a run in {source}, got {reprlib.repr(unknown)} besides."
+            )
 
         progress, schedule = plain.get("progress"), plain.get("schedule")
         is_whole = isinstance(progress, dict) and progress.keys() == set(_COUNTERS)

@@ -93,7 +93,13 @@ class RunState:
 
 
 def save_torch_dcp(
-    root: str, state: RunState, device: Device, info: RecoverInfo, *, with_optim: bool, name: str | None = None
+    root: str,
+    state: RunState,
+    device: Device,
+    info: RecoverInfo,
+    *,
+    with_optim: bool,
+    name: str | None = None,
 ) -> float:
     """Publishes a `torch_dcp` checkpoint of the present state. Called by all ranks together.
 
@@ -106,13 +112,17 @@ def save_torch_dcp(
     """
     start = time.perf_counter()
     tensors = state.tensors(device, with_optim=with_optim, with_rng=name is None or with_optim)
-    folder = save_checkpoint(open_store(root).root, state.step_info.iteration, tensors, info.to_plain(), name=name)
+    folder = save_checkpoint(
+        open_store(root).root, state.step_info.iteration, tensors, info.to_plain(), name=name
+    )
     seconds = time.perf_counter() - start
     logger.info("saved checkpoint %s in %.2f s", folder, seconds)
     return seconds
 
 
-def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, ckpt_format: str) -> None:
+def save_once(
+    path: str, state: RunState, device: Device, *, with_optim: bool, ckpt_format: str
+) -> None:
     """Saves to a folder of this path, which is none of a run's. Called by all ranks together, which wait for it.
 
     Raises:
@@ -121,14 +131,20 @@ def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, c
     """
     root, name = split_path(path)
     if is_checkpoint_name(name):
-        raise ValueError(f"Expected another name than those of a run's own checkpoints, got {path!r}.")
+        raise ValueError(
+            f"Expected another name than those of a run's own checkpoints, got {path!r}."
+        )
     store = open_store(root)
     if ckpt_format != FSDP_DTENSOR and not store.is_rename_atomic:
-        raise ValueError(f"Expected a folder of a file system for {ckpt_format} checkpoints, got {path!r}.")
+        raise ValueError(
+            f"Expected a folder of a file system for {ckpt_format} checkpoints, got {path!r}."
+        )
 
     def prepare() -> str:
         if store.exists(name):
-            raise CheckpointError(f"Expected nothing at {path} yet, got a folder or file that is there.")
+            raise CheckpointError(
+                f"Expected nothing at {path} yet, got a folder or file that is there."
+            )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):
                 store.remove(abandoned)  # of an earlier save to this path that was killed
@@ -142,7 +158,9 @@ def save_once(path: str, state: RunState, device: Device, *, with_optim: bool, c
 
     def save() -> None:
         contents = state.contents(device, with_optim=with_optim, with_rng=with_optim)
-        with CheckpointManager(store, device, dist.get_rank(), dist.get_world_size(), token) as manager:
+        with CheckpointManager(
+            store, device, dist.get_rank(), dist.get_world_size(), token
+        ) as manager:
             manager.save(state.step_info.iteration, contents, state.info().to_plain(), name=name)
             manager.finish()
 
@@ -215,10 +233,14 @@ def named_checkpoint(root: str) -> tuple[str, str] | None:
     return split_path(place_of(root))
 
 
-def _check_save_folder(root: str, start_iteration: int, damaged: Sequence[str]) -> list[tuple[str, str]]:
+def _check_save_folder(
+    root: str, start_iteration: int, damaged: Sequence[str]
+) -> list[tuple[str, str]]:
     store = open_store(root)
     newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
-    in_the_way = [iteration for iteration in newer if checkpoint_path(root, iteration) not in damaged]
+    in_the_way = [
+        iteration for iteration in newer if checkpoint_path(root, iteration) not in damaged
+    ]
     if in_the_way:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "

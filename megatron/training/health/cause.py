@@ -49,7 +49,12 @@ _COLLECTIVE_LEAVES = (
     "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
 )
 # A thread whose innermost frame is one of these waits for another thread of its process.
-_THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")
+_THREAD_WAITS = (
+    "/threading.py",
+    "/queue.py",
+    "/concurrent/futures/_base.py",
+    "/torch/autograd/graph.py",
+)
 _LISTED = 8
 
 
@@ -94,7 +99,9 @@ class Record:
     error_code: int = int(ExitCode.FAILED)
     error_order: int = 0  # among all ranks' errors, as the store counted them
     failed_collective: str | None = None  # what a collective that others may have failed has said
-    needs_all: bool = False  # it cannot go on without the others, so that it counts if one does not answer
+    needs_all: bool = (
+        False  # it cannot go on without the others, so that it counts if one does not answer
+    )
     signal: str | None = None  # the signal that ended it
     has_left: bool = False  # these are the last words of a process that has ended
 
@@ -145,7 +152,9 @@ class Absent:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+        )
 
 
 @dataclass(frozen=True)
@@ -180,22 +189,32 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "ExitCode": (int,),
     "tuple[int, ...]": (list,),
 }
-_MOST_CHARACTERS, _MOST_LINES = 2000, 100  # of a text, and of a stack, which has 500 characters a line
+_MOST_CHARACTERS, _MOST_LINES = (
+    2000,
+    100,
+)  # of a text, and of a stack, which has 500 characters a line
 
 
 def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other types."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping) or values.keys() != fields.keys():
-        raise ValueError(f"Expected the fields of a {kind.__name__}, got {printable(repr(values), 80)}.")
+        raise ValueError(
+            f"Expected the fields of a {kind.__name__}, got {printable(repr(values), 80)}."
+        )
 
     for name, annotation in fields.items():
         value = values[name]
         numbers = value if isinstance(value, list) else [value]
         is_number = annotation not in ("bool", "str", "str | None")
-        if type(value) not in _JSON_TYPES[annotation] or (is_number and not all(map(_is_plausible, numbers))):
+        if type(value) not in _JSON_TYPES[annotation] or (
+            is_number and not all(map(_is_plausible, numbers))
+        ):
             raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
-    return {name: _harmless(name, value) if isinstance(value, str) else value for name, value in values.items()}
+    return {
+        name: _harmless(name, value) if isinstance(value, str) else value
+        for name, value in values.items()
+    }
 
 
 def _is_plausible(number: object) -> bool:
@@ -211,7 +230,9 @@ def _harmless(name: str, text: str) -> str:
     return "\n".join("  " + printable(line.strip(" ")) for line in lines)
 
 
-def find_cause(records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False) -> Verdict | None:
+def find_cause(
+    records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False
+) -> Verdict | None:
     """The cause of the run's end, the same whatever the order of the arguments; None: there is no reason to end it.
 
     Args:
@@ -256,7 +277,9 @@ def is_peer_failure(error: BaseException) -> bool:
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
         seen.add(id(chain))
-        if isinstance(chain, dist.DistError) or (type(chain) is RuntimeError and _PEER_FAILURE.search(str(chain))):
+        if isinstance(chain, dist.DistError) or (
+            type(chain) is RuntimeError and _PEER_FAILURE.search(str(chain))
+        ):
             return True
         chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
     return False
@@ -282,14 +305,20 @@ def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
         return False
     if _is_in_collective(main):
         return True
-    return main[-1].file.endswith(_THREAD_WAITS) and any(_is_in_collective(stack) for stack in others)
+    return main[-1].file.endswith(_THREAD_WAITS) and any(
+        _is_in_collective(stack) for stack in others
+    )
 
 
 def place_of(stack: Stack) -> str:
     """Where a thread is: the innermost frame of this project, and the innermost of all if that is another."""
     if not stack:
         return "an unknown place"
-    own = [frame for frame in stack if "/megatron/" in frame.file and "/site-packages/" not in frame.file]
+    own = [
+        frame
+        for frame in stack
+        if "/megatron/" in frame.file and "/site-packages/" not in frame.file
+    ]
     if not own or own[-1] == stack[-1]:
         return str(stack[-1])
     return f"{own[-1]}, {stack[-1]}"
@@ -306,13 +335,19 @@ def _is_in_collective(stack: Stack) -> bool:
     )
 
 
-def _verdict(code: ExitCode, culprits: Sequence[Record | Absent], text: str, speaker: int, stack: str = "") -> Verdict:
-    return Verdict(code, tuple(culprit.rank for culprit in culprits), text, speaker, run_code=code, stack=stack)
+def _verdict(
+    code: ExitCode, culprits: Sequence[Record | Absent], text: str, speaker: int, stack: str = ""
+) -> Verdict:
+    return Verdict(
+        code, tuple(culprit.rank for culprit in culprits), text, speaker, run_code=code, stack=stack
+    )
 
 
 def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
     """The cause when ranks have failed by themselves: the first of them."""
-    failed = sorted((r for r in records if r.error is not None), key=lambda r: (r.error_order, r.rank))
+    failed = sorted(
+        (r for r in records if r.error is not None), key=lambda r: (r.error_order, r.rank)
+    )
     first, text = failed[0], f"{failed[0].name} failed {failed[0].when}: {failed[0].error}"
     if failed[1:]:
         text += f" (so did {_numbers(failed[1:])})"
@@ -320,11 +355,19 @@ def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
     return dataclasses.replace(verdict, run_code=ExitCode(first.error_code))
 
 
-def _silence(absent: Sequence[Absent], answered: Sequence[Record], speaker: int, is_hang: bool) -> Verdict:
+def _silence(
+    absent: Sequence[Absent], answered: Sequence[Record], speaker: int, is_hang: bool
+) -> Verdict:
     """The cause when ranks do not answer: those of which the worst is known."""
     kinds = [kind for kind in Silence if any(one.silence is kind for one in absent)]
-    groups = [sorted((one for one in absent if one.silence is kind), key=lambda one: one.rank) for kind in kinds]
-    text = "; ".join(f"{_list(group)} {kind.value[len(group) > 1]}" for kind, group in zip(kinds, groups, strict=True))
+    groups = [
+        sorted((one for one in absent if one.silence is kind), key=lambda one: one.rank)
+        for kind in kinds
+    ]
+    text = "; ".join(
+        f"{_list(group)} {kind.value[len(group) > 1]}"
+        for kind, group in zip(kinds, groups, strict=True)
+    )
     if answered:
         furthest = max(answered, key=_progress)
         text += f" (rank {furthest.rank} is {furthest.when})"
@@ -339,7 +382,9 @@ def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
     suspects = [
         record
         for record in answered
-        if not record.waits and record.failed_collective is None and 2 * record.idle_seconds >= longest
+        if not record.waits
+        and record.failed_collective is None
+        and 2 * record.idle_seconds >= longest
     ]
     suspects = [record for record in suspects if not record.is_excused] or suspects
     least = min(_progress(record) for record in answered)
@@ -356,7 +401,10 @@ def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
 
 
 def _has_timed_out(record: Record) -> bool:
-    return record.failed_collective is not None and _TIMEOUT.search(record.failed_collective) is not None
+    return (
+        record.failed_collective is not None
+        and _TIMEOUT.search(record.failed_collective) is not None
+    )
 
 
 def _progress(record: Record) -> tuple[int, int]:
@@ -372,4 +420,6 @@ def _list(culprits: Sequence[Record | Absent]) -> str:
 def _numbers(culprits: Sequence[Record | Absent]) -> str:
     numbers = ", ".join(str(culprit.rank) for culprit in culprits[:_LISTED])
     more = len(culprits) - _LISTED
-    return f"rank{'s' if culprits[1:] else ''} {numbers}" + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' if culprits[1:] else ''} {numbers}" + (
+        f" and {more} more" if more > 0 else ""
+    )

@@ -50,7 +50,9 @@ class Memory:
         try:
             events = read_events(folder)
         except OSError as error:
-            logger.warning("Could not read the event log: %s. What this job has found out is forgotten.", error)
+            logger.warning(
+                "Could not read the event log: %s. What this job has found out is forgotten.", error
+            )
             return cls()
 
         starts = [number for number, event in enumerate(events) if _is_first_start(event)]

@@ -57,7 +57,13 @@ class EventLog:
             return
         try:
             self._lines.append(
-                {"time": self._clock(), "event": kind, "rank": self._rank, "restart": self._restart, **fields}
+                {
+                    "time": self._clock(),
+                    "event": kind,
+                    "rank": self._rank,
+                    "restart": self._restart,
+                    **fields,
+                }
             )
         except Exception as error:  # whatever it is, it is not worth a run
             self._warn(self._lines.path, error)
@@ -68,7 +74,9 @@ class EventLog:
             return
         temporary = temporary_path(self._heartbeat)
         try:
-            text = json.dumps(finite({"time": self._clock(), "restart": self._restart, **fields}), default=str)
+            text = json.dumps(
+                finite({"time": self._clock(), "restart": self._restart, **fields}), default=str
+            )
             try:
                 self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
                 with temporary.open("x") as stream:
@@ -82,7 +90,11 @@ class EventLog:
     def _warn(self, path: Path, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("Could not write %s: %s. The run goes on; its events may be incomplete.", path, error)
+            logger.warning(
+                "Could not write %s: %s. The run goes on; its events may be incomplete.",
+                path,
+                error,
+            )
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:

@@ -27,7 +27,9 @@ class ExitCode(enum.IntEnum):
     LOST_RANK = 5  # another rank died or failed; this one is intact
     HANG = 6  # no progress within --hang-timeout-seconds
     NOT_SAVED = 7  # a state could not be saved, at the end or with --exit-on-save-failure
-    NO_PROGRESS = 8  # relaunched --recover-retries times from one checkpoint without getting to the next
+    NO_PROGRESS = (
+        8  # relaunched --recover-retries times from one checkpoint without getting to the next
+    )
     PREEMPTED = 75  # a signal; the state is saved. sysexits.h: EX_TEMPFAIL, try again
     PREEMPTED_UNSAVED = 76  # a signal; there was no time to save
 

@@ -95,7 +95,11 @@ class Injection:
 
     def is_due(self, phase: str, iteration: int) -> bool:
         """Whether this is its moment; of a `slow` one, whether the moment has come or gone."""
-        is_step = self.step is None or iteration == self.step or (self.kind == "slow" and iteration > self.step)
+        is_step = (
+            self.step is None
+            or iteration == self.step
+            or (self.kind == "slow" and iteration > self.step)
+        )
         return phase == self.at and is_step
 
     def _check(self) -> None:
@@ -104,8 +108,14 @@ class Injection:
         if self.step is not None:
             least = 0 if at_start or self.at == "evaluate" else 1
             _expect(self.step >= least, f"step= of at least {least} at {self.at}", self.spec)
-            _expect(self.step == 0 or self.at != "build", "step=0 at build, where no iteration is known yet", self.spec)
-        _expect(self.kind != "slow" or self.seconds > 0, "seconds=, more than 0, for slow", self.spec)
+            _expect(
+                self.step == 0 or self.at != "build",
+                "step=0 at build, where no iteration is known yet",
+                self.spec,
+            )
+        _expect(
+            self.kind != "slow" or self.seconds > 0, "seconds=, more than 0, for slow", self.spec
+        )
         _expect(self.times is None or self.times >= 1, "times= of at least 1", self.spec)
 
 
@@ -138,7 +148,9 @@ class _Armed:
     def take(self, phase: str, iteration: int) -> bool:
         """Whether to strike now: once, or if it slows down, once in each iteration, so many times."""
         limit = self.injection.times if self.injection.kind == "slow" else 1
-        is_spent = iteration == self.last_iteration or (limit is not None and self.num_taken >= limit)
+        is_spent = iteration == self.last_iteration or (
+            limit is not None and self.num_taken >= limit
+        )
         if is_spent or not self.injection.is_due(phase, iteration):
             return False
         self.num_taken += 1
@@ -169,7 +181,11 @@ class Injections:
 
     def forward_step(self, forward_step: ForwardStep, iteration: int) -> ForwardStep:
         """The function for the microbatches of an iteration: the given one, or one whose loss is NaN."""
-        due = [a.injection for a in self._armed if a.injection.kind == "nan" and a.take("forward", iteration)]
+        due = [
+            a.injection
+            for a in self._armed
+            if a.injection.kind == "nan" and a.take("forward", iteration)
+        ]
         if not due:
             return forward_step
 
@@ -243,7 +259,9 @@ def looks_like_production(path: str) -> bool:
 class _FullStore:
     """A store whose disk is full while the checkpoint of one iteration is written. All else is the given store's."""
 
-    def __init__(self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]) -> None:
+    def __init__(
+        self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]
+    ) -> None:
         assert injection.step is not None, "Injection.parse has seen to that"
         self._store = store
         self._injection = injection
@@ -263,7 +281,11 @@ class _FullStore:
 
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
-        return cast(DataSink, _FullSink(sink, lambda: self._error(path))) if self._is_of_draft(path) else sink
+        return (
+            cast(DataSink, _FullSink(sink, lambda: self._error(path)))
+            if self._is_of_draft(path)
+            else sink
+        )
 
     def _is_of_draft(self, path: str) -> bool:
         """Drafts are named like the checkpoint, alone or with a token behind a dot. See `Store.draft_name`."""
@@ -301,7 +323,9 @@ def _convert(key: str, text: str, spec: str) -> Any:
         return None
     if key in ("delay", "seconds"):
         number = _number(text)
-        _expect(math.isfinite(number) and number >= 0, f"{key}= a number of seconds, 0 or more", spec)
+        _expect(
+            math.isfinite(number) and number >= 0, f"{key}= a number of seconds, 0 or more", spec
+        )
         return number
     or_any = f", or {ANY}" if key in ("rank", "restart") else ""
     _expect(text.isascii() and text.isdigit(), f"{key}= a whole number, 0 or more{or_any}", spec)

@@ -72,7 +72,9 @@ class Signer:
             BadRecordError: if it was not signed with the secret, for this key, by this rank, in this start.
         """
         if len(record) > _MOST_RECORD_BYTES:
-            raise BadRecordError(f"Expected a record of at most {_MOST_RECORD_BYTES} bytes, got {len(record)}.")
+            raise BadRecordError(
+                f"Expected a record of at most {_MOST_RECORD_BYTES} bytes, got {len(record)}."
+            )
         try:
             mac, maker, text = record.decode().split(" ", 2)
             is_known = len(maker) < 10 and maker.isdecimal() and len(mac) == _MAC_LENGTH
@@ -80,11 +82,17 @@ class Signer:
             is_known = False
 
         # Nothing in it is parsed before this.
-        if not is_known or not hmac.compare_digest(mac.encode(), self._mac(key, int(maker), text).encode()):
-            raise BadRecordError(f"Expected a record signed with this job's secret ({SECRET_VARIABLE}), got another.")
+        if not is_known or not hmac.compare_digest(
+            mac.encode(), self._mac(key, int(maker), text).encode()
+        ):
+            raise BadRecordError(
+                f"Expected a record signed with this job's secret ({SECRET_VARIABLE}), got another."
+            )
         content = parse_object(text.encode())
         if content is None or rank not in (None, int(maker)):
-            raise BadRecordError(f"Expected a JSON object of rank {rank}, got another of rank {maker}.")
+            raise BadRecordError(
+                f"Expected a JSON object of rank {rank}, got another of rank {maker}."
+            )
         return content
 
     def _mac(self, key: str, rank: int, text: str) -> str:
@@ -110,7 +118,9 @@ def job_secret(*, is_one_machine: bool) -> bytes | None:
         try:
             return _checked(_read_private(Path(file)), FILE_VARIABLE)
         except OSError as error:
-            raise ConfigError(f"{FILE_VARIABLE}: expected a file that can be read, got {error}.") from None
+            raise ConfigError(
+                f"{FILE_VARIABLE}: expected a file that can be read, got {error}."
+            ) from None
     return _secret_of_this_machine() if is_one_machine else None
 
 

@@ -51,7 +51,9 @@ class JsonLines:
         finally:
             os.close(descriptor)
         if num_written < len(line):
-            raise OSError(f"Expected to append {len(line)} bytes to {self.path}, got {num_written} written.")
+            raise OSError(
+                f"Expected to append {len(line)} bytes to {self.path}, got {num_written} written."
+            )
 
     def touch(self) -> None:
         """Makes the file, if there is none yet. OSError if it cannot be written."""

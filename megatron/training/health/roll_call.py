@@ -33,7 +33,14 @@ from typing import Any, Generic, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron.core.log import printable
-from megatron.training.health.cause import Absent, Record, Silence, Verdict, find_cause, typed_fields
+from megatron.training.health.cause import (
+    Absent,
+    Record,
+    Silence,
+    Verdict,
+    find_cause,
+    typed_fields,
+)
 from megatron.training.health.job_secret import Signer
 from megatron.training.launch import Launch
 
@@ -48,7 +55,9 @@ _POLL_SECONDS = 0.05
 # The first ranks collect the answers. The others ask for the verdict only, unless it does not come.
 _NUM_JUDGES = 8
 _JUDGES_SECONDS = 0.5
-_AGREE_SECONDS = 2.0  # after their patience, ranks that cannot agree through the store go by their own verdict
+_AGREE_SECONDS = (
+    2.0  # after their patience, ranks that cannot agree through the store go by their own verdict
+)
 _LINGER_SECONDS = 1.0
 
 
@@ -79,7 +88,9 @@ class BoundedStore:
     def __init__(self, store: Store) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self.is_lost = False
-        threading.Thread(target=self._serve, args=(self._jobs, store), name="watchdog store", daemon=True).start()
+        threading.Thread(
+            target=self._serve, args=(self._jobs, store), name="watchdog store", daemon=True
+        ).start()
 
     def call(self, work: Callable[[Store], _T]) -> _T:
         """What `work` makes of the store. StoreLostError if it fails or takes too long, and at once from then on."""
@@ -89,10 +100,14 @@ class BoundedStore:
         self._jobs.put(job)
         if not job.is_done.wait(_STORE_SECONDS):
             self.is_lost = True
-            raise StoreLostError(f"Expected an answer of the store within {_STORE_SECONDS} s, got none.")
+            raise StoreLostError(
+                f"Expected an answer of the store within {_STORE_SECONDS} s, got none."
+            )
         if job.error is not None:
             self.is_lost = True
-            raise StoreLostError(f"Expected an answer of the store, got {job.error}.") from job.error
+            raise StoreLostError(
+                f"Expected an answer of the store, got {job.error}."
+            ) from job.error
         return job.result  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -202,7 +217,9 @@ class RollCall:
         self._members: dict[int, Member] = {}
         self.knows_all = self._store is None  # who the other ranks are
         self.number = 0  # of the last roll call that this rank has taken part in
-        self._num_answered = self._num_done = 0  # ranks that answered in it, and that have read its verdict
+        self._num_answered = self._num_done = (
+            0  # ranks that answered in it, and that have read its verdict
+        )
 
     @property
     def has_peers(self) -> bool:
@@ -223,12 +240,17 @@ class RollCall:
             values = self._ask(lambda store: store.multi_get(keys))
             for rank, (key, value) in enumerate(zip(keys, values, strict=True)):
                 self._note_member(rank, self._opened(key, value, rank, Member.from_json))
-            self.knows_all = True  # or some records cannot be trusted; those are looked at again in a roll call
+            self.knows_all = (
+                True  # or some records cannot be trusted; those are looked at again in a roll call
+            )
 
     def leave(self, last_words: Record | None = None) -> None:
         """Says that this rank ends, so that nobody takes it for dead: it has finished, or why not. StoreLostError."""
         if self._store is not None:
-            self._put(f"left/{self._rank}", {"record": None if last_words is None else last_words.to_json()})
+            self._put(
+                f"left/{self._rank}",
+                {"record": None if last_words is None else last_words.to_json()},
+            )
 
     def close(self) -> None:
         """Ends the connection. What is under way comes to its end first."""
@@ -260,7 +282,9 @@ class RollCall:
                 self._ask(lambda store: store.compare_set("round", last, following))
             number = self._add("round", 0)
             if number <= self.number:
-                raise StoreLostError(f"Expected a roll call after number {self.number}, got number {number}.")
+                raise StoreLostError(
+                    f"Expected a roll call after number {self.number}, got number {number}."
+                )
             self.number = number
             return self._hold(f"{self.number}/", record)
         except StoreLostError:
@@ -357,11 +381,17 @@ class RollCall:
 
     def _silence(self, prefix: str, rank: int) -> Silence | None:
         """Why a rank does not answer, as one on its machine has found out."""
-        return self._read(f"{prefix}silent/{rank}", None, lambda content: Silence[content["silence"]])
+        return self._read(
+            f"{prefix}silent/{rank}", None, lambda content: Silence[content["silence"]]
+        )
 
     def _unheard(self, rank: int, silence: Silence = Silence.SILENT) -> Absent:
         member = self._members.get(rank)
-        return Absent(rank, silence) if member is None else Absent(rank, silence, member.host, member.pid)
+        return (
+            Absent(rank, silence)
+            if member is None
+            else Absent(rank, silence, member.host, member.pid)
+        )
 
     def _judge_alone(self, record: Record) -> Verdict | None:
         """What this rank can tell without a store: its own state, and the processes on its machine."""
@@ -390,7 +420,11 @@ class RollCall:
     def _neighbours(self) -> list[tuple[int, Member]]:
         """The other ranks on this machine."""
         machine = self._own.machine
-        return [(r, member) for r, member in self._members.items() if r != self._rank and member.machine == machine]
+        return [
+            (r, member)
+            for r, member in self._members.items()
+            if r != self._rank and member.machine == machine
+        ]
 
     def _ask(self, work: Callable[[Store], _T]) -> _T:
         if self._store is None:
@@ -408,7 +442,9 @@ class RollCall:
         raw = self._raw(key)
         return None if raw is None else self._opened(key, raw, rank, parse)
 
-    def _opened(self, key: str, raw: bytes, rank: int | None, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+    def _opened(
+        self, key: str, raw: bytes, rank: int | None, parse: Callable[[dict[str, Any]], _T]
+    ) -> _T | None:
         if not raw:
             return None
         try:

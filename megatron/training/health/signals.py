@@ -85,7 +85,9 @@ class SignalSocket:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, extra, *_ = self._reader.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-                if not self._tells_sender or any(_CREDENTIALS.unpack(item)[0] == os.getpid() for *_, item in extra):
+                if not self._tells_sender or any(
+                    _CREDENTIALS.unpack(item)[0] == os.getpid() for *_, item in extra
+                ):
                     numbers.extend(data)
         return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
@@ -133,4 +135,6 @@ def _forget_all() -> None:
     _release_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)
+os.register_at_fork(
+    before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all
+)

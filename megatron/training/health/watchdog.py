@@ -33,9 +33,23 @@ from torch.distributed.distributed_c10d import Store
 from megatron.core import issued_collectives
 from megatron.core.issued_collectives import IssuedCollectives, Outstanding
 from megatron.core.log import printable
-from megatron.training.health.cause import Record, Verdict, is_peer_failure, place_of, stack_of, waits_for_others
+from megatron.training.health.cause import (
+    Record,
+    Verdict,
+    is_peer_failure,
+    place_of,
+    stack_of,
+    waits_for_others,
+)
 from megatron.training.health.events import EventLog
-from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.exits import (
+    ExitCode,
+    ExitError,
+    code_of,
+    exit_process,
+    is_foreseen,
+    process_status,
+)
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.roll_call import RollCall, StoreLostError
 from megatron.training.health.signals import SignalSocket
@@ -168,7 +182,10 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None and self._cause is None:
             if is_foreseen(error):
@@ -223,7 +240,9 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_ending:
             try:
-                received = self._signals.wait(self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS)
+                received = self._signals.wait(
+                    self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS
+                )
                 if not self._is_ending:
                     self._look(received)
             except Exception as error:  # whatever it is, training is not to end by it
@@ -241,7 +260,12 @@ class Watchdog:
                 self._take_part()
             return
         self._check_grace()
-        if self._is_called() or self._is_stuck() or self._may_wait_in_vain() or self._has_failed_collective():
+        if (
+            self._is_called()
+            or self._is_stuck()
+            or self._may_wait_in_vain()
+            or self._has_failed_collective()
+        ):
             self._take_part()
 
     def _count_idle_time(self) -> None:
@@ -298,7 +322,11 @@ class Watchdog:
 
     def _may_wait_in_vain(self) -> bool:
         """Whether this rank was signalled, perhaps since another one is dead, and has not moved since; asked once."""
-        if self._signalled is None or self._has_asked_after_signal or self._idle < _SIGNALLED_IDLE_SECONDS:
+        if (
+            self._signalled is None
+            or self._has_asked_after_signal
+            or self._idle < _SIGNALLED_IDLE_SECONDS
+        ):
             return False
         self._has_asked_after_signal = True
         return True
@@ -332,7 +360,9 @@ class Watchdog:
             return Cause(code, ranks, text if verdict is None else verdict.text, is_own=True)
         if verdict is not None:
             return Cause(verdict.code, verdict.ranks, verdict.text, is_own=False)
-        return Cause(ExitCode.LOST_RANK, (), f"another rank failed: {_in_one_line(error)}", is_own=False)
+        return Cause(
+            ExitCode.LOST_RANK, (), f"another rank failed: {_in_one_line(error)}", is_own=False
+        )
 
     def _record(self, error: BaseException | None) -> Record:
         """What this rank says of itself."""
@@ -343,7 +373,9 @@ class Watchdog:
         is_excused = self._is_excused(waits)
         is_stuck = self._is_late() and not is_excused
         is_own = error is not None and not is_peer_failure(error)
-        failed = _in_one_line(error) if error is not None and not is_own else self._failed_collective
+        failed = (
+            _in_one_line(error) if error is not None and not is_own else self._failed_collective
+        )
         if is_own and self._error_order is None:
             self._error_order = self._roll_call.error_order()
         return Record(
@@ -360,10 +392,15 @@ class Watchdog:
             place=place_of(main) if outstanding is None else f"{place_of(main)} ({outstanding})",
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
-            error_code=int(code_of(error)) if error is not None and is_own else int(ExitCode.FAILED),
+            error_code=int(code_of(error))
+            if error is not None and is_own
+            else int(ExitCode.FAILED),
             error_order=self._error_order or 0,
             failed_collective=None if is_own else failed,
-            needs_all=is_stuck or error is not None or failed is not None or (waits and self._has_asked_after_signal),
+            needs_all=is_stuck
+            or error is not None
+            or failed is not None
+            or (waits and self._has_asked_after_signal),
         )
 
     def _announce(self, verdict: Verdict) -> None:
@@ -374,7 +411,9 @@ class Watchdog:
         def tell() -> None:
             logger.error("%s", verdict.text)
             if verdict.stack:
-                logger.error("the stack of rank %d, innermost last:\n%s", verdict.ranks[0], verdict.stack)
+                logger.error(
+                    "the stack of rank %d, innermost last:\n%s", verdict.ranks[0], verdict.stack
+                )
 
         def record() -> None:
             kind = "hang" if verdict.code is ExitCode.HANG else "lost"
@@ -387,14 +426,19 @@ class Watchdog:
         self._roll_call.linger()
 
     def _write_exit(self, status: int, name: str, reason: str) -> None:
-        self._events.write("exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration)
+        self._events.write(
+            "exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration
+        )
 
     def _on_signal(self, number: signal.Signals) -> None:
         """A signal that schedulers end jobs with, which is often the news that another rank is dead."""
         if self._signalled is None:
             self._signalled = (number, time.monotonic())
             iteration = self._seen_mark.iteration
-            _within(_REPORT_SECONDS, lambda: self._events.write("signal", signal=number.name, iteration=iteration))
+            _within(
+                _REPORT_SECONDS,
+                lambda: self._events.write("signal", signal=number.name, iteration=iteration),
+            )
         if self._failure is not None:
             return
         if self._roll_call.has_peers:
@@ -403,7 +447,10 @@ class Watchdog:
             # Nobody else handles it: the process ends as it would have without the watchdog.
             self._say_last_words(self._record_of_signal(number))
             if self._launch.rank == 0:
-                _within(_REPORT_SECONDS, lambda: self._write_exit(128 + number, number.name, "it is not handled"))
+                _within(
+                    _REPORT_SECONDS,
+                    lambda: self._write_exit(128 + number, number.name, "it is not handled"),
+                )
             self._exit_process(128 + number)
 
     def _check_grace(self) -> None:
@@ -461,7 +508,9 @@ class Watchdog:
         while True:
             mark = self._mark
             fields: dict[str, Any] = {"iteration": mark.iteration, **self._status}
-            self._events.beat(pid=os.getpid(), host=socket.gethostname(), phase=mark.phase, **fields)
+            self._events.beat(
+                pid=os.getpid(), host=socket.gethostname(), phase=mark.phase, **fields
+            )
             if is_last:
                 return
             is_last = self._has_ended.wait(_BEAT_SECONDS)

@@ -22,13 +22,17 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--device: expected a device that this machine has, got 'cuda'"):
+    with pytest.raises(
+        ConfigError, match="--device: expected a device that this machine has, got 'cuda'"
+    ):
         DeviceConfig(device="cuda")
 
 
 def test_more_ranks_than_gpus_are_refused_on_all_of_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="at most one process for each of the 2 GPUs of this machine, got 3"):
+    with pytest.raises(
+        ConfigError, match="at most one process for each of the 2 GPUs of this machine, got 3"
+    ):
         Device.for_rank("cuda", 0, local_world_size=3)
 
 
@@ -61,7 +65,9 @@ SLURM = (
         ({}, False),
     ],
 )
-def test_a_rank_takes_the_one_gpu_that_it_sees_only_if_slurm_gave_it_to_no_other(monkeypatch, environment, is_bound):
+def test_a_rank_takes_the_one_gpu_that_it_sees_only_if_slurm_gave_it_to_no_other(
+    monkeypatch, environment, is_bound
+):
     for name in SLURM:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -73,7 +79,9 @@ def test_a_rank_takes_the_one_gpu_that_it_sees_only_if_slurm_gave_it_to_no_other
         assert Device.for_rank("cuda", 3, local_world_size=4) == Device("cuda", 0)
         assert current == [0]
     else:
-        with pytest.raises(ConfigError, match="at most one process for each of the 1 GPUs of this machine, got 4"):
+        with pytest.raises(
+            ConfigError, match="at most one process for each of the 1 GPUs of this machine, got 4"
+        ):
             Device.for_rank("cuda", 3, local_world_size=4)
 
 

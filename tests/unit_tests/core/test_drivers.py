@@ -8,7 +8,14 @@ import torch
 from megatron.core import device as device_module
 from megatron.core import drivers
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.drivers import CudaDriver, Driver, PinError, driver_of, kinds_of_accelerators, register_driver
+from megatron.core.drivers import (
+    CudaDriver,
+    Driver,
+    PinError,
+    driver_of,
+    kinds_of_accelerators,
+    register_driver,
+)
 from megatron.core.options import ConfigError
 
 
@@ -76,12 +83,18 @@ def test_a_worker_of_a_device_has_it_as_its_current_one(pretended):
 
 @pytest.mark.usefixtures("pretended")
 def test_pinning_for_a_kind_that_cannot_says_so():
-    with pytest.raises(PinError, match="pin 4096 bytes of host memory, got: no way to pin memory for pretended"):
+    with pytest.raises(
+        PinError, match="pin 4096 bytes of host memory, got: no way to pin memory for pretended"
+    ):
         Device("pretended").pin(8192, 4096)
 
 
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("none\n", None), (None, None)])
-def test_the_node_nearest_to_a_device_is_what_sysfs_says(pretended, tmp_path, monkeypatch, text, node):
+@pytest.mark.parametrize(
+    ("text", "node"), [("1\n", 1), ("-1\n", None), ("none\n", None), (None, None)]
+)
+def test_the_node_nearest_to_a_device_is_what_sysfs_says(
+    pretended, tmp_path, monkeypatch, text, node
+):
     monkeypatch.setattr(device_module, "_PCI_DEVICES", tmp_path)
     pretended.address = "0000:3b:00.0"
     if text is not None:
@@ -111,7 +124,9 @@ def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch)
     def refuse(*_):
         return 2
 
-    runtime = SimpleNamespace(cudaHostRegister=refuse, cudaGetErrorString=lambda status: f"error {status}")
+    runtime = SimpleNamespace(
+        cudaHostRegister=refuse, cudaGetErrorString=lambda status: f"error {status}"
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
     monkeypatch.setattr(torch, "ones", lambda *_, **__: Number())

@@ -47,20 +47,28 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_the_content_is_on_disk_before_the_rename_and_the_rename_before_it_returns(tmp_path, monkeypatch):
+def test_the_content_is_on_disk_before_the_rename_and_the_rename_before_it_returns(
+    tmp_path, monkeypatch
+):
     order = []
     real_fsync, real_replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), real_fsync(fd)))
-    monkeypatch.setattr(Path, "replace", lambda path, to: (order.append("rename"), real_replace(path, to)))
+    monkeypatch.setattr(
+        Path, "replace", lambda path, to: (order.append("rename"), real_replace(path, to))
+    )
     with published(tmp_path / "file") as stream:
         stream.write(b"content")
     assert order == ["sync", "rename", "sync"]
 
 
 @pytest.mark.parametrize(
-    ("sync", "order"), [(Sync.CONTENT, ["sync", "rename"]), (Sync.NOTHING, ["rename"])], ids=lambda value: str(value)
+    ("sync", "order"),
+    [(Sync.CONTENT, ["sync", "rename"]), (Sync.NOTHING, ["rename"])],
+    ids=lambda value: str(value),
 )
-def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_once(tmp_path, monkeypatch, sync, order):
+def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_once(
+    tmp_path, monkeypatch, sync, order
+):
     found = []
     real_fsync, real_replace = os.fsync, Path.replace
 
@@ -107,7 +115,9 @@ def test_a_file_is_read_whole_up_to_the_bound_and_not_beyond(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"content")
     assert read_regular(path, max_bytes=7) == b"content"
-    with pytest.raises(UnusableFileError, match=r"Expected a marker of at most 6 bytes, got 7 or more.*file"):
+    with pytest.raises(
+        UnusableFileError, match=r"Expected a marker of at most 6 bytes, got 7 or more.*file"
+    ):
         read_regular(path, max_bytes=6, what="a marker")
 
 
@@ -153,12 +163,16 @@ def test_only_regular_files_are_opened(tmp_path, monkeypatch, make, kind):
         read_regular(tmp_path / "file", max_bytes=10, what="a tracker")
 
 
-def test_a_fifo_that_takes_the_place_of_a_file_at_the_last_moment_is_refused_too(tmp_path, monkeypatch):
+def test_a_fifo_that_takes_the_place_of_a_file_at_the_last_moment_is_refused_too(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "file"
     os.mkfifo(path)
     (tmp_path / "regular").touch()
     regular, real_stat = (tmp_path / "regular").stat(), Path.stat
-    monkeypatch.setattr(Path, "stat", lambda at, **more: regular if at == path else real_stat(at, **more))
+    monkeypatch.setattr(
+        Path, "stat", lambda at, **more: regular if at == path else real_stat(at, **more)
+    )
     with pytest.raises(UnusableFileError, match="got a FIFO"):
         open_regular(path)
 

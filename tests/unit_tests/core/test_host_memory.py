@@ -65,7 +65,9 @@ def mappings_of(address: int) -> list[str]:
     """The line of this process's mappings that holds an address; none if nothing is mapped there."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
-    return [line for line, (start, stop) in zip(lines, ranges, strict=True) if start <= address < stop]
+    return [
+        line for line, (start, stop) in zip(lines, ranges, strict=True) if start <= address < stop
+    ]
 
 
 def flags_of(address: int) -> set[str]:
@@ -97,7 +99,9 @@ def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
         (-4, 1, torch.float32),
         (0, -1, torch.float32),
     ]:
-        with pytest.raises(ValueError, match="Expected an aligned array within the 1001 bytes for moments, got"):
+        with pytest.raises(
+            ValueError, match="Expected an aligned array within the 1001 bytes for moments, got"
+        ):
             memory.tensor(offset, numel, dtype)
 
 
@@ -117,7 +121,9 @@ def test_a_negative_size_is_refused():
 
 
 def test_what_the_system_does_not_map_is_refused_by_name():
-    with pytest.raises(HostMemoryError, match=r"Expected 1048576\.00 TiB of host memory for moments, got: "):
+    with pytest.raises(
+        HostMemoryError, match=r"Expected 1048576\.00 TiB of host memory for moments, got: "
+    ):
         slab(1 << 60)
     with pytest.raises(HostMemoryError, match="for moments"):
         slab(1 << 80)
@@ -130,7 +136,10 @@ def test_the_builder_adds_up_aligned_arrays_that_do_not_overlap_and_end_with_the
     offsets = [builder.add(numel, dtype) for numel, dtype in arrays]
     memory = builder.build(CPU, is_pinned=False, purpose="test")
     assert memory.nbytes == builder.nbytes
-    tensors = [memory.tensor(offset, numel, dtype) for offset, (numel, dtype) in zip(offsets, arrays, strict=True)]
+    tensors = [
+        memory.tensor(offset, numel, dtype)
+        for offset, (numel, dtype) in zip(offsets, arrays, strict=True)
+    ]
     end = 0
     for index, tensor in enumerate(tensors):
         assert not tensor.any(), "an array before it reached into it"
@@ -148,7 +157,10 @@ def test_memory_is_given_back_with_the_last_array():
     before = resident_bytes()
     memory = slab(64 * MIB)
     assert resident_bytes() - before < 8 * MIB, "not resident until it is touched"
-    left, right = memory.tensor(0, 32 * MIB, torch.uint8), memory.tensor(32 * MIB, 32 * MIB, torch.uint8)
+    left, right = (
+        memory.tensor(0, 32 * MIB, torch.uint8),
+        memory.tensor(32 * MIB, 32 * MIB, torch.uint8),
+    )
     left.fill_(1)
     right.fill_(2)
     del memory, left
@@ -223,7 +235,9 @@ def test_a_forked_process_unpins_nothing(pinning, monkeypatch):
 
 
 @needs_proc
-def test_memory_that_cannot_be_pinned_is_given_back_while_the_error_is_handled(pinning, monkeypatch):
+def test_memory_that_cannot_be_pinned_is_given_back_while_the_error_is_handled(
+    pinning, monkeypatch
+):
     def refuse(_: Device, address: int, nbytes: int) -> None:
         refused.append((address, nbytes))
         raise PinError("Expected to pin.")
@@ -252,7 +266,8 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     with pytest.raises(
-        PinError, match=r"pin 4096 bytes .*got: error 2 .*is 65536 bytes.*--no-pin-cpu-params and --no-pin-cpu-grads"
+        PinError,
+        match=r"pin 4096 bytes .*got: error 2 .*is 65536 bytes.*--no-pin-cpu-params and --no-pin-cpu-grads",
     ):
         Device("cuda").pin(8192, 4096)
     assert calls == [(8192, 4096, 0)]
@@ -283,7 +298,13 @@ def test_a_gpu_takes_a_slab_for_pinned_memory_until_it_is_gone():
 
 @pytest.mark.parametrize(
     ("nbytes", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (12 * GIB, "12.00 GiB"), (1 << 41, "2.00 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (12 * GIB, "12.00 GiB"),
+        (1 << 41, "2.00 TiB"),
+    ],
 )
 def test_sizes_are_shown_in_the_unit_that_fits(nbytes, shown):
     assert format_bytes(nbytes) == shown
@@ -302,12 +323,15 @@ def test_the_sum_is_shown_when_it_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    "limits", [HostLimits(32 * GIB, None), HostLimits(None, 32 * GIB), HostLimits(32 * GIB, 1 << 50)]
+    "limits",
+    [HostLimits(32 * GIB, None), HostLimits(None, 32 * GIB), HostLimits(32 * GIB, 1 << 50)],
 )
 def test_the_tightest_limit_counts_to_the_byte(limits):
     check_host_memory(NEEDS, num_local_ranks=2, limits=limits)
     with pytest.raises(HostMemoryError):
-        check_host_memory([*NEEDS, HostNeed("one more", 1, False)], num_local_ranks=2, limits=limits)
+        check_host_memory(
+            [*NEEDS, HostNeed("one more", 1, False)], num_local_ranks=2, limits=limits
+        )
     with pytest.raises(HostMemoryError):
         check_host_memory(NEEDS, num_local_ranks=3, limits=limits)
 
@@ -334,7 +358,10 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def read_limits(tmp_path: Path, membership: str, files: dict[str, object]) -> HostLimits:
-    proc = write(tmp_path / "proc", {"self/cgroup": membership, "meminfo": "MemTotal: 9 kB\nMemAvailable:  5 kB"})
+    proc = write(
+        tmp_path / "proc",
+        {"self/cgroup": membership, "meminfo": "MemTotal: 9 kB\nMemAvailable:  5 kB"},
+    )
     return HostLimits.read(proc, write(tmp_path / "cgroup", files))
 
 
@@ -342,7 +369,11 @@ def test_the_machine_and_the_cgroup_are_read_page_cache_counted_as_available(tmp
     limits = read_limits(
         tmp_path,
         "0::/job",
-        {"job/memory.max": 1000, "job/memory.current": 700, "job/memory.stat": "anon 500\ninactive_file 200"},
+        {
+            "job/memory.max": 1000,
+            "job/memory.current": 700,
+            "job/memory.stat": "anon 500\ninactive_file 200",
+        },
     )
     assert limits == HostLimits(5 * 1024, 500)
 

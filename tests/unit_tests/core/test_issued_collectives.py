@@ -59,7 +59,10 @@ def test_a_collective_that_has_begun_and_is_not_over_is_waited_in(device):
     issue(collectives, device, "gather")
     device.move(1)
     assert collectives.oldest() == Outstanding(1, "gather", has_begun=True)
-    assert str(collectives.oldest()) == "its device is waiting in the gather, collective 1 of this rank"
+    assert (
+        str(collectives.oldest())
+        == "its device is waiting in the gather, collective 1 of this rank"
+    )
 
 
 def test_a_collective_that_the_device_has_not_come_to_is_not_waited_in(device):
@@ -186,25 +189,36 @@ def test_collectives_of_the_cpu_leave_no_record():
 def test_collectives_of_a_device_leave_one(device, monkeypatch):
     monkeypatch.setattr(issued_collectives, "OF_THIS_PROCESS", IssuedCollectives())
     monkeypatch.setattr(
-        issued_collectives, "Device", lambda kind, index: device if (kind, index) == ("meta", 0) else None
+        issued_collectives,
+        "Device",
+        lambda kind, index: device if (kind, index) == ("meta", 0) else None,
     )
     with issuing("all-reduce", torch.ones(1, device="meta")):
         pass
-    assert issued_collectives.OF_THIS_PROCESS.oldest() == Outstanding(1, "all-reduce", has_begun=False)
+    assert issued_collectives.OF_THIS_PROCESS.oldest() == Outstanding(
+        1, "all-reduce", has_begun=False
+    )
 
 
 def _collectives_that_leave_no_record(tree: ast.AST) -> list[str]:
     """Calls of collectives, but for those of messages between two ranks, which the CPU alone has."""
     recorded: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.With) and any("issuing(" in ast.unparse(item) for item in node.items):
+        if isinstance(node, ast.With) and any(
+            "issuing(" in ast.unparse(item) for item in node.items
+        ):
             recorded |= {id(inner) for inner in ast.walk(node)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in recorded]
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in recorded
+    ]
     names = [ast.unparse(call.func) for call in calls]
     return [
         name
         for name in names
-        if re.fullmatch(r"dist\.(all_|broadcast|reduce|gather|scatter|barrier)\w*|_(all|reduce)_\w+_on_device", name)
+        if re.fullmatch(
+            r"dist\.(all_|broadcast|reduce|gather|scatter|barrier)\w*|_(all|reduce)_\w+_on_device",
+            name,
+        )
         or name.endswith(".full_tensor")
     ]
 
@@ -214,13 +228,13 @@ def test_every_collective_of_the_project_leaves_a_record():
     package = Path(issued_collectives.__file__).parents[1]
     found = {
         # By its path: several files may have one name.
-        str(path.relative_to(package)): _collectives_that_leave_no_record(ast.parse(path.read_text()))
+        str(path.relative_to(package)): _collectives_that_leave_no_record(
+            ast.parse(path.read_text())
+        )
         for path in package.rglob("*.py")
     }
     assert {name: calls for name, calls in found.items() if calls} == {}
-    unrecorded = (
-        "dist.all_reduce(x)\nwith issuing('it', x):\n    dist.broadcast(x)\n_all_gather_on_device(x)\nx.full_tensor()"
-    )
+    unrecorded = "dist.all_reduce(x)\nwith issuing('it', x):\n    dist.broadcast(x)\n_all_gather_on_device(x)\nx.full_tensor()"
     assert _collectives_that_leave_no_record(ast.parse(unrecorded)) == [
         "dist.all_reduce",
         "_all_gather_on_device",

@@ -145,7 +145,10 @@ def test_a_closed_lane_has_finished_its_work_and_takes_no_more():
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16), plan=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12))
+@given(
+    seed=st.integers(0, 2**16),
+    plan=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12),
+)
 def test_delays_change_when_work_runs_but_never_what_it_sees(seed, plan):
     """Each piece of work doubles and adds to a buffer after the one before it; only the order makes the result."""
     made = [CPU.lane(f"lane-{number}") for number in range(3)]
@@ -183,7 +186,10 @@ def test_without_its_events_the_same_plan_goes_wrong_under_delays():
         first, second = CPU.lane("first"), CPU.lane("second")
         with delays(seed):
             buffer = torch.ones(1)
-            events = [first.enqueue(lambda b=buffer: b.mul_(2)), second.enqueue(lambda b=buffer: b.add_(1))]
+            events = [
+                first.enqueue(lambda b=buffer: b.mul_(2)),
+                second.enqueue(lambda b=buffer: b.add_(1)),
+            ]
             for event in events:
                 event.wait()
         results.add(float(buffer))
@@ -269,7 +275,9 @@ if name == "failed":
 
 def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_by_it():
     """See [Note: the end of the program]. Each is forked, since importing torch takes seconds."""
-    run = subprocess.run([sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, timeout=120
+    )
     results = json.loads(run.stdout)
     assert {name: status for name, (status, _) in results.items()} == {
         "queued": 0, "let go": 0, "stuck": 0, "failed": 1,
@@ -277,5 +285,7 @@ def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_b
     # Of the 60 seconds that the work would take. A busy machine takes ten for a program that ends at once.
     assert results["stuck"][1] < 40, "a program does not wait for ever"
     assert results["failed"][1] < 40, "nor one that fails at all: its peers may wait for it"
-    assert run.stderr.count("The program ended while work was under way on the lane(s) the lane") == 1
+    assert (
+        run.stderr.count("The program ended while work was under way on the lane(s) the lane") == 1
+    )
     assert "ValueError: the program's own" in run.stderr

@@ -23,7 +23,9 @@ SEED = 1234
 
 def _gpt(device: str = "meta") -> GPTModel:
     """With 32 rows of vocabulary and 20 channels, which three ranks do not divide evenly."""
-    config = TransformerConfig(2, 20, 2, ffn_hidden_size=28, swiglu=True, untie_embeddings_and_output_weights=True)
+    config = TransformerConfig(
+        2, 20, 2, ffn_hidden_size=28, swiglu=True, untie_embeddings_and_output_weights=True
+    )
     with torch.device(device):
         return GPTModel(config, vocab_size=32)
 
@@ -40,7 +42,9 @@ def test_meta_and_real_construction_end_in_the_same_weights() -> None:
     a, b = _weights(from_meta), _weights(from_real)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not torch.equal(before["embedding.word_embeddings.weight"], b["embedding.word_embeddings.weight"])
+    assert not torch.equal(
+        before["embedding.word_embeddings.weight"], b["embedding.word_embeddings.weight"]
+    )
 
 
 def test_weights_follow_the_seed_and_the_modules_name() -> None:

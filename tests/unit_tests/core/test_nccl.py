@@ -30,7 +30,10 @@ def test_what_the_user_has_set_stays_with_one_warning(caplog):
         leave_failures_to_watchdog(environment)
     assert environment == {**OURS, **given}
     (record,) = caplog.records
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 ends a rank for an error of a collective" in record.getMessage()
+    assert (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 ends a rank for an error of a collective"
+        in record.getMessage()
+    )
     assert "TORCH_NCCL_ENABLE_MONITORING=1 ends a rank" in record.getMessage()
 
 

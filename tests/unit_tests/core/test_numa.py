@@ -82,7 +82,10 @@ def test_the_kernel_is_told_the_range_and_the_node_as_a_bit(monkeypatch):
     system = System(monkeypatch)
     assert prefer_node(8192, 100, 1)
     assert prefer_node(8192, 100, 70)
-    assert system.calls == [(237, 8192, 100, 1, 1 << 1, 65, 0), (237, 8192, 100, 1, 1 << 70, 129, 0)]
+    assert system.calls == [
+        (237, 8192, 100, 1, 1 << 1, 65, 0),
+        (237, 8192, 100, 1, 1 << 70, 129, 0),
+    ]
 
 
 @pytest.mark.parametrize("error", [1, 38])  # EPERM, ENOSYS
@@ -113,10 +116,13 @@ def test_this_system_takes_or_refuses_its_first_node_and_the_memory_works_either
 def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monkeypatch):
     asked: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        "megatron.core.host_memory.prefer_node", lambda address, _, node: asked.append(("place", address, node))
+        "megatron.core.host_memory.prefer_node",
+        lambda address, _, node: asked.append(("place", address, node)),
     )
     monkeypatch.setattr(Device, "pins_host_memory", property(lambda _: True))
-    monkeypatch.setattr(Device, "pin", lambda _, address, nbytes: asked.append(("pin", address, nbytes)))
+    monkeypatch.setattr(
+        Device, "pin", lambda _, address, nbytes: asked.append(("pin", address, nbytes))
+    )
     monkeypatch.setattr(Device, "unpin", lambda *_: None)
     HostSlab(5000, Device("cpu"), is_pinned=False, purpose="moments")
     assert asked == [], "the CPU has no node of its own"

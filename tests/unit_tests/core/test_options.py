@@ -51,7 +51,10 @@ def test_options_know_their_flags_and_types():
         ({"count": 2, "rate": float("nan")}, "--rate: expected a number > 0 and < 1, got nan."),
         ({"count": 2, "shape": "oval"}, "--shape: expected one of round, square, got 'oval'."),
         ({"count": 2, "paths": "a"}, "--paths: expected a list, each a non-empty string, got 'a'."),
-        ({"count": 2, "paths": ("a", "")}, "--paths: expected a list, each a non-empty string, got ('a', '')."),
+        (
+            {"count": 2, "paths": ("a", "")},
+            "--paths: expected a list, each a non-empty string, got ('a', '').",
+        ),
         ({"count": 2, "rate": None}, "--rate: expected a number > 0 and < 1, got None."),
     ],
 )
@@ -83,7 +86,9 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
     assert type(value) is type(converted)
 
 
-@pytest.mark.parametrize(("name", "given"), [("count", "three"), ("count", "1.5"), ("is_loud", "1"), ("rate", [1])])
+@pytest.mark.parametrize(
+    ("name", "given"), [("count", "three"), ("count", "1.5"), ("is_loud", "1"), ("rate", [1])]
+)
 def test_text_that_is_not_of_the_fields_type_is_refused(name, given):
     with pytest.raises(ConfigError, match=FIELDS[name].flag):
         FIELDS[name].convert(given)

@@ -53,7 +53,9 @@ class Failing:
 
 
 def _group(name: str, backend: object) -> SimpleNamespace:
-    return SimpleNamespace(group_desc=name, _device_types=[CPU], _get_backend=lambda device: backend)  # noqa: ARG005
+    return SimpleNamespace(
+        group_desc=name, _device_types=[CPU], _get_backend=lambda device: backend
+    )  # noqa: ARG005
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,9 @@ def _group(name: str, backend: object) -> SimpleNamespace:
     ],
 )
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_failure_that_a_backend_has_found_is_told_with_its_group(error, text, is_wrapped, monkeypatch):
+def test_a_failure_that_a_backend_has_found_is_told_with_its_group(
+    error, text, is_wrapped, monkeypatch
+):
     groups = [_group("default", Failing("SUCCESS")), _group("outer", Failing(error, is_wrapped))]
     monkeypatch.setattr(process_groups, "_world", SimpleNamespace(pg_map=groups))
     assert process_groups.failed_collective() == text

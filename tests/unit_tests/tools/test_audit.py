@@ -74,7 +74,12 @@ def test_any_flipped_bit_in_a_data_file_is_found(pristine: Path, rank: int, data
     ends = [0]
     for chunk in manifest.chunks:
         data_end = chunk.data_offset + chunk.data_nbytes
-        ends += [chunk.blob_offset, chunk.data_offset, data_end, chunk.blob_offset + chunk.blob_nbytes]
+        ends += [
+            chunk.blob_offset,
+            chunk.data_offset,
+            data_end,
+            chunk.blob_offset + chunk.blob_nbytes,
+        ]
     spans = [span for span in itertools.pairwise(ends) if span[0] < span[1]]
     begin, end = data.draw(st.sampled_from(spans))
     bit = data.draw(st.integers(8 * begin, 8 * end - 1))
@@ -91,7 +96,12 @@ def test_every_problem_is_listed(root: Path):
     chunks = Manifest.from_bytes((folder / manifest_file(1)).read_bytes(), "").chunks
     big, small = chunks[:2]
     block = 8 * BLOCK_BYTES
-    flip(folder / data_file(1), 8 * big.data_offset, 8 * big.data_offset + 2 * block, 8 * small.blob_offset + 99)
+    flip(
+        folder / data_file(1),
+        8 * big.data_offset,
+        8 * big.data_offset + 2 * block,
+        8 * small.blob_offset + 99,
+    )
     flip(folder / data_file(0), 5)
     flip(folder / manifest_file(0), 77)
     (folder / "train_state.json").unlink()

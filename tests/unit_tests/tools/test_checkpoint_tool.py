@@ -47,7 +47,10 @@ def root(tmp_path: Path) -> Path:
 def torch_dcp(tmp_path: Path) -> Path:
     """A checkpoint that PyTorch wrote."""
     folder = tmp_path / "dcp" / "iter_0000010"
-    state = {"model": {"embedding.weight": TENSORS["model.embedding.weight"][0]}, "optim": {"lr": [0.5]}}
+    state = {
+        "model": {"embedding.weight": TENSORS["model.embedding.weight"][0]},
+        "optim": {"lr": [0.5]},
+    }
     dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return folder
 
@@ -86,7 +89,12 @@ def flip(path: Path, place: int) -> None:
 
 def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp: Path, run: Run):
     shutil.copytree(torch_dcp, root / "iter_0000020")
-    for name in ("iter_0000030.abc.saving", "iter_0000005.abc.deleting", "iter_0000031", "tensorboard"):
+    for name in (
+        "iter_0000030.abc.saving",
+        "iter_0000005.abc.deleting",
+        "iter_0000031",
+        "tensorboard",
+    ):
         (root / name).mkdir()
     marker = read_marker(open_store(root), "iter_0000010")
     for iteration in (40, 50, 60, 70):
@@ -113,7 +121,9 @@ def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp:
     assert rows["iter_0000010"]["world_size"] == 3
     assert "__1_0.distcp" in rows["iter_0000050"]["problem"]
     assert "published.json" in rows["iter_0000060"]["problem"]
-    assert rows["iter_0000070"]["problem"].startswith("saved as iteration 10: no run"), "it is a copy"
+    assert rows["iter_0000070"]["problem"].startswith("saved as iteration 10: no run"), (
+        "it is a copy"
+    )
     assert [name for name, row in rows.items() if row["is_latest"]] == ["iter_0000010"]
     code, printed = run("list", root)
     assert code == 0
@@ -126,7 +136,9 @@ def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Ru
     code, printed = run("show", root / "iter_0000010")
     lines = printed.splitlines()
     assert code == 0
-    assert "iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save" in lines[0]
+    assert (
+        "iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save" in lines[0]
+    )
     assert [" ".join(line.split()) for line in lines[1:4]] == [
         "model.embedding.weight float32 [9, 4] 144 B 3 chunks, ranks 0-2",
         "model.layers.0.weight bfloat16 [6, 5] 60 B 1 chunks, rank 1",
@@ -141,7 +153,12 @@ def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Ru
     (row,) = report["tensors"]
     assert (row["key"], row["dtype"], row["shape"]) == ("model.layers.0.weight", "bfloat16", [6, 5])
     (chunk,) = row["chunks"]
-    assert (chunk["offsets"], chunk["sizes"], chunk["rank"], chunk["file"]) == ([0, 0], [6, 5], 1, "__1_0.distcp")
+    assert (chunk["offsets"], chunk["sizes"], chunk["rank"], chunk["file"]) == (
+        [0, 0],
+        [6, 5],
+        1,
+        "__1_0.distcp",
+    )
     assert report["plain"] == []
     assert report["train_state"] == TRAIN_STATE
 
@@ -162,7 +179,9 @@ def test_verify_finds_a_whole_checkpoint_intact(root: Path, run: Run):
     report = run.json("verify", root / "iter_0000010")
     assert report["is_intact"]
     assert report["problems"] == []
-    assert report["num_bytes"] == sum(path.stat().st_size for path in (root / "iter_0000010").glob("*.distcp"))
+    assert report["num_bytes"] == sum(
+        path.stat().st_size for path in (root / "iter_0000010").glob("*.distcp")
+    )
 
 
 def test_verify_lists_all_that_is_wrong(root: Path, run: Run):
@@ -180,7 +199,9 @@ def test_verify_lists_all_that_is_wrong(root: Path, run: Run):
     assert len(report["problems"]) == len(printed.splitlines()) - 1 == 4
 
 
-@pytest.mark.parametrize("file", ["published.json", ".metadata", "manifest_1.json", "train_state.json", "__1_0.distcp"])
+@pytest.mark.parametrize(
+    "file", ["published.json", ".metadata", "manifest_1.json", "train_state.json", "__1_0.distcp"]
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_verify_finds_any_damaged_file(root: Path, run: Run, file: str, damage: str):
     path = root / "iter_0000010" / file
@@ -206,7 +227,9 @@ def test_diff_names_each_difference_and_ends_as_diff_does(root: Path, tmp_path: 
     changed["model.embedding.weight"][0][8, 3] += 2.0
     del changed["model.layers.0.weight"]
     changed["model.more"] = (torch.ones(2), row_cuts((2,), 1, 1))
-    write_checkpoint(tmp_path / "b", changed, {"optimizer.param_groups": [{"lr": 0.2}]}, world_size=3)
+    write_checkpoint(
+        tmp_path / "b", changed, {"optimizer.param_groups": [{"lr": 0.2}]}, world_size=3
+    )
     code, printed = run("diff", root / "iter_0000010", tmp_path / "b")
     assert code == 1
     assert [line.split("  ", 1)[1].strip() for line in printed.splitlines()[:-1]] == [
@@ -237,10 +260,14 @@ def test_a_difference_that_is_no_number_is_json(tmp_path: Path, run: Run):
     assert run.json("diff", tmp_path / "a", tmp_path / "b")["keys"][0]["max_difference"] == "inf"
 
 
-def test_list_and_show_say_of_which_checkpoint_no_run_can_go_on(tmp_path: Path, torch_dcp: Path, run: Run):
+def test_list_and_show_say_of_which_checkpoint_no_run_can_go_on(
+    tmp_path: Path, torch_dcp: Path, run: Run
+):
     step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
     state = RecoverInfo(step_info, schedule.state()).to_plain()
-    write_checkpoint(tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
+    write_checkpoint(
+        tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state
+    )
     torch.save({"model.weight": torch.ones(3)}, tmp_path / "weights.pt")
     assert run("convert", tmp_path / "weights.pt", tmp_path / "runs" / "iter_0000020")[0] == 0
     shutil.copytree(torch_dcp, tmp_path / "runs" / "iter_0000030")
@@ -251,17 +278,25 @@ def test_list_and_show_say_of_which_checkpoint_no_run_can_go_on(tmp_path: Path, 
         ("published", False),
     ]
     lines = run("list", tmp_path / "runs")[1].splitlines()
-    assert ["no run's state: --finetune loads its weights" in line for line in lines] == [False, True, True]
+    assert ["no run's state: --finetune loads its weights" in line for line in lines] == [
+        False,
+        True,
+        True,
+    ]
     for name, is_run in (("iter_0000010", True), ("iter_0000020", False)):
         assert run.json("show", tmp_path / "runs" / name)["is_run"] is is_run
         assert ("no run's state" in run("show", tmp_path / "runs" / name)[1]) is not is_run
 
 
-def test_a_runs_state_is_converted_to_the_checkpoint_of_its_iteration_alone(tmp_path: Path, run: Run):
+def test_a_runs_state_is_converted_to_the_checkpoint_of_its_iteration_alone(
+    tmp_path: Path, run: Run
+):
     """A run could not go on from another."""
     step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
     state = RecoverInfo(step_info, schedule.state()).to_plain()
-    write_checkpoint(tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
+    write_checkpoint(
+        tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state
+    )
     assert run("convert", tmp_path / "runs" / "iter_0000010", tmp_path / "all.pt")[0] == 0
     code, line = run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000300")
     assert code == 2
@@ -271,11 +306,17 @@ def test_a_runs_state_is_converted_to_the_checkpoint_of_its_iteration_alone(tmp_
 
 
 @pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
-def test_convert_moves_a_checkpoint_out_and_in_again(root: Path, tmp_path: Path, run: Run, name: str):
+def test_convert_moves_a_checkpoint_out_and_in_again(
+    root: Path, tmp_path: Path, run: Run, name: str
+):
     code, printed = run("convert", root / "iter_0000010", tmp_path / name)
     assert (code, printed) == (0, f"{tmp_path / name}: 3 tensors of 208 B\n")
     path = tmp_path / name
-    state = torch.load(path, weights_only=True) if path.suffix == ".pt" else safetensors.torch.load_file(path)
+    state = (
+        torch.load(path, weights_only=True)
+        if path.suffix == ".pt"
+        else safetensors.torch.load_file(path)
+    )
     assert torch.equal(state["model.embedding.weight"], TENSORS["model.embedding.weight"][0])
     report = run.json("convert", path, tmp_path / "in" / "iter_0000300")
     assert report == {"target": f"{tmp_path}/in/iter_0000300", "num_tensors": 3, "num_bytes": 208}
@@ -287,7 +328,12 @@ def test_convert_moves_a_checkpoint_out_and_in_again(root: Path, tmp_path: Path,
 def test_vanilla_dcp_loads_what_was_converted(tmp_path: Path, run: Run):
     model = torch.nn.Linear(5, 3)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    assert run("convert", tmp_path / "model.pt", tmp_path / "in" / "iter_0000001", "--prefix", "model.")[0] == 0
+    assert (
+        run(
+            "convert", tmp_path / "model.pt", tmp_path / "in" / "iter_0000001", "--prefix", "model."
+        )[0]
+        == 0
+    )
     state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
     dcp.load(state, checkpoint_id=tmp_path / "in" / "iter_0000001", no_dist=True)
     assert torch.equal(state["model"]["weight"], model.weight)
@@ -322,10 +368,22 @@ def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
         (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got nothing there"),
         (["diff", "{0}/iter_0000010", "{0}/none"], "Expected a checkpoint in {0}/none"),
         (["convert", "{0}/none", "{0}/x.pt"], "Expected a checkpoint in {0}/none"),
-        (["convert", "{0}/none", "{0}/iter_0000020"], "Expected a file to convert to iter_0000020, got {0}/none"),
-        (["convert", "{0}/iter_0000010", "{0}/iter_0000020"], "Expected a file to convert to iter_0000020, got"),
-        (["convert", "{0}/iter_0000010", "{0}/x.pt", "--prefix", "m."], "Expected --prefix for a checkpoint"),
-        (["convert", "{0}/latest_checkpointed_iteration.txt", "{0}/iter_0000020"], "Expected what torch.save writes"),
+        (
+            ["convert", "{0}/none", "{0}/iter_0000020"],
+            "Expected a file to convert to iter_0000020, got {0}/none",
+        ),
+        (
+            ["convert", "{0}/iter_0000010", "{0}/iter_0000020"],
+            "Expected a file to convert to iter_0000020, got",
+        ),
+        (
+            ["convert", "{0}/iter_0000010", "{0}/x.pt", "--prefix", "m."],
+            "Expected --prefix for a checkpoint",
+        ),
+        (
+            ["convert", "{0}/latest_checkpointed_iteration.txt", "{0}/iter_0000020"],
+            "Expected what torch.save writes",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line(root: Path, run: Run, arguments: list[str], message: str):

@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint, pieces_of, tensors_of
+from megatron.core.dist_checkpointing.formats import (
+    ReadableCheckpoint,
+    open_checkpoint,
+    pieces_of,
+    tensors_of,
+)
 from megatron.core.dist_checkpointing.store import open_store
 from tests.checkpoints import row_cuts, whole, write_checkpoint
 from tools.checkpoint.comparison import KeyComparison, _differences, compare
@@ -23,9 +28,14 @@ from tools.checkpoint.comparison import KeyComparison, _differences, compare
 NAN, INF = math.nan, math.inf
 
 
-def saved(root: Path, name: str, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> ReadableCheckpoint:
+def saved(
+    root: Path, name: str, tensors: dict[str, torch.Tensor], plain: dict[str, Any]
+) -> ReadableCheckpoint:
     write_checkpoint(
-        root / name, {key: (tensor, whole(tensor)) for key, tensor in tensors.items()}, plain, world_size=1
+        root / name,
+        {key: (tensor, whole(tensor)) for key, tensor in tensors.items()},
+        plain,
+        world_size=1,
     )
     return open_checkpoint(open_store(root), name)
 
@@ -46,10 +56,18 @@ def test_each_difference_is_called_by_its_name(tmp_path: Path):
     ours = {"same": base, "values": base, "shape": base, "dtype": base, "kind": base, "ours": base}
     changed = base.clone()
     changed[0, 0], changed[1, 2] = 0.25, -5.0
-    theirs = {"same": base.clone(), "values": changed, "shape": base.t(), "dtype": base.half(), "theirs": base}
+    theirs = {
+        "same": base.clone(),
+        "values": changed,
+        "shape": base.t(),
+        "dtype": base.half(),
+        "theirs": base,
+    }
     plain = {"plain.same": [1, {"a": (2.0, "x")}], "plain.other": [1], "plain.ours": 1}
     a = saved(tmp_path, "a", ours, plain)
-    b = saved(tmp_path, "b", theirs, {"plain.same": [1, {"a": (2.0, "x")}], "plain.other": [2], "kind": 5})
+    b = saved(
+        tmp_path, "b", theirs, {"plain.same": [1, {"a": (2.0, "x")}], "plain.other": [2], "kind": 5}
+    )
     found = compared(a, b)
     assert {key: each.outcome for key, each in found.items()} == {
         "same": "equal",
@@ -90,7 +108,9 @@ def test_values_that_are_no_numbers_are_compared_by_their_bits(
     assert found == (number, pytest.approx(largest, rel=1e-6))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+)
 def test_any_dtype_is_compared(dtype: torch.dtype):
     one, other = torch.tensor([0, 1, 0, 1]).to(dtype), torch.tensor([0, 1, 1, 1]).to(dtype)
     assert _differences(one, other) == (1, 1.0)
@@ -100,7 +120,9 @@ def test_any_dtype_is_compared(dtype: torch.dtype):
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(4, 100))
 def test_pieces_hold_each_element_once_and_none_is_large(shape: list[int], piece_bytes: int):
     memory = torch.arange(torch.Size(shape).numel()).float().reshape(shape)
-    entry = dcp.metadata.TensorStorageMetadata(dcp.metadata.TensorProperties(torch.float32), memory.shape, [])
+    entry = dcp.metadata.TensorStorageMetadata(
+        dcp.metadata.TensorProperties(torch.float32), memory.shape, []
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "_PIECE_BYTES", piece_bytes)
         pieces = [memory[box.slices()].flatten() for box in pieces_of(entry)]

@@ -108,7 +108,9 @@ def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     assert generate.main(["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "2"]) == 0
     assert "--- prompt: 'ab'" in capsys.readouterr().out
     for value in ("16", True, 0, 2.5):
-        state_file.write_text(json.dumps({**state, "config": state["config"] | {"seq_length": value}}))
+        state_file.write_text(
+            json.dumps({**state, "config": state["config"] | {"seq_length": value}})
+        )
         assert generate.main(["--load", str(tmp_path)]) == 2
         assert f"to be an integer >= 1, got {value!r}." in capsys.readouterr().err
     del state["config"]
@@ -117,7 +119,9 @@ def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     assert "Expected the run's configuration" in capsys.readouterr().err
 
 
-def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what_they_are(tmp_path, capsys):
+def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what_they_are(
+    tmp_path, capsys
+):
     run_ranks(1, _train, [*SETTINGS, "--save", str(tmp_path / "run")])
     asked = ["--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
     assert generate.main(["--load", str(tmp_path / "run"), *asked]) == 0
@@ -125,8 +129,14 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
     model, _, _ = generate.load_model(str(tmp_path / "run"), None)
 
     # By our own tool, and by PyTorch's.
-    tool = checkpoint.main(["convert", str(tmp_path / "run" / "iter_0000002"), str(tmp_path / "all.pt")])
-    weights = {key: value for key, value in torch.load(tmp_path / "all.pt").items() if key.startswith("model.")}
+    tool = checkpoint.main(
+        ["convert", str(tmp_path / "run" / "iter_0000002"), str(tmp_path / "all.pt")]
+    )
+    weights = {
+        key: value
+        for key, value in torch.load(tmp_path / "all.pt").items()
+        if key.startswith("model.")
+    }
     torch.save(weights, tmp_path / "weights.pt")
     imported = tmp_path / "imported" / "iter_0000001"
     assert tool == checkpoint.main(["convert", str(tmp_path / "weights.pt"), str(imported)]) == 0
@@ -138,15 +148,20 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
     for load in (imported.parent, imported, tmp_path / "plain"):
         assert generate.main(["--load", str(load), *asked]) == 2
         assert (
-            "name a YAML file with the settings of the model and its tokenizer by --config" in capsys.readouterr().err
+            "name a YAML file with the settings of the model and its tokenizer by --config"
+            in capsys.readouterr().err
         )
         assert generate.main(["--load", str(load), "--config", str(settings), *asked]) == 0
         assert capsys.readouterr().out == written
-    assert generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
+    assert (
+        generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
+    )
     assert "Expected a folder of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--top-k", "-3"], ["--temperature", "-1"], ["--temperature", "nan"]])
+@pytest.mark.parametrize(
+    "flags", [["--top-k", "-3"], ["--temperature", "-1"], ["--temperature", "nan"]]
+)
 def test_a_choice_that_makes_no_sense_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         generate.main(["--load", "anywhere", *flags])

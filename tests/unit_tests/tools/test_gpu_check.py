@@ -23,7 +23,13 @@ from tools.gpu_check.accelerator import Peak
 from tools.gpu_check.findings import Findings, SkippedError
 from tools.gpu_check.folder import MOST_BYTES, MOST_FILES, ResultFolder
 from tools.gpu_check.page import page_of
-from tools.gpu_check.prediction import THREE_BILLION, Machine, least_fraction, needed_host_bytes, predict
+from tools.gpu_check.prediction import (
+    THREE_BILLION,
+    Machine,
+    least_fraction,
+    needed_host_bytes,
+    predict,
+)
 from tools.gpu_check.runner import Outcome, Runner
 from tools.gpu_check.table import STAGES, Stage, selected
 
@@ -31,13 +37,19 @@ ROOT = Path(__file__).resolve().parents[3]
 FAKES = "tests.unit_tests.tools.gpu_check_stages"
 
 
-def fake(name: str, *, limit: float = 30.0, least: float = 0.0, alone: bool = True, function: str = "") -> Stage:
+def fake(
+    name: str, *, limit: float = 30.0, least: float = 0.0, alone: bool = True, function: str = ""
+) -> Stage:
     return Stage(name, f"{FAKES}:{function or name}", "", limit, least, alone)
 
 
-def run(tmp_path: Path, *stages: Stage, budget: float = 60.0, **options: Any) -> tuple[list[Outcome], ResultFolder]:
+def run(
+    tmp_path: Path, *stages: Stage, budget: float = 60.0, **options: Any
+) -> tuple[list[Outcome], ResultFolder]:
     folder = ResultFolder(tmp_path / "out")
-    outcomes = Runner(folder, tmp_path / "scratch", budget_seconds=budget, **options).run(list(stages))
+    outcomes = Runner(folder, tmp_path / "scratch", budget_seconds=budget, **options).run(
+        list(stages)
+    )
     return outcomes, folder
 
 
@@ -48,7 +60,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def new_findings(tmp_path: Path) -> Findings:
     (tmp_path / "shared").mkdir()
     return Findings(
-        "x", tmp_path / "records.jsonl", tmp_path, tmp_path / "shared", simulate=False, deadline=time.monotonic() + 60
+        "x",
+        tmp_path / "records.jsonl",
+        tmp_path,
+        tmp_path / "shared",
+        simulate=False,
+        deadline=time.monotonic() + 60,
     )
 
 
@@ -56,8 +73,20 @@ def test_a_stage_that_passes_leaves_its_checks_figures_and_outcome_as_json_lines
     [outcome], folder = run(tmp_path, fake("passes"))
     assert (outcome.outcome, outcome.reason) == ("ok", "")
     check, figure, end = records(folder.path)
-    assert check == {"stage": "passes", "kind": "check", "what": "two and two", "ok": True, "got": 4, "expected": 4}
-    assert (figure["name"], figure["value"], figure["unit"], figure["telling"]) == ("speed", 12.345678, "GB/s", True)
+    assert check == {
+        "stage": "passes",
+        "kind": "check",
+        "what": "two and two",
+        "ok": True,
+        "got": 4,
+        "expected": 4,
+    }
+    assert (figure["name"], figure["value"], figure["unit"], figure["telling"]) == (
+        "speed",
+        12.345678,
+        "GB/s",
+        True,
+    )
     assert (end["kind"], end["outcome"]) == ("outcome", "ok")
     assert "passes             ok" in page_of([outcome], simulate=False, seconds=1)
     assert "1 of 1 checks; speed 12.35 GB/s" in page_of([outcome], simulate=False, seconds=1)
@@ -74,13 +103,17 @@ def test_a_stage_that_passes_leaves_its_checks_figures_and_outcome_as_json_lines
         ("lacks_a_part_of_this_project", "No module named 'tools.gpu_check.no_such_module'"),
     ],
 )
-def test_a_stage_that_goes_wrong_is_a_failure_with_its_reason_and_the_next_one_runs(tmp_path, name, reason):
+def test_a_stage_that_goes_wrong_is_a_failure_with_its_reason_and_the_next_one_runs(
+    tmp_path, name, reason
+):
     (outcome, following), folder = run(tmp_path, fake(name), fake("passes"))
     assert outcome.outcome == "failed"
     assert reason in outcome.reason
     assert following.outcome == "ok"
     assert reason in page_of([outcome, following], simulate=False, seconds=1)
-    assert [record["outcome"] for record in records(folder.path) if record["kind"] == "outcome"] == ["failed", "ok"]
+    assert [
+        record["outcome"] for record in records(folder.path) if record["kind"] == "outcome"
+    ] == ["failed", "ok"]
 
 
 def test_a_stage_that_hangs_is_killed_with_its_children_and_its_log_says_where_it_was(tmp_path):
@@ -115,7 +148,11 @@ def test_a_stage_that_cannot_run_here_is_skipped_with_the_reason(tmp_path, name,
 
 
 def test_what_no_longer_fits_into_the_budget_is_skipped_and_what_does_is_cut_short(tmp_path):
-    stages = [fake("passes"), fake("passes_later", function="passes", least=100), fake("hangs", limit=1000)]
+    stages = [
+        fake("passes"),
+        fake("passes_later", function="passes", least=100),
+        fake("hangs", limit=1000),
+    ]
     (first, second, third), _ = run(tmp_path, *stages, budget=10)
     assert first.outcome == "ok"
     assert second.outcome == "skipped"
@@ -126,7 +163,9 @@ def test_what_no_longer_fits_into_the_budget_is_skipped_and_what_does_is_cut_sho
 
 def test_a_stage_that_keeps_time_runs_however_much_those_before_it_take(tmp_path):
     last = Stage("last", f"{FAKES}:passes", "", 30.0, 4.0, runs_alone=True, keeps_time=True)
-    (hanging, skipped, kept), _ = run(tmp_path, fake("hangs"), fake("passes", least=1.0), last, budget=11)
+    (hanging, skipped, kept), _ = run(
+        tmp_path, fake("hangs"), fake("passes", least=1.0), last, budget=11
+    )
     assert (hanging.outcome, skipped.outcome, kept.outcome) == ("failed", "skipped", "ok")
 
 
@@ -147,14 +186,21 @@ def test_the_folder_holds_at_most_eight_files_and_16_mib(tmp_path):
     _, folder = run(tmp_path, fake("keeps_a_large_file"), fake("keeps_files"), fake("raises"))
     folder.write_page("page")
     files = sorted(path.name for path in folder.path.iterdir())
-    assert files == ["logs.txt", "page.txt", "results.jsonl", *(f"trace{number}.gz" for number in range(5))]
+    assert files == [
+        "logs.txt",
+        "page.txt",
+        "results.jsonl",
+        *(f"trace{number}.gz" for number in range(5)),
+    ]
     assert len(files) == MOST_FILES
     assert sum(path.stat().st_size for path in folder.path.iterdir()) < MOST_BYTES
     left_out = [record["text"] for record in records(folder.path) if record["kind"] == "note"]
     assert [text.split()[0] for text in left_out] == ["large.gz", "trace5.gz", "trace6.gz"]
 
 
-def test_stages_are_selected_by_name_in_the_order_of_the_table_and_unknown_names_are_refused(capsys):
+def test_stages_are_selected_by_name_in_the_order_of_the_table_and_unknown_names_are_refused(
+    capsys,
+):
     assert [stage.name for stage in selected(STAGES, "adam, lanes")] == ["lanes", "adam"]
     assert selected(STAGES, None) == list(STAGES)
     for names in ("adam,nonsense", ""):
@@ -170,7 +216,9 @@ def test_list_names_every_stage_and_needs_no_torch(tmp_path):
          "from tools.gpu_check.__main__ import main; main(['--list']); assert 'torch' not in sys.modules"],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == [stage.name for stage in STAGES]
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        stage.name for stage in STAGES
+    ]
 
 
 @pytest.fixture
@@ -188,7 +236,9 @@ def run_with(wheels: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[d
     return records(out)
 
 
-def test_wheels_that_pip_refuses_are_noted_with_its_status_and_the_stages_run(tmp_path, wheels, capsys, monkeypatch):
+def test_wheels_that_pip_refuses_are_noted_with_its_status_and_the_stages_run(
+    tmp_path, wheels, capsys, monkeypatch
+):
     note, *rest = run_with(wheels, tmp_path / "out", monkeypatch)
     assert note["kind"] == "note"
     assert note["text"].startswith("--wheels: nothing was installed, pip ended with 1: ERROR: ")
@@ -237,8 +287,13 @@ def test_the_prediction_grows_by_what_is_not_hidden_and_shrinks_by_what_leaves_t
 
 def test_runs_of_other_bits_are_a_failure_and_a_single_run_says_nothing(tmp_path):
     findings = new_findings(tmp_path)
-    findings.share("one_rank", {"zero3": ["0x1p+2 0x1p+0", "digest"], "zero2": ["0x1p+2 0x1p+0", "digest"]})
-    with pytest.raises(SkippedError, match="needs two of one_rank, one_rank_delayed, one_rank_blocking, and one_rank"):
+    findings.share(
+        "one_rank", {"zero3": ["0x1p+2 0x1p+0", "digest"], "zero2": ["0x1p+2 0x1p+0", "digest"]}
+    )
+    with pytest.raises(
+        SkippedError,
+        match="needs two of one_rank, one_rank_delayed, one_rank_blocking, and one_rank",
+    ):
         verdict.bits(findings)
     findings.share("one_rank_blocking", {"zero3": ["0x1p+2 0x1p+0", "digest"]})
     verdict.bits(findings)
@@ -248,8 +303,12 @@ def test_runs_of_other_bits_are_a_failure_and_a_single_run_says_nothing(tmp_path
     assert findings.num_failed == 1
 
 
-@pytest.mark.parametrize(("seconds", "allocated", "num_failed"), [(2.8, 30e9, 0), (2.9, 30e9, 1), (2.8, 36e9, 1)])
-def test_the_verdict_asks_for_one_side_that_meets_both_bars(tmp_path, seconds, allocated, num_failed):
+@pytest.mark.parametrize(
+    ("seconds", "allocated", "num_failed"), [(2.8, 30e9, 0), (2.9, 30e9, 1), (2.8, 36e9, 1)]
+)
+def test_the_verdict_asks_for_one_side_that_meets_both_bars(
+    tmp_path, seconds, allocated, num_failed
+):
     findings = new_findings(tmp_path)
     side = {
         "numel": THREE_BILLION.numel,
@@ -258,15 +317,29 @@ def test_the_verdict_asks_for_one_side_that_meets_both_bars(tmp_path, seconds, a
         "shape": asdict(THREE_BILLION),
         "moments": "fp32",
     }
-    lanes = {"host": 0.5, "d2h": 0.1, "h2d": 0.1, "waited_host": 0.4, "waited_d2h": 0.0, "waited_h2d": 0.0}
-    findings.share("speed_device", {**side, "seconds": 2.5, "allocated": 63e9, "fraction": 0.0, "timings": {}})
+    lanes = {
+        "host": 0.5,
+        "d2h": 0.1,
+        "h2d": 0.1,
+        "waited_host": 0.4,
+        "waited_d2h": 0.0,
+        "waited_h2d": 0.0,
+    }
     findings.share(
-        "speed_offload", {**side, "seconds": seconds, "allocated": allocated, "fraction": 1.0, "timings": lanes}
+        "speed_device", {**side, "seconds": 2.5, "allocated": 63e9, "fraction": 0.0, "timings": {}}
+    )
+    findings.share(
+        "speed_offload",
+        {**side, "seconds": seconds, "allocated": allocated, "fraction": 1.0, "timings": lanes},
     )
     verdict.speed(findings)
     assert findings.num_failed == num_failed
     texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    [step] = [text["value"] for text in texts if text.get("name") == "speed_offload, step: measured, predicted"]
+    [step] = [
+        text["value"]
+        for text in texts
+        if text.get("name") == "speed_offload, step: measured, predicted"
+    ]
     assert step == [seconds, pytest.approx(2.98, abs=0.01)]
 
 
@@ -284,7 +357,9 @@ def test_what_is_exposed_of_half_an_offload_leaves_out_the_pass_on_the_device(tm
         "allocated": 30e9,
         "timings": {},
     }
-    findings.share("speed_device", {**side, "seconds": predict(shape, machine, 0.0).seconds, "fraction": 0.0})
+    findings.share(
+        "speed_device", {**side, "seconds": predict(shape, machine, 0.0).seconds, "fraction": 0.0}
+    )
     findings.share("speed_half", {**side, "seconds": expected.seconds, "fraction": 0.5})
     verdict.speed(findings)
     texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
@@ -315,7 +390,9 @@ def test_the_figures_of_a_prediction_are_there_for_our_engine_alone(tmp_path, is
     monkeypatch.setattr(speed, "_batches", lambda shape, number: [])  # noqa: ARG005  # there is nothing to pin for
     losses = iter(range(100, 0, -1))
     expected = {"expected": predict(THREE_BILLION, Machine(), 1.0)} if is_ours else {}
-    speed._measure(findings, StoppedAccelerator(), THREE_BILLION, lambda _: float(next(losses)), **expected)
+    speed._measure(
+        findings, StoppedAccelerator(), THREE_BILLION, lambda _: float(next(losses)), **expected
+    )
     texts = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     predicted = [text["name"] for text in texts if text.get("name", "").startswith("predicted")]
     assert predicted == (["predicted step, computation alone", "predicted peak"] if is_ours else [])
@@ -333,12 +410,17 @@ def test_a_family_of_other_bits_and_a_step_that_waits_twice_are_failures(tmp_pat
     check_families(findings, {"zero3": bits, "zero2": ["0x1.0000000000001p+2 0x1.0p+0", "digest"]})
     assert findings.num_failed == 1
     # On two ranks the last bits may differ between strategies, and nothing more.
-    check_families(findings, {"zero3": bits, "zero2": ["0x1.0000000000001p+2 0x1.0p+0", "digest"]}, num_ranks=2)
+    check_families(
+        findings, {"zero3": bits, "zero2": ["0x1.0000000000001p+2 0x1.0p+0", "digest"]}, num_ranks=2
+    )
     assert findings.num_failed == 1
     check_families(findings, {"zero3": bits, "zero2": ["0x1.1p+2 0x1.0p+0", "digest"]}, num_ranks=2)
     assert findings.num_failed == 2
 
-    steps = [Step(float(number).hex(), "0x1.0p+0", ("step.py:1",), int(number == 0)) for number in range(5)]
+    steps = [
+        Step(float(number).hex(), "0x1.0p+0", ("step.py:1",), int(number == 0))
+        for number in range(5)
+    ]
     check_steps(findings, "zero3", CONFIGURATIONS["zero3"], Trained(steps, ""))
     assert findings.num_failed == 2
     steps[4] = steps[4]._replace(syncs=("step.py:1", "fused_adam.py:2"), new_segments=1)
@@ -393,10 +475,16 @@ def test_the_stages_pass_on_the_simulated_accelerator(tmp_path, stages):
     command = [sys.executable, "-m", "tools.gpu_check", "--simulate", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *(["--stages", stages] if stages else [])], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, *(["--stages", stages] if stages else [])],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     found = records(tmp_path)
-    outcomes = {record["stage"]: record["outcome"] for record in found if record["kind"] == "outcome"}
+    outcomes = {
+        record["stage"]: record["outcome"] for record in found if record["kind"] == "outcome"
+    }
     names = stages.split(",") if stages else [stage.name for stage in STAGES]
     assert outcomes == dict.fromkeys(names, "ok"), done.stdout
     assert done.returncode == 0

@@ -41,7 +41,9 @@ def _preprocess(*arguments: str | Path) -> None:
 
 def _texts(prefix: Path) -> list[str]:
     dataset = IndexedDataset(prefix)
-    return [ByteTokenizer().detokenize(dataset.get(index).tolist()) for index in range(len(dataset))]
+    return [
+        ByteTokenizer().detokenize(dataset.get(index).tolist()) for index in range(len(dataset))
+    ]
 
 
 def _write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
@@ -49,7 +51,9 @@ def _write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
     return path
 
 
-def test_plain_files_and_folders_are_documents_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_files_and_folders_are_documents_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text in {
         "b/z.md": "z",
         "b/a/y.txt": "yy",
@@ -61,7 +65,14 @@ def test_plain_files_and_folders_are_documents_in_order(tmp_path: Path, capsys: 
         (tmp_path / name).write_text(text)
     (tmp_path / "b" / "image.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "first.txt").write_text("é")
-    _preprocess("--input", tmp_path / "first.txt", tmp_path / "b", "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess(
+        "--input",
+        tmp_path / "first.txt",
+        tmp_path / "b",
+        "--output-prefix",
+        tmp_path / "out",
+        *BYTES,
+    )
     assert _texts(tmp_path / "out_text_document") == ["é", "yy", "x = 1", "z"]
     printed = capsys.readouterr().out
     assert "out_text_document: 4 documents, 10 tokens; 1 empty documents skipped\n" in printed
@@ -83,14 +94,36 @@ def test_suffixes_choose_the_files_of_a_folder(tmp_path: Path) -> None:
     for name in ("a.py", "b.md", "c.txt"):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
-    _preprocess("--input", tmp_path / "in", "--suffix", ".py", ".md", "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess(
+        "--input",
+        tmp_path / "in",
+        "--suffix",
+        ".py",
+        ".md",
+        "--output-prefix",
+        tmp_path / "out",
+        *BYTES,
+    )
     assert _texts(tmp_path / "out_text_document") == ["a.py", "b.md"]
 
 
 def test_each_json_key_makes_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [{"text": "one", "title": "1"}, {"text": "", "title": "2"}, {"text": "three", "title": "3"}]
+    records = [
+        {"text": "one", "title": "1"},
+        {"text": "", "title": "2"},
+        {"text": "three", "title": "3"},
+    ]
     corpus = _write_jsonl(tmp_path / "in.jsonl", records)
-    _preprocess("--input", corpus, "--json-keys", "text", "title", "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess(
+        "--input",
+        corpus,
+        "--json-keys",
+        "text",
+        "title",
+        "--output-prefix",
+        tmp_path / "out",
+        *BYTES,
+    )
     assert _texts(tmp_path / "out_text_document") == ["one", "three"]
     assert _texts(tmp_path / "out_title_document") == ["1", "2", "3"]
     printed = capsys.readouterr().out
@@ -102,11 +135,16 @@ def test_each_json_key_makes_a_dataset(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_key_that_is_empty_throughout_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
 ) -> None:
-    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "one", "title": ""}, {"text": "two", "title": ""}])
+    corpus = _write_jsonl(
+        tmp_path / "in.jsonl", [{"text": "one", "title": ""}, {"text": "two", "title": ""}]
+    )
     keys = ["--json-keys", "text", "title", "--workers", workers]
     with pytest.raises(SystemExit):
         _preprocess("--input", corpus, *keys, "--output-prefix", tmp_path / "out", *BYTES)
-    assert "Expected at least one document with text under 'title' in 1 files, got none" in capsys.readouterr().err
+    assert (
+        "Expected at least one document with text under 'title' in 1 files, got none"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -126,7 +164,16 @@ def test_a_key_given_twice_is_refused_and_what_stands_is_left(
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "one"}])
     _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
     with pytest.raises(SystemExit):
-        _preprocess("--input", corpus, "--json-keys", "text", "text", "--output-prefix", tmp_path / "out", *BYTES)
+        _preprocess(
+            "--input",
+            corpus,
+            "--json-keys",
+            "text",
+            "text",
+            "--output-prefix",
+            tmp_path / "out",
+            *BYTES,
+        )
     assert "--json-keys: expected different keys, got text text" in capsys.readouterr().err
     assert _texts(tmp_path / "out_text_document") == ["one"]
 
@@ -140,11 +187,15 @@ def test_documents_end_with_the_end_of_document_token_if_asked_to(tmp_path: Path
     assert dataset.dtype == np.uint16
 
 
-def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_workers_writes_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import preprocess_data
 
     monkeypatch.setattr(preprocess_data, "_CHUNK_DOCUMENTS", 3)
-    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": f"document {n} " * (n % 7)} for n in range(100)])
+    corpus = _write_jsonl(
+        tmp_path / "in.jsonl", [{"text": f"document {n} " * (n % 7)} for n in range(100)]
+    )
     train = ["--train-tokenizer", "--vocab-size", "300", "--append-eod"]
     _preprocess("--input", corpus, "--output-prefix", tmp_path / "one", *train)
     model = tmp_path / "one_tokenizer.json"
@@ -174,15 +225,28 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch
     [
         ("{'text': 1}", "in.jsonl, line 3: expected JSON, got b\"{'text': 1}"),
         ('["text"]', "in.jsonl, line 3: expected a JSON object"),
-        ('{"content": "x"}', "in.jsonl, line 3: expected a text under the key 'text', got the keys ['content']"),
+        (
+            '{"content": "x"}',
+            "in.jsonl, line 3: expected a text under the key 'text', got the keys ['content']",
+        ),
         ('{"text": 5}', "in.jsonl, line 3: expected a text under the key 'text', got 5 under it"),
         (
             '{"text": "a\\ud800"}',
             "in.jsonl, line 3: expected a text that UTF-8 can hold under the key 'text', got 'a\\ud800' at character 1",
         ),
-        pytest.param("[" * 100_000, "in.jsonl, line 3: expected JSON, got b'[[[", id="deeply nested"),
-        pytest.param(json.dumps({"text": ["x" * 99] * 99}), "expected a text under the key 'text', got ['", id="long"),
-        pytest.param(json.dumps(dict.fromkeys(map(str, range(999)))), "got the keys ['0', '1', ", id="many keys"),
+        pytest.param(
+            "[" * 100_000, "in.jsonl, line 3: expected JSON, got b'[[[", id="deeply nested"
+        ),
+        pytest.param(
+            json.dumps({"text": ["x" * 99] * 99}),
+            "expected a text under the key 'text', got ['",
+            id="long",
+        ),
+        pytest.param(
+            json.dumps(dict.fromkeys(map(str, range(999)))),
+            "got the keys ['0', '1', ",
+            id="many keys",
+        ),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_written(
@@ -191,7 +255,9 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     corpus = tmp_path / "in.jsonl"
     corpus.write_text('{"text": "fine"}\n\n' + line + "\n")
     with pytest.raises(SystemExit) as error:
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", "--workers", workers, *BYTES)
+        _preprocess(
+            "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", workers, *BYTES
+        )
     assert error.value.code == 1
     printed = capsys.readouterr().err
     assert message in printed
@@ -199,11 +265,21 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_bad_line_is_named_while_the_tokenizer_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_is_named_while_the_tokenizer_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = tmp_path / "in.jsonl"
     corpus.write_text('{"text": "fine"}\nnonsense\n')
     with pytest.raises(SystemExit):
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", "--train-tokenizer", "--vocab-size", "300")
+        _preprocess(
+            "--input",
+            corpus,
+            "--output-prefix",
+            tmp_path / "out",
+            "--train-tokenizer",
+            "--vocab-size",
+            "300",
+        )
     assert "in.jsonl, line 2: expected JSON, got b'nonsense" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -211,16 +287,28 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "/nowhere.txt", *BYTES], "--input: expected regular files and folders that exist, got /n"),
-        (["--input", "{folder}/pipe", *BYTES], "--input: expected regular files and folders that exist, got"),
+        (
+            ["--input", "/nowhere.txt", *BYTES],
+            "--input: expected regular files and folders that exist, got /n",
+        ),
+        (
+            ["--input", "{folder}/pipe", *BYTES],
+            "--input: expected regular files and folders that exist, got",
+        ),
         (["--input", "{folder}/none", *BYTES], "--input: expected files to read, got none in"),
-        (["--input", "{folder}/empty.txt", *BYTES], "Expected at least one document with text under 'text' in 1"),
+        (
+            ["--input", "{folder}/empty.txt", *BYTES],
+            "Expected at least one document with text under 'text' in 1",
+        ),
         (
             ["--input", "{folder}/a.txt", "--json-keys", "body", *BYTES],
             "--json-keys: expected 'text' for the plain text",
         ),
         (["--input", "{folder}/a.txt"], "--tokenizer-model: expected"),
-        (["--input", "{folder}/a.txt", "--train-tokenizer"], "--vocab-size: expected a number for --train-tokenizer"),
+        (
+            ["--input", "{folder}/a.txt", "--train-tokenizer"],
+            "--vocab-size: expected a number for --train-tokenizer",
+        ),
         (
             ["--input", "{folder}/a.txt", "--train-tokenizer", "--vocab-size", "9", *BYTES],
             "--train-tokenizer: expected",
@@ -237,9 +325,18 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(tmp_path: Path, caps
             ],
             "--tokenizer-model: expected a file to write for --train-tokenizer, got the folder",
         ),
-        (["--input", "{folder}/a.txt", "--workers", "-3", *BYTES], "--workers: expected an integer >= 1, got -3"),
-        (["--input", "{folder}/a.txt", "--make-vocab-size-divisible-by", "8", *BYTES], "unrecognized arguments"),
-        (["--input", "{folder}/a.txt", "--vocab-size", "256", *BYTES], "--vocab-size: expected at least the 257 ids"),
+        (
+            ["--input", "{folder}/a.txt", "--workers", "-3", *BYTES],
+            "--workers: expected an integer >= 1, got -3",
+        ),
+        (
+            ["--input", "{folder}/a.txt", "--make-vocab-size-divisible-by", "8", *BYTES],
+            "unrecognized arguments",
+        ),
+        (
+            ["--input", "{folder}/a.txt", "--vocab-size", "256", *BYTES],
+            "--vocab-size: expected at least the 257 ids",
+        ),
     ],
 )
 def test_input_that_cannot_be_used_is_refused(
@@ -256,10 +353,14 @@ def test_input_that_cannot_be_used_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_files_that_cannot_be_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_written_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(SystemExit) as error:
-        _preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a.txt" / "out", *BYTES)
+        _preprocess(
+            "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a.txt" / "out", *BYTES
+        )
     assert error.value.code == 1
     assert "error: [Errno" in capsys.readouterr().err
 
@@ -279,9 +380,13 @@ def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
     import preprocess_data
 
     monkeypatch.setattr(preprocess_data, "build_tokenizer", lambda _: KilledTokenizer())
-    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "fatal"}, {"text": "fine"}])
+    corpus = _write_jsonl(
+        tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "fatal"}, {"text": "fine"}]
+    )
     with pytest.raises(SystemExit) as error:
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "2", *BYTES)
+        _preprocess(
+            "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "2", *BYTES
+        )
     assert error.value.code == 1
     assert "error: A process in the process pool was terminated abruptly" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -322,7 +427,11 @@ def _run_in_a_terminal_of_its_own(*command: Any, paths: Sequence[Path]) -> tuple
     """The exit status and what went to stderr. A process group that does not end is killed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     process = subprocess.Popen(
-        list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        list(map(str, command)),
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         _, printed = process.communicate(timeout=90)
@@ -337,9 +446,22 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -
     for name in ("out", "seen"):
         (tmp_path / name).mkdir()
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}] * 300)
-    arguments = ["--input", corpus, "--output-prefix", tmp_path / "out" / "web", "--workers", "2", *BYTES]
+    arguments = [
+        "--input",
+        corpus,
+        "--output-prefix",
+        tmp_path / "out" / "web",
+        "--workers",
+        "2",
+        *BYTES,
+    ]
     status, printed = _run_in_a_terminal_of_its_own(
-        sys.executable, "-c", _INTERRUPTED, tmp_path / "seen", *arguments, paths=[TOOLS, Path(__file__).parent]
+        sys.executable,
+        "-c",
+        _INTERRUPTED,
+        tmp_path / "seen",
+        *arguments,
+        paths=[TOOLS, Path(__file__).parent],
     )
     assert (tmp_path / "seen" / "interrupted").exists()
     assert status == -signal.SIGINT, printed
@@ -354,7 +476,9 @@ def test_a_line_that_is_too_long_is_named_and_not_read_to_its_end(
     import preprocess_data
 
     monkeypatch.setattr(preprocess_data, "_MAX_DOCUMENT_BYTES", 1000)
-    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "x" * 980}, {"text": "fine"}])
+    corpus = _write_jsonl(
+        tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "x" * 980}, {"text": "fine"}]
+    )
     _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
     assert len(_texts(tmp_path / "out_text_document")) == 3
     _write_jsonl(corpus, [{"text": "fine"}, {"text": "fine"}])
@@ -380,10 +504,15 @@ def test_a_text_that_is_too_long_is_refused_and_what_is_no_text_is_left_out(
     (tmp_path / "in" / "b.txt").write_text("x" * 1001)
     with pytest.raises(SystemExit):
         _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "new", *BYTES)
-    assert "b.txt: Expected a document of at most 1000 bytes, got 1001 or more." in capsys.readouterr().err
+    assert (
+        "b.txt: Expected a document of at most 1000 bytes, got 1001 or more."
+        in capsys.readouterr().err
+    )
 
 
-def test_the_name_of_a_file_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_name_of_a_file_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a\n\x1b[2Jb.jsonl").write_text("nonsense\n")
     with pytest.raises(SystemExit):
@@ -396,13 +525,21 @@ def test_the_name_of_a_file_cannot_command_the_terminal(tmp_path: Path, capsys: 
 @pytest.mark.parametrize("output_is", ["a terminal", "a file"])
 def test_progress_is_shown_where_the_output_is_a_terminal(tmp_path: Path, output_is: str) -> None:
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "some words, some more words"}] * 50)
-    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(corpus), "--train-tokenizer"]
+    command = [
+        sys.executable,
+        str(TOOLS / "preprocess_data.py"),
+        "--input",
+        str(corpus),
+        "--train-tokenizer",
+    ]
     command += ["--vocab-size", "300", "--output-prefix", str(tmp_path / "out")]
     terminal, end = os.openpty()
     # A new one has no lines and no columns, and nothing is drawn there.
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log if output_is == "a file" else end, stderr=end)
+        process = subprocess.Popen(
+            command, stdout=log if output_is == "a file" else end, stderr=end
+        )
     os.close(end)
     shown = b""
     # At the end of the last process that has it open, a terminal answers with an error.

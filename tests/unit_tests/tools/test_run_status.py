@@ -52,7 +52,12 @@ class Run:
         self.events(rank).write(kind, **fields)
 
     def beat(self, iteration: int, **fields) -> None:
-        values = {"train_iters": 500, "phase": "forward", "loss": 4.08127, "ms_per_iteration": 385.9}
+        values = {
+            "train_iters": 500,
+            "phase": "forward",
+            "loss": 4.08127,
+            "ms_per_iteration": 385.9,
+        }
         self.events().beat(**self.process, iteration=iteration, **{**values, **fields})
 
     def save(self, iteration: int, seconds: float = 0.15) -> None:
@@ -154,10 +159,14 @@ def test_a_run_that_was_told_to_stop_early_is_stopped(run):
     run.exit(ExitCode.FINISHED, "iteration 320 is a multiple of --exit-interval 320", 320)
     status = run.status()
     assert (status["state"], status["exit_code"]) == ("stopped", 0)
-    assert run.lines()[1] == "progress: iteration 320/500, loss 4.081 in 318, 385.9 ms per iteration"
+    assert (
+        run.lines()[1] == "progress: iteration 320/500, loss 4.081 in 318, 385.9 ms per iteration"
+    )
 
 
-@pytest.mark.parametrize(("code", "expected"), [(None, 1), ("5", 1), (5.0, 5), (-9, 247), (300, 44)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(None, 1), ("5", 1), (5.0, 5), (-9, 247), (300, 44)]
+)
 def test_the_exit_code_is_one_that_a_process_can_have(run, code, expected):
     run.start()
     run.write("exit", code=code, name="OF_A_LATER_VERSION")
@@ -175,7 +184,9 @@ def test_a_save_in_flight_is_said(run):
     run.write("save_begun", iteration=10)
     run.now += 2.0
     run.beat(11)
-    assert run.lines()[0].startswith("state: saving since 2023-11-14 22:13:30 (2 s), heartbeat 0 s ago")
+    assert run.lines()[0].startswith(
+        "state: saving since 2023-11-14 22:13:30 (2 s), heartbeat 0 s ago"
+    )
     for outcome in ("save_published", "save_failed"):
         run.write("save_begun", iteration=20)
         assert run.status()["state"] == "saving"
@@ -201,7 +212,9 @@ def test_an_old_heartbeat_is_a_dead_run(run):
     assert run.lines()[0] == (
         "state: dead since 2023-11-14 22:13:20 (1 min 1 s), no exit event, and no heartbeat since"
     )
-    assert run.lines()[3] == ("restarts: none, with 2 ranks; last end: not known: all ranks ended without a word")
+    assert run.lines()[3] == (
+        "restarts: none, with 2 ranks; last end: not known: all ranks ended without a word"
+    )
 
 
 def test_a_run_whose_process_is_gone_is_dead_at_once(run):
@@ -227,7 +240,14 @@ def test_a_process_of_another_machine_is_not_looked_for(run):
 
 @pytest.mark.parametrize(
     ("pid", "state"),
-    [(0, "dead"), (-1, "dead"), (2**70, "dead"), ("4711", "running"), (None, "running"), (1.5, "running")],
+    [
+        (0, "dead"),
+        (-1, "dead"),
+        (2**70, "dead"),
+        ("4711", "running"),
+        (None, "running"),
+        (1.5, "running"),
+    ],
 )
 def test_a_pid_that_is_none_does_no_harm(run, pid, state):
     run.start(pid=pid, host=HERE)
@@ -235,10 +255,18 @@ def test_a_pid_that_is_none_does_no_harm(run, pid, state):
     assert run.status()["state"] == state
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, 1e300, True, "7", [7], {}])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 10**400, 1e300, True, "7", [7], {}]
+)
 def test_a_number_that_is_none_is_as_good_as_missing(run, value):
     run.start(iteration=5)
-    heartbeat = {"time": BEGIN, "iteration": value, "train_iters": value, "loss": value, "ms_per_iteration": value}
+    heartbeat = {
+        "time": BEGIN,
+        "iteration": value,
+        "train_iters": value,
+        "loss": value,
+        "ms_per_iteration": value,
+    }
     (run.folder / HEARTBEAT_FILE).write_text(json.dumps(heartbeat))
     assert run.lines()[1] == "progress: iteration 5"
 
@@ -250,7 +278,11 @@ def test_a_clock_that_went_back_makes_no_run_dead_and_no_age_negative(run):
     run.beat(11)
     run.now -= 5.0
     status = run.status()
-    assert (status["state"], status["seconds"], status["checkpoint"]["age_seconds"]) == ("running", 0.0, 0.0)
+    assert (status["state"], status["seconds"], status["checkpoint"]["age_seconds"]) == (
+        "running",
+        0.0,
+        0.0,
+    )
 
 
 def test_a_clock_that_went_back_does_not_keep_a_dead_run_alive(run):
@@ -269,7 +301,11 @@ def test_the_heartbeat_of_the_start_before_says_nothing_of_this_one(run):
     run.now += 5.0
     run.start(iteration=300)
     status = run.status()
-    assert (status["state"], status["progress"]["iteration"], status["progress"]["loss"]) == ("running", 300, None)
+    assert (status["state"], status["progress"]["iteration"], status["progress"]["loss"]) == (
+        "running",
+        300,
+        None,
+    )
     # Started by hand, so that the number of restarts is the same; the process tells.
     for number, process in enumerate(({"pid": 99}, {"pid": 99, "host": "node8"}), start=2):
         run.beat(301)
@@ -281,20 +317,28 @@ def test_the_heartbeat_of_the_start_before_says_nothing_of_this_one(run):
 def test_a_rank_that_writes_after_the_next_start_does_not_end_that(run):
     run.start()
     run.start(iteration=10)
-    run.events(rank=1, restart=0).write("exit", code=5, name="LOST_RANK", reason="late", iteration=17)
+    run.events(rank=1, restart=0).write(
+        "exit", code=5, name="LOST_RANK", reason="late", iteration=17
+    )
     status = run.status()
     assert (status["state"], status["restarts"]["last_end"]) == ("running", "late")
     # A requeued job counts its restarts from 0 again.
     run.start(restart=0, pid=1, iteration=10)
     run.events(rank=1, restart=1).write("exit", code=6, name="HANG", reason="later", iteration=18)
     status = run.status()
-    assert (status["state"], status["restarts"]["last_end"], status["restarts"]["count"]) == ("running", "later", 2)
+    assert (status["state"], status["restarts"]["last_end"], status["restarts"]["count"]) == (
+        "running",
+        "later",
+        2,
+    )
 
 
 def test_a_start_that_came_to_no_start_event_counts(run):
     run.start()
     run.exit(ExitCode.HANG, "rank 1 hung", 17)
-    run.events(rank=1, restart=1).write("exit", code=2, name="BAD_CONFIGURATION", reason="so much memory", iteration=0)
+    run.events(rank=1, restart=1).write(
+        "exit", code=2, name="BAD_CONFIGURATION", reason="so much memory", iteration=0
+    )
     status = run.status()
     assert (status["exit_code"], status["restarts"]["count"]) == (2, 1)
     run.start(restart=2, iteration=None)
@@ -336,19 +380,29 @@ def test_a_finished_run_names_what_ended_it_before(run):
     run.exit(ExitCode.HANG, "hang", 17)
     run.start(iteration=10)
     run.exit(ExitCode.FINISHED, "training ended", 500)
-    assert run.lines()[3] == "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 hung in sleep"
+    assert (
+        run.lines()[3]
+        == "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 hung in sleep"
+    )
 
 
 def test_the_newest_checkpoint_is_that_of_the_folder(run):
     run.start()
     run.save(10)
-    for name in ("iter_0000030.ab12.saving", "iter_0000040.ab12.damaged", "iter_50", "iter_0000060.ab.deleting"):
+    for name in (
+        "iter_0000030.ab12.saving",
+        "iter_0000040.ab12.damaged",
+        "iter_50",
+        "iter_0000060.ab.deleting",
+    ):
         (run.folder / name).mkdir()
     (run.folder / "iter_0000070").write_text("a file")
     (run.folder / "iter_0000020").mkdir()  # its event was lost
     os.utime(run.folder / "iter_0000020", (BEGIN, BEGIN - 5.0))
     assert run.lines()[2] == "checkpoint: iteration 20, 5 s ago; no save failed since"
-    assert run.status()["checkpoint"]["iteration"] == published_iterations(open_store(run.folder))[-1]
+    assert (
+        run.status()["checkpoint"]["iteration"] == published_iterations(open_store(run.folder))[-1]
+    )
 
 
 def test_a_very_long_run_keeps_its_newest_checkpoint(run):
@@ -378,11 +432,15 @@ def test_checkpoints_elsewhere_are_found_through_the_log(run, tmp_path, monkeypa
     (tmp_path / "a" / "relative" / "path" / "iter_0000099").mkdir(parents=True)
     (elsewhere / "iter_0000030").mkdir(parents=True)
     run.start()
-    run.write("save_published", iteration=20, checkpoint=str(elsewhere / "iter_0000020"), seconds=2.0)
+    run.write(
+        "save_published", iteration=20, checkpoint=str(elsewhere / "iter_0000020"), seconds=2.0
+    )
     assert run.status()["checkpoint"]["iteration"] == 30
     for place in ("s3://bucket/run", "a/relative/path", "."):
         run.write("save_published", iteration=40, checkpoint=f"{place}/iter_0000040", seconds=2.0)
-        line = "checkpoint: iteration 40, 0 s ago, took 2.00 s, by the log alone; no save failed since"
+        line = (
+            "checkpoint: iteration 40, 0 s ago, took 2.00 s, by the log alone; no save failed since"
+        )
         assert run.lines()[2] == line
 
 
@@ -458,7 +516,9 @@ def test_a_folder_without_a_run_is_an_error(run, make, capsys):
     assert run_status.main([str(run.folder)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == (f"run_status.py: expected a run's folder, got {run.folder} without events or checkpoints\n")
+    assert printed.err == (
+        f"run_status.py: expected a run's folder, got {run.folder} without events or checkpoints\n"
+    )
 
 
 def test_a_torn_line_is_passed_over(run):
@@ -472,11 +532,46 @@ def test_a_torn_line_is_passed_over(run):
 
 
 KINDS = [
-    *("start", "resume", "damaged", "step", "save_begun", "save_published", "save_failed", "signal", "skip", "nan")
+    *(
+        "start",
+        "resume",
+        "damaged",
+        "step",
+        "save_begun",
+        "save_published",
+        "save_failed",
+        "signal",
+        "skip",
+        "nan",
+    )
 ]
 KINDS += ["lost", "hang", "inject", "evaluation", "exit", "of a later version", None, 3, []]
-KEYS = [*("time", "rank", "restart", "iteration", "train_iters", "world_size", "pid", "host", "checkpoint", "seconds")]
-KEYS += ["reason", "cause", "code", "name", "spec", "signal", "phase", "loss", "ms_per_iteration", "ranks"]
+KEYS = [
+    *(
+        "time",
+        "rank",
+        "restart",
+        "iteration",
+        "train_iters",
+        "world_size",
+        "pid",
+        "host",
+        "checkpoint",
+        "seconds",
+    )
+]
+KEYS += [
+    "reason",
+    "cause",
+    "code",
+    "name",
+    "spec",
+    "signal",
+    "phase",
+    "loss",
+    "ms_per_iteration",
+    "ranks",
+]
 VALUES = (
     st.none()
     | st.booleans()
@@ -484,7 +579,20 @@ VALUES = (
     | st.integers()
     | st.floats(allow_nan=True)
     | st.sampled_from(
-        [math.nan, math.inf, 10**400, 1e300, HERE, "FINISHED", "HANG", "LOST_RANK", "a\nb", "\ud800", "s3://a/b", "\0"]
+        [
+            math.nan,
+            math.inf,
+            10**400,
+            1e300,
+            HERE,
+            "FINISHED",
+            "HANG",
+            "LOST_RANK",
+            "a\nb",
+            "\ud800",
+            "s3://a/b",
+            "\0",
+        ]
     )
     | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
@@ -519,7 +627,13 @@ def test_whatever_stands_in_the_files_it_is_five_lines(events, heartbeat, has_ch
             assert heartbeat is None
             return
         lines = run_status.lines_of(status)
-        assert [line.partition(":")[0] for line in lines] == ["state", "progress", "checkpoint", "restarts", "trouble"]
+        assert [line.partition(":")[0] for line in lines] == [
+            "state",
+            "progress",
+            "checkpoint",
+            "restarts",
+            "trouble",
+        ]
         assert all(line.isprintable() for line in lines)
         assert len("\n".join(lines).encode().splitlines()) == 5
         json.loads(json.dumps(status))
@@ -528,7 +642,9 @@ def test_whatever_stands_in_the_files_it_is_five_lines(events, heartbeat, has_ch
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     tool = ROOT / "tools" / "run_status.py"
-    return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    return subprocess.run(
+        [sys.executable, tool, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
 
 
 def test_the_tool_prints_lines_or_json_and_exits_with_the_runs_code(run):
@@ -546,7 +662,11 @@ def test_the_tool_starts_without_torch(run):
     (run.folder / "iter_0000500").mkdir(parents=True)
     code = "import sys; from tools import run_status; run_status.main(sys.argv[1:]); print('torch' in sys.modules)"
     printed = subprocess.run(
-        [sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code, str(run.folder)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
     )
     assert printed.stdout.splitlines()[-1] == "False", printed.stderr
 

@@ -31,7 +31,10 @@ TENSORS = {
     "optimizer.state.layers.0.weight.step": (torch.tensor(4.0), whole(torch.tensor(4.0), rank=2)),
     "rng.0.cpu": (torch.arange(100, dtype=torch.uint8), whole(torch.arange(100))),
 }
-PLAIN = {"optimizer.param_groups": [{"lr": 0.1, "names": ["layers.0.weight"]}], "rng.0.python": {"state": [1, 2]}}
+PLAIN = {
+    "optimizer.param_groups": [{"lr": 0.1, "names": ["layers.0.weight"]}],
+    "rng.0.python": {"state": [1, 2]},
+}
 TRAIN_STATE = {"progress": {"iteration": 10}, "versions": {"torch": "2"}}
 
 
@@ -49,7 +52,9 @@ def published(root: Path, iteration: int) -> PublishedCheckpoint:
     return PublishedCheckpoint.open(open_store(root), f"iter_{iteration:07d}")
 
 
-def assert_holds(checkpoint: PublishedCheckpoint, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
+def assert_holds(
+    checkpoint: PublishedCheckpoint, tensors: dict[str, torch.Tensor], plain: dict[str, Any]
+) -> None:
     assert checkpoint.tensors().keys() == tensors.keys()
     for key, tensor in tensors.items():
         out = torch.empty(tensor.shape, dtype=checkpoint.tensors()[key].properties.dtype)
@@ -62,7 +67,9 @@ WHOLE = {key: tensor for key, (tensor, _) in TENSORS.items()}
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
-def test_torch_load_reads_every_tensor_bit_equal(root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
+def test_torch_load_reads_every_tensor_bit_equal(
+    root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+):
     monkeypatch.setattr(formats, "_PIECE_BYTES", piece_bytes)
     steps: list[int] = []
     export_torch_save(published(root, 10), root / "all.pt", steps.append)
@@ -79,7 +86,9 @@ def test_torch_load_reads_every_tensor_bit_equal(root: Path, monkeypatch: pytest
 
 def test_tensors_in_plain_data_reach_the_file(tmp_path: Path):
     plain = {"rng.0.all": {"cpu": torch.arange(5), "none": [torch.tensor(2.0).expand(3)]}}
-    write_checkpoint(tmp_path / NAME, {"model.w": (torch.ones(3), whole(torch.ones(3)))}, plain, world_size=1)
+    write_checkpoint(
+        tmp_path / NAME, {"model.w": (torch.ones(3), whole(torch.ones(3)))}, plain, world_size=1
+    )
     export_torch_save(published(tmp_path, 10), tmp_path / "all.pt", ignore)
     state = torch.load(tmp_path / "all.pt", weights_only=True)
     assert torch.equal(state["rng.0.all"]["cpu"], torch.arange(5))
@@ -98,7 +107,9 @@ def test_the_safetensors_library_reads_every_tensor_bit_equal(root: Path):
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_there_and_back_is_the_same_checkpoint_in_one_data_file(root: Path, suffix: str):
     path = root / f"all{suffix}"
-    (export_torch_save if suffix == ".pt" else export_safetensors)(published(root, 10), path, ignore)
+    (export_torch_save if suffix == ".pt" else export_safetensors)(
+        published(root, 10), path, ignore
+    )
     content = read_file(path)
     assert content.train_state == TRAIN_STATE
     publish_content(open_store(root), 20, content, content.train_state, ignore)
@@ -123,12 +134,20 @@ def test_the_state_dict_of_a_model_gets_a_prefix(tmp_path: Path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
     torch.save(model.state_dict(), tmp_path / "model.pt")
     publish_content(open_store(tmp_path), 0, read_file(tmp_path / "model.pt", "model."), {}, ignore)
-    assert_holds(published(tmp_path, 0), {f"model.{name}": value for name, value in model.state_dict().items()}, {})
+    assert_holds(
+        published(tmp_path, 0),
+        {f"model.{name}": value for name, value in model.state_dict().items()},
+        {},
+    )
 
 
 def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path):
     memory = torch.arange(12.0).reshape(3, 4)
-    state = {"model.turned": memory.t(), "model.row": memory[1], "model.wide": torch.ones(1).expand(4)}
+    state = {
+        "model.turned": memory.t(),
+        "model.row": memory[1],
+        "model.wide": torch.ones(1).expand(4),
+    }
     torch.save(OrderedDict(state, plain=OrderedDict(a=(1, [2]))), tmp_path / "x.pt")
     publish_content(open_store(tmp_path), 1, read_file(tmp_path / "x.pt"), {}, ignore)
     assert_holds(published(tmp_path, 1), state, {"plain": {"a": (1, [2])}})
@@ -137,12 +156,16 @@ def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path)
 def test_a_checkpoint_that_is_there_is_not_overwritten(root: Path):
     torch.save({"model.w": torch.ones(2)}, root / "x.pt")
     before = (root / NAME / data_file(0)).read_bytes()
-    with pytest.raises(CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000010, got one"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000010, got one"
+    ):
         publish_content(open_store(root), 10, read_file(root / "x.pt"), {}, ignore)
     assert (root / NAME / data_file(0)).read_bytes() == before
 
 
-def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -150,8 +173,12 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Pat
     for place in ("publish", "open_data"):
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, place, full)
-            with pytest.raises(CheckpointError, match=r"Expected to write .*iter_0000010, got .*No space left"):
-                publish_content(open_store(tmp_path / "root"), 10, read_file(tmp_path / "x.pt"), {}, ignore)
+            with pytest.raises(
+                CheckpointError, match=r"Expected to write .*iter_0000010, got .*No space left"
+            ):
+                publish_content(
+                    open_store(tmp_path / "root"), 10, read_file(tmp_path / "x.pt"), {}, ignore
+                )
         assert list((tmp_path / "root").iterdir()) == []
 
 
@@ -168,11 +195,18 @@ def test_nothing_is_left_of_a_file_whose_checkpoint_is_damaged(root: Path, expor
 
 @pytest.mark.parametrize(
     ("value", "got"),
-    [({1: 2}, "{1: 2}"), ([torch.ones(1)], "Tensor"), (torch.float32, "dtype"), (float("nan"), "nan")],
+    [
+        ({1: 2}, "{1: 2}"),
+        ([torch.ones(1)], "Tensor"),
+        (torch.float32, "dtype"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_plain_data_that_json_cannot_hold_is_named(tmp_path: Path, value: Any, got: str):
     write_checkpoint(tmp_path / NAME, {}, {"rng.0.odd": value}, world_size=1)
-    with pytest.raises(CheckpointError, match=f"data that JSON can hold under 'rng.0.odd', got .*{got}"):
+    with pytest.raises(
+        CheckpointError, match=f"data that JSON can hold under 'rng.0.odd', got .*{got}"
+    ):
         export_safetensors(published(tmp_path, 10), tmp_path / "x.safetensors", ignore)
 
 
@@ -194,7 +228,10 @@ class Malicious:
 
 def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
     torch.save({"model.w": Malicious(tmp_path / "ran")}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"Expected nothing but tensors and plain data in .*x.pt, got .*getattr"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Expected nothing but tensors and plain data in .*x.pt, got .*getattr",
+    ):
         read_file(tmp_path / "x.pt")
     assert not (tmp_path / "ran").exists()
 
@@ -204,10 +241,19 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
     [
         ([torch.ones(2)], "Expected a dict in .*, got list"),
         ({"train_state": 5}, "Expected a dict 'train_state' in .*, got int"),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "Expected each key once in .*, got several of 'a.b'"),
-        ({"s": torch.ones(2, 2).to_sparse()}, "tensors and plain data in .*x.pt, got torch._utils._rebuild_sparse"),
+        (
+            {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},
+            "Expected each key once in .*, got several of 'a.b'",
+        ),
+        (
+            {"s": torch.ones(2, 2).to_sparse()},
+            "tensors and plain data in .*x.pt, got torch._utils._rebuild_sparse",
+        ),
         ({"p": {"c": 1j}}, "tensors and plain data in .*x.pt, got __builtin__.complex"),
-        ({"p": {"c": torch.ones(1).untyped_storage()}}, "Expected plain data in .*x.pt, got a _Storage"),
+        (
+            {"p": {"c": torch.ones(1).untyped_storage()}},
+            "Expected plain data in .*x.pt, got a _Storage",
+        ),
     ],
 )
 def test_what_no_checkpoint_holds_is_refused(tmp_path: Path, state: Any, message: str):
@@ -224,8 +270,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str):
 
 
 def test_metadata_of_others_that_is_no_json_is_named(tmp_path: Path):
-    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "x.safetensors", {"format": "pt", "title": "A model"})
-    with pytest.raises(CheckpointError, match=r"Expected JSON in the metadata 'title' of .*, got 'A model'"):
+    safetensors.torch.save_file(
+        {"w": torch.ones(1)}, tmp_path / "x.safetensors", {"format": "pt", "title": "A model"}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"Expected JSON in the metadata 'title' of .*, got 'A model'"
+    ):
         read_file(tmp_path / "x.safetensors")
 
 

@@ -10,10 +10,26 @@ import yaml
 
 from megatron.core.options import ConfigError, options_of
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.arguments import build_parser, describe, parse_config, read_yaml, section_from_values
+from megatron.training.arguments import (
+    build_parser,
+    describe,
+    parse_config,
+    read_yaml,
+    section_from_values,
+)
 
 MINIMAL = [
-    *("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "16", "--mock-data"),
+    *(
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+        "--mock-data",
+    ),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "31"),
     *("--micro-batch-size", "1", "--train-iters", "4", "--lr", "0.1"),
 ]
@@ -27,7 +43,9 @@ def refusal(*flags: str, world_size: int = 1) -> str:
 
 
 def test_flags_reach_their_owners_and_the_rest_has_megatrons_defaults():
-    config = parse_config([*MINIMAL, "--adam-beta2", "0.95", "--qk-layernorm", "--disable-bias-linear"], world_size=2)
+    config = parse_config(
+        [*MINIMAL, "--adam-beta2", "0.95", "--qk-layernorm", "--disable-bias-linear"], world_size=2
+    )
     assert config.optimizer.adam_beta2 == 0.95
     assert config.model.qk_layernorm
     assert not config.model.add_bias_linear
@@ -46,7 +64,11 @@ def test_no_two_owners_share_a_flag():
     parser = build_parser()
     flags = Counter(flag for action in parser._actions for flag in action.option_strings)
     assert [flag for flag, count in flags.items() if count > 1] == []
-    names = Counter(f.name for _, section in parse_config(MINIMAL, 1).sections() for f in options_of(type(section)))
+    names = Counter(
+        f.name
+        for _, section in parse_config(MINIMAL, 1).sections()
+        for f in options_of(type(section))
+    )
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -81,43 +103,84 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         (["--lr", "fast"], "--lr: expected a number >= 0, got 'fast'."),
         (["--lr", "nan"], "--lr: expected a number >= 0, got nan."),
         (["--train-iters", "0"], "--train-iters: expected an integer >= 1, got 0."),
-        (["--normalization", "BatchNorm"], "--normalization: expected one of LayerNorm, RMSNorm, got 'BatchNorm'."),
-        (["--save-interval", "5"], "--save: expected a folder, since --save-interval is given, got None."),
+        (
+            ["--normalization", "BatchNorm"],
+            "--normalization: expected one of LayerNorm, RMSNorm, got 'BatchNorm'.",
+        ),
+        (
+            ["--save-interval", "5"],
+            "--save: expected a folder, since --save-interval is given, got None.",
+        ),
         (["--ckpt-step", "5"], "--load: expected a folder, since --ckpt-step is given, got None."),
         (["--ckpt-step", "0"], "--load: expected a folder, since --ckpt-step is given, got None."),
         (["--no-load-rng"], "--load: expected a folder, since --no-load-rng is given, got None."),
-        (["--no-save-optim"], "--save: expected a folder, since --no-save-optim is given, got None."),
+        (
+            ["--no-save-optim"],
+            "--save: expected a folder, since --no-save-optim is given, got None.",
+        ),
         (["--save", ""], "--save: expected a non-empty string, got ''."),
-        (["--seed", str(2**32)], "--seed: expected an integer >= 0 and <= 4294967295, got 4294967296."),
-        (["--split", "0,1,1"], "--split: expected a share for training, or --skip-train, got '0,1,1'."),
-        (["--override-opt-param-scheduler"], "--override-opt-param-scheduler: expected --load without --finetune"),
+        (
+            ["--seed", str(2**32)],
+            "--seed: expected an integer >= 0 and <= 4294967295, got 4294967296.",
+        ),
+        (
+            ["--split", "0,1,1"],
+            "--split: expected a share for training, or --skip-train, got '0,1,1'.",
+        ),
+        (
+            ["--override-opt-param-scheduler"],
+            "--override-opt-param-scheduler: expected --load without --finetune",
+        ),
         (["--torch-fsdp2-no-reshard-after-forward"], "expected --use-torch-fsdp2"),
         (["--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2: expected one engine"),
         (
             ["--use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim"],
             "--data-parallel-sharding-strategy: expected --use-megatron-fsdp",
         ),
-        (["--data-parallel-sharding-strategy", "zero3"], "expected one of no_shard, optim, optim_grads, optim_grads_p"),
-        (["--outer-dp-sharding-strategy", "optim"], "expected --num-distributed-optimizer-instances of at least 2"),
         (
-            ["--num-distributed-optimizer-instances", "2", "--data-parallel-sharding-strategy", "optim"],
+            ["--data-parallel-sharding-strategy", "zero3"],
+            "expected one of no_shard, optim, optim_grads, optim_grads_p",
+        ),
+        (
+            ["--outer-dp-sharding-strategy", "optim"],
+            "expected --num-distributed-optimizer-instances of at least 2",
+        ),
+        (
+            [
+                "--num-distributed-optimizer-instances",
+                "2",
+                "--data-parallel-sharding-strategy",
+                "optim",
+            ],
             "expected --data-parallel-sharding-strategy optim_grads_params, got 'optim'",
         ),
         (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank(s), got 2"),
         (["--wandb-exp-name", "a"], "--wandb-project: expected a name"),
-        (["--seq-length", "64", "--max-position-embeddings", "32"], "--seq-length: expected at most"),
+        (
+            ["--seq-length", "64", "--max-position-embeddings", "32"],
+            "--seq-length: expected at most",
+        ),
         (["--no-use-megatron-fsdp", "--bf16"], "--bf16: expected --use-megatron-fsdp"),
         (["--no-use-megatron-fsdp", "--fp16"], "--fp16: expected --use-megatron-fsdp"),
         (["--fp16", "--bf16"], "--fp16: expected one dtype to compute in, got '--bf16 too'."),
         (["--loss-scale", "8"], "--loss-scale: expected --fp16, whose loss is scaled, got fp32."),
-        (["--hysteresis", "3", "--bf16"], "--hysteresis: expected --fp16, whose loss is scaled, got bf16."),
+        (
+            ["--hysteresis", "3", "--bf16"],
+            "--hysteresis: expected --fp16, whose loss is scaled, got bf16.",
+        ),
         (
             ["--fp16", "--gpu-optimizer", "torch", "--megatron-fsdp-main-grads-dtype", "auto"],
             "--megatron-fsdp-main-grads-dtype: expected fp32 with --fp16 and another optimizer than our own Adam",
         ),
-        (["--lr-warmup-iters", "9"], "--lr-warmup-iters: expected at most the 4 decay iterations, got 9."),
+        (
+            ["--lr-warmup-iters", "9"],
+            "--lr-warmup-iters: expected at most the 4 decay iterations, got 9.",
+        ),
         (["--data-path", "/nowhere/data"], "--data-path"),
-        (["--ckpt-format", "zarr"], "--ckpt-format: expected one of fsdp_dtensor, torch_dcp, got 'zarr'."),
+        (
+            ["--ckpt-format", "zarr"],
+            "--ckpt-format: expected one of fsdp_dtensor, torch_dcp, got 'zarr'.",
+        ),
         (
             ["--use-torch-fsdp2", "--ckpt-format", "fsdp_dtensor"],
             "--ckpt-format: expected torch_dcp with --use-torch-fsdp2, got 'fsdp_dtensor'.",
@@ -131,9 +194,18 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ["--save", "s3://bucket/run", "--ckpt-format", "torch_dcp"],
             "--save: expected a folder of a file system with --ckpt-format torch_dcp, got 's3://bucket/run'.",
         ),
-        (["--save", "x", "--async-save-busy", "skip"], "--async-save-busy: expected --async-save, got 'skip'."),
-        (["--save", "x", "--save-staging-share", "0.3"], "--save-staging-share: expected --async-save, got 0.3."),
-        (["--save-staging-share", "0.3"], "--save: expected a folder, since --save-staging-share is given"),
+        (
+            ["--save", "x", "--async-save-busy", "skip"],
+            "--async-save-busy: expected --async-save, got 'skip'.",
+        ),
+        (
+            ["--save", "x", "--save-staging-share", "0.3"],
+            "--save-staging-share: expected --async-save, got 0.3.",
+        ),
+        (
+            ["--save-staging-share", "0.3"],
+            "--save: expected a folder, since --save-staging-share is given",
+        ),
         (["--lr"], "argument --lr: expected one argument"),
     ],
 )
@@ -142,12 +214,17 @@ def test_what_cannot_be_honoured_is_one_line_that_names_the_flag(flags, message)
 
 
 def test_a_flag_without_default_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match=r"--lr: expected a number >= 0, got none; it has no default."):
+    with pytest.raises(
+        ConfigError, match=r"--lr: expected a number >= 0, got none; it has no default."
+    ):
         parse_config(MINIMAL[:-2], 1)
 
 
 def test_the_unsharded_engine_is_refused_on_several_ranks():
-    assert refusal("--no-use-megatron-fsdp", world_size=2) == "--no-use-megatron-fsdp: expected one process, got 2."
+    assert (
+        refusal("--no-use-megatron-fsdp", world_size=2)
+        == "--no-use-megatron-fsdp: expected one process, got 2."
+    )
 
 
 def write(tmp_path: Path, content: str) -> str:
@@ -158,7 +235,8 @@ def write(tmp_path: Path, content: str) -> str:
 
 def test_a_file_sets_flags_and_the_command_line_overrides_it(tmp_path):
     path = write(
-        tmp_path, "hidden-size: 16\nadam_beta2: 0.5\nlr: 1e-3\nload: nowhere\nno-load-rng: true\nmock-data: true\n"
+        tmp_path,
+        "hidden-size: 16\nadam_beta2: 0.5\nlr: 1e-3\nload: nowhere\nno-load-rng: true\nmock-data: true\n",
     )
     config = parse_config(["--config", path, *MINIMAL], 1)
     assert config.model.hidden_size == 8
@@ -183,8 +261,14 @@ def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path)
         ("a: [1\n", "expected YAML"),
         ("hidden-size: wide\n", "--hidden-size: expected an integer"),
         ("hidden-size: 8\nhidden-size: 16\n", "expected each key once in"),
-        ("hidden-size: 8\nhidden_size: 16\n", "hidden_size: expected --hidden-size to be set once, got it twice."),
-        ("load-rng: true\nno-load-rng: true\n", "no-load-rng: expected --load-rng to be set once, got it twice."),
+        (
+            "hidden-size: 8\nhidden_size: 16\n",
+            "hidden_size: expected --hidden-size to be set once, got it twice.",
+        ),
+        (
+            "load-rng: true\nno-load-rng: true\n",
+            "no-load-rng: expected --load-rng to be set once, got it twice.",
+        ),
         ("bf16: 1\n", "--bf16: expected true or false, got '1'."),
     ],
 )
@@ -202,7 +286,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"--config: expected a readable file, got '/nowhere.yaml'"):
+    with pytest.raises(
+        ConfigError, match=r"--config: expected a readable file, got '/nowhere.yaml'"
+    ):
         parse_config(["--config", "/nowhere.yaml"], 1)
 
 
@@ -229,7 +315,9 @@ def test_the_description_shows_what_is_in_effect():
 
 def test_an_unresolved_configuration_does_not_pretend_to_know_its_batch():
     config = parse_config(MINIMAL, 1)
-    still_open = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=None))
+    still_open = dataclasses.replace(
+        config, training=dataclasses.replace(config.training, global_batch_size=None)
+    )
     with pytest.raises(RuntimeError, match="resolved"):
         _ = still_open.global_batch_size
     assert still_open.resolve(3).global_batch_size == 3

@@ -30,11 +30,19 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.run_state import split_path
 from megatron.training.engine import SaveLoadMeta, StepInfo, TrainEngine
-from megatron.training.engines import EngineConfig, FSDPEngine, MegatronEngine, ModuleEngine, build_engine
+from megatron.training.engines import (
+    EngineConfig,
+    FSDPEngine,
+    MegatronEngine,
+    ModuleEngine,
+    build_engine,
+)
 from tests.ranks import run_ranks
 
 OFFLOADED = OptimizerConfig(
-    optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, overlap_optimizer_with_forward=True
+    optimizer_cpu_offload=True,
+    overlap_cpu_optimizer_d2h_h2d=True,
+    overlap_optimizer_with_forward=True,
 )
 SCHEDULE = LRScheduleConfig(lr=1e-2, lr_decay_style="cosine")
 ENGINES: dict[str, EngineConfig] = {
@@ -42,7 +50,9 @@ ENGINES: dict[str, EngineConfig] = {
     "megatron on the device, bf16": EngineConfig(
         OptimizerConfig(), SCHEDULE, DataParallelConfig(), train_iters=8, compute_dtype="bf16"
     ),
-    "fsdp2": EngineConfig(OptimizerConfig(), SCHEDULE, DataParallelConfig(use_torch_fsdp2=True), train_iters=8),
+    "fsdp2": EngineConfig(
+        OptimizerConfig(), SCHEDULE, DataParallelConfig(use_torch_fsdp2=True), train_iters=8
+    ),
 }
 
 
@@ -91,7 +101,9 @@ def everything(engine: ModuleEngine) -> dict[str, Any]:
     for name, parameter in state.model.named_parameters():
         found[name] = local_tensor(parameter).detach().clone()
         for key, value in sorted(state.optimizer.optimizer.state[parameter].items()):
-            found[f"{name}.{key}"] = local_tensor(value).detach().clone() if torch.is_tensor(value) else value
+            found[f"{name}.{key}"] = (
+                local_tensor(value).detach().clone() if torch.is_tensor(value) else value
+            )
     found["rng"] = torch.get_rng_state()
     found["numpy"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # noqa: NPY002
     found["python"] = random.getstate()
@@ -128,14 +140,18 @@ def _save_zero_load(name: str, folder: str, weight_format: str) -> tuple[list[st
     num_zeroed = len(differences(before, everything(engine)))
     loss = engine.eval_batch(batches(0), forward_step)
     engine.load(meta)
-    computes = [] if engine.eval_batch(batches(0), forward_step) != loss else ["the loss is that of zeros"]
+    computes = (
+        [] if engine.eval_batch(batches(0), forward_step) != loss else ["the loss is that of zeros"]
+    )
     return differences(before, everything(engine)), num_zeroed, computes
 
 
 @pytest.mark.parametrize("weight_format", ["dcp", "hf"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_weights_that_were_saved_zeroed_and_loaded_are_the_same_bits(tmp_path, name, weight_format):
-    for different, num_zeroed, computes in run_ranks(2, _save_zero_load, name, str(tmp_path), weight_format):
+    for different, num_zeroed, computes in run_ranks(
+        2, _save_zero_load, name, str(tmp_path), weight_format
+    ):
         assert different == []
         assert num_zeroed > 5, "zeroing would be seen"
         assert computes == []
@@ -158,7 +174,9 @@ def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_step_after_loading_is_the_step_after_saving_states_and_random_numbers_too(tmp_path, name):
+def test_a_step_after_loading_is_the_step_after_saving_states_and_random_numbers_too(
+    tmp_path, name
+):
     for loaded, first, second, different in run_ranks(2, _step_again, name, str(tmp_path), "dcp"):
         assert loaded == []
         assert second == first
@@ -208,10 +226,20 @@ def _life(name: str) -> tuple[Any, ...]:
     rate = result.learning_rate, SCHEDULE.lr
     loss = engine.eval_batch(batches(1), forward_step)
     logits = engine.forward({"tokens": batches(1)[0]["tokens"]})
-    own = [engine.forward(batch, lambda model, batch: model(batch["tokens"], batch["labels"])) for batch in batches(1)]
+    own = [
+        engine.forward(batch, lambda model, batch: model(batch["tokens"], batch["labels"]))
+        for batch in batches(1)
+    ]
     total = torch.stack([losses.mean() for losses in own]).mean().double()
     dist.all_reduce(total)
-    return engine.step_info(), rate, loss, float(total) / 2, tuple(logits.shape), logits.requires_grad
+    return (
+        engine.step_info(),
+        rate,
+        loss,
+        float(total) / 2,
+        tuple(logits.shape),
+        logits.requires_grad,
+    )
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -273,7 +301,11 @@ def _main_weights() -> bool:
     whole = nn.Linear(6, 10).weight.detach()
     parameter = dict(engine.model.named_parameters())["body.weight"]
     rows = local_tensor(parameter)
-    return rows.dtype == torch.float32 and torch.equal(rows, whole) and not torch.equal(rows, rows.bfloat16().float())
+    return (
+        rows.dtype == torch.float32
+        and torch.equal(rows, whole)
+        and not torch.equal(rows, rows.bfloat16().float())
+    )
 
 
 def _short_evaluation(name: str) -> tuple[str, bool, bool]:
@@ -284,7 +316,11 @@ def _short_evaluation(name: str) -> tuple[str, bool, bool]:
         engine.eval_batch(iter(batches(0, 2)), forward_step, num_microbatches=3)
     except ValueError as failure:
         error = str(failure)
-    parameters = {id(parameter) for group in engine.state.optimizer.param_groups for parameter in group["params"]}
+    parameters = {
+        id(parameter)
+        for group in engine.state.optimizer.param_groups
+        for parameter in group["params"]
+    }
     are_the_optimizers = {id(parameter) for parameter in engine.model.parameters()} == parameters
     return error, engine.model.training, are_the_optimizers
 
@@ -351,7 +387,11 @@ def _refusals(name: str, folder: str) -> dict[str, str]:
     note("half a file", lambda: engine.load(saved), CheckpointDamagedError)
     note("no batches", lambda: engine.train_batch([], forward_step), ValueError)
     note("an iterator", lambda: engine.eval_batch(iter([]), forward_step), ValueError)
-    note("a run's name", lambda: engine.save(replace(saved, path=f"{folder}/iter_0000003")), ValueError)
+    note(
+        "a run's name",
+        lambda: engine.save(replace(saved, path=f"{folder}/iter_0000003")),
+        ValueError,
+    )
     note("twice", lambda: engine.initialize(gpt), RuntimeError)
     return found
 
@@ -364,9 +404,17 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
         assert "weights" in found["weights alone"]
         assert "__1_0.distcp" in found["half a file"]
         assert found["no batches"] == "Expected at least 1 microbatches, got 0."
-        assert found["an iterator"] == "Expected num_microbatches with an iterator of microbatches, got none."
-        assert found["a run's name"].startswith("Expected another name than those of a run's own checkpoints, got ")
-        assert found["nothing there"] == f"Expected a checkpoint at {tmp_path}/saved, got nothing there."
+        assert (
+            found["an iterator"]
+            == "Expected num_microbatches with an iterator of microbatches, got none."
+        )
+        assert found["a run's name"].startswith(
+            "Expected another name than those of a run's own checkpoints, got "
+        )
+        assert (
+            found["nothing there"]
+            == f"Expected a checkpoint at {tmp_path}/saved, got nothing there."
+        )
         assert found["twice"] == "Expected initialize to be called once, got a second model."
     assert not list(Path(tmp_path).glob("*.saving"))
 
@@ -378,7 +426,10 @@ def _first_byte_of_data(file: Path) -> int:
         chunks = json.loads(manifest.read_text())["chunks"]
         return chunks[len(chunks) // 2][6]
     metadata = FileSystemReader(file.parent).read_metadata()
-    place = max((info for info in metadata.storage_data.values() if info.relative_path == file.name), key=str)
+    place = max(
+        (info for info in metadata.storage_data.values() if info.relative_path == file.name),
+        key=str,
+    )
     with file.open("rb") as stream:
         stream.seek(place.offset)
         blob = stream.read(place.length)

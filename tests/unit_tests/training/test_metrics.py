@@ -16,10 +16,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import read_json_lines
-from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink, build_sinks
+from megatron.training.metrics import (
+    JsonlSink,
+    LoggingConfig,
+    Metrics,
+    Rates,
+    TensorBoardSink,
+    build_sinks,
+)
 from megatron.training.step import StepResult
 
-RATES = Rates(train_iters=100, global_batch_size=4, seq_length=8, flops_per_sequence=1e12, num_devices=2)
+RATES = Rates(
+    train_iters=100, global_batch_size=4, seq_length=8, flops_per_sequence=1e12, num_devices=2
+)
 
 
 class Recorder:
@@ -43,7 +52,14 @@ def result(loss: float = 2.0, *, skipped: bool = False) -> StepResult:
 
 
 def report(metrics: Metrics, iteration: int, loss: float = 2.0) -> None:
-    metrics.step(result(loss), iteration=iteration, consumed_samples=4 * iteration, learning_rate=0.1, skipped=0, nan=0)
+    metrics.step(
+        result(loss),
+        iteration=iteration,
+        consumed_samples=4 * iteration,
+        learning_rate=0.1,
+        skipped=0,
+        nan=0,
+    )
 
 
 @pytest.fixture
@@ -87,7 +103,9 @@ def test_throughput_follows_from_the_time_of_the_step(now):
 def test_the_time_of_an_iteration_is_known_between_the_log_lines(now):
     metrics = make(now, Recorder(), log_interval=2)
     assert metrics.ms_per_iteration is None
-    for iteration, (second, mean) in enumerate([(1.0, 1000.0), (4.0, 2000.0), (4.5, 500.0)], start=1):
+    for iteration, (second, mean) in enumerate(
+        [(1.0, 1000.0), (4.0, 2000.0), (4.5, 500.0)], start=1
+    ):
         now[0] = second
         report(metrics, iteration)
         assert metrics.ms_per_iteration == mean
@@ -110,12 +128,22 @@ def test_the_log_line_has_the_means_of_its_interval_and_says_how_many_were_bad(n
     for iteration, loss in ((1, 1.0), (2, math.nan), (3, 2.0)):
         now[0] += float(iteration)
         metrics.step(
-            result(loss), iteration=iteration, consumed_samples=12, learning_rate=0.1, skipped=1, nan=iteration - 1
+            result(loss),
+            iteration=iteration,
+            consumed_samples=12,
+            learning_rate=0.1,
+            skipped=1,
+            nan=iteration - 1,
         )
     (line,) = [record.getMessage() for record in shown.records]
-    assert line.startswith("iteration   3/100 | consumed samples:       12 | elapsed time per iteration (ms): 2000.0")
+    assert line.startswith(
+        "iteration   3/100 | consumed samples:       12 | elapsed time per iteration (ms): 2000.0"
+    )
     assert "| throughput per device (TFLOP/s): 1.000 | tokens per second: 16 |" in line
-    assert "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: 1.500 |" in line
+    assert (
+        "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: 1.500 |"
+        in line
+    )
     assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   2 |")
 
 
@@ -126,9 +154,13 @@ def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, show
         (result(), dataclasses.replace(result(), loss_scale=2.0**32, num_zeros=7)), start=1
     ):
         now[0] += 1.0
-        metrics.step(outcome, iteration=iteration, consumed_samples=4, learning_rate=0.1, skipped=0, nan=0)
+        metrics.step(
+            outcome, iteration=iteration, consumed_samples=4, learning_rate=0.1, skipped=0, nan=0
+        )
     without, line = [record.getMessage() for record in shown.records]
-    assert "| loss scale: 4294967296.0 | grad norm: 1.500 | num zeros: 7 | number of skipped" in line
+    assert (
+        "| loss scale: 4294967296.0 | grad norm: 1.500 | num zeros: 7 | number of skipped" in line
+    )
     assert "loss scale" not in without
     assert "num zeros" not in without
     (_, before), (_, record) = sink.records
@@ -147,7 +179,11 @@ def test_an_evaluation_reports_loss_and_perplexity(now, shown):
     sink = Recorder()
     make(now, sink).evaluation("validation", math.log(50.0), 7)
     assert sink.records[0][1]["perplexity"] == pytest.approx(50.0)
-    assert shown.records[0].getMessage().startswith("validation loss at iteration 7 | lm loss: 3.912023E+00")
+    assert (
+        shown.records[0]
+        .getMessage()
+        .startswith("validation loss at iteration 7 | lm loss: 3.912023E+00")
+    )
 
 
 def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path):
@@ -156,12 +192,16 @@ def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path
         sink = JsonlSink(str(path))
         sink.write("train", {"iteration": 1, "loss": loss})
         sink.close()
-    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    first, second = (
+        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
+    )
     assert first == {"kind": "train", "iteration": 1, "loss": 0.1 + 0.2}
     assert second["loss"] is None
 
 
-def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(tmp_path, monkeypatch, shown):
+def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(
+    tmp_path, monkeypatch, shown
+):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(str(path))
 
@@ -182,7 +222,8 @@ def test_a_metrics_file_that_cannot_be_is_said_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "metrics.jsonl"
     with pytest.raises(
-        ConfigError, match=r"--metrics-jsonl: expected a file that can be written, got .*Not a directory"
+        ConfigError,
+        match=r"--metrics-jsonl: expected a file that can be written, got .*Not a directory",
     ):
         build_sinks(LoggingConfig(metrics_jsonl=str(path)), {}, start_iteration=0)
 
@@ -196,7 +237,10 @@ def test_a_line_torn_by_a_kill_costs_no_line_of_the_resumed_run(tmp_path):
 
 def test_events_go_to_a_folder_of_the_file_system():
     assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
-    with pytest.raises(ConfigError, match=r"--events-dir: expected a folder of the file system, got 's3://bucket/run'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--events-dir: expected a folder of the file system, got 's3://bucket/run'",
+    ):
         LoggingConfig(events_dir="s3://bucket/run")
 
 
@@ -217,7 +261,12 @@ def test_a_resumed_run_drops_the_curve_beyond_its_start(tmp_path):
             sink.write("train", {"iteration": iteration, "loss": loss})
         sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 5.0),
+        (4, 5.0),
+    ]
 
 
 def fake_wandb(monkeypatch, logged: list) -> list[dict]:
@@ -228,7 +277,9 @@ def fake_wandb(monkeypatch, logged: list) -> list[dict]:
         finish=lambda: logged.append("end"),
     )
     asked: list[dict] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.append(settings) or run))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **settings: asked.append(settings) or run)
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     return asked
 
@@ -236,10 +287,19 @@ def fake_wandb(monkeypatch, logged: list) -> list[dict]:
 def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
     logged = []
     asked = fake_wandb(monkeypatch, logged)
-    (sink,) = build_sinks(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0}, start_iteration=0)
+    (sink,) = build_sinks(
+        LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"lr": 1.0}, start_iteration=0
+    )
     sink.write("train", {"iteration": 3, "loss": 2.5})
     sink.close()
-    settings = {"project": "p", "name": "e", "dir": None, "config": {"lr": 1.0}, "id": None, "resume": "allow"}
+    settings = {
+        "project": "p",
+        "name": "e",
+        "dir": None,
+        "config": {"lr": 1.0},
+        "id": None,
+        "resume": "allow",
+    }
     assert asked == [settings]
     assert logged == [(3, {"train/loss": 2.5}), "end"]
 
@@ -258,12 +318,24 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(monkeypatch, now):
 
 def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"):
+    with pytest.raises(
+        ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"
+    ):
         LoggingConfig(wandb_project="p")
 
 
 # What a mean of three shows in its last digits, and what is in no mean.
-LOSSES = {1: 0.1, 2: 0.2, 3: 0.3 + 2**-30, 4: 1 / 3, 5: math.nan, 6: -math.inf, 7: 1e-300, 8: 5e-324, 9: 0.7}
+LOSSES = {
+    1: 0.1,
+    2: 0.2,
+    3: 0.3 + 2**-30,
+    4: 1 / 3,
+    5: math.nan,
+    6: -math.inf,
+    7: 1e-300,
+    8: 5e-324,
+    9: 0.7,
+}
 
 
 def run_with_a_restart(now, shown, restart_after: int | None) -> list[str]:
@@ -290,12 +362,16 @@ def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_one(now, shown, monk
 
 
 def exact_line(line):
-    return lambda metrics, record: f"{line(metrics, record)} {[loss.hex() for loss in metrics._losses]}"
+    return lambda metrics, record: (
+        f"{line(metrics, record)} {[loss.hex() for loss in metrics._losses]}"
+    )
 
 
 def test_times_start_anew_after_a_restart(now, shown):
     now[0] = 100.0
-    metrics = make(now, Recorder(), log_interval=3, state={"interval_losses": [1.0, 2.0]}, start_iteration=2)
+    metrics = make(
+        now, Recorder(), log_interval=3, state={"interval_losses": [1.0, 2.0]}, start_iteration=2
+    )
     now[0] += 4.0
     report(metrics, 3, 3.0)
     (line,) = shown.messages
@@ -364,6 +440,8 @@ def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(
 def test_metrics_are_not_appended_to_what_a_link_points_to(tmp_path):
     path, target = tmp_path / "metrics.jsonl", tmp_path / "elsewhere"
     path.symlink_to(target)
-    with pytest.raises(ConfigError, match=r"--metrics-jsonl: expected a file .*, got .* got a symbolic link"):
+    with pytest.raises(
+        ConfigError, match=r"--metrics-jsonl: expected a file .*, got .* got a symbolic link"
+    ):
         JsonlSink(str(path))
     assert not target.exists()

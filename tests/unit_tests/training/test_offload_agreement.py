@@ -57,15 +57,21 @@ def _figures(name: str) -> list[tuple[int, ...]]:
     try:
         for fraction in FRACTIONS:
             asked.clear()
-            optimizer = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
-            config = EngineConfig(optimizer, LRScheduleConfig(lr=0.1), PARALLEL[name], train_iters=1)
+            optimizer = OptimizerConfig(
+                optimizer_cpu_offload=True, optimizer_offload_fraction=fraction
+            )
+            config = EngineConfig(
+                optimizer, LRScheduleConfig(lr=0.1), PARALLEL[name], train_iters=1
+            )
             engine = build_engine(config, Device("cpu"), build_mesh("cpu", 1))
             engine.initialize(Model)
             hybrid = engine.state.optimizer.optimizer
             held = [p.numel() for p in engine.model.parameters() if hybrid.holds(p)]
             reported = engine.state.optimizer.state_memory(engine.model)
             on_host = reported["main weights"].host if "main weights" in reported else 0
-            found.append((sum(n.nbytes for n in asked) // 4, hybrid.plan.host_numel, sum(held), on_host // 4))
+            found.append(
+                (sum(n.nbytes for n in asked) // 4, hybrid.plan.host_numel, sum(held), on_host // 4)
+            )
     finally:
         distrib_optimizer.check_memory_on_all_ranks = original
     return found

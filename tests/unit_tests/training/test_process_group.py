@@ -32,13 +32,17 @@ def _no_launcher(monkeypatch):
 def test_without_torchrun_a_process_is_a_world_of_one(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert Launch.from_environment() == Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    assert Launch.from_environment() == Launch(
+        rank=0, world_size=1, local_rank=0, local_world_size=1
+    )
 
 
 def test_torchruns_variables_are_read(monkeypatch):
     for name, value in zip(NAMES, ("5", "8", "1", "4"), strict=True):
         monkeypatch.setenv(name, value)
-    assert Launch.from_environment() == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert Launch.from_environment() == Launch(
+        rank=5, world_size=8, local_rank=1, local_world_size=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,13 +93,19 @@ def test_a_process_alone_opens_and_closes_its_own_group(monkeypatch):
 
 
 @pytest.mark.parametrize(("watched", "timeout"), [(None, None), (40.0, 140.0), (5.0, 70.0)])
-def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(monkeypatch, watched, timeout):
+def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(
+    monkeypatch, watched, timeout
+):
     """Before the group is made, since that reads the settings; and its own timeout is the longer one."""
     done: list[object] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(CudaDriver, "collective_backend", "gloo")
-    monkeypatch.setattr(CudaDriver, "prepare_collectives", lambda self: done.append(dist.is_initialized()))  # noqa: ARG005
-    monkeypatch.setattr(process_groups, "set_timeout", lambda device, timeout: done.append(timeout.total_seconds()))  # noqa: ARG005
+    monkeypatch.setattr(
+        CudaDriver, "prepare_collectives", lambda self: done.append(dist.is_initialized())
+    )  # noqa: ARG005
+    monkeypatch.setattr(
+        process_groups, "set_timeout", lambda device, timeout: done.append(timeout.total_seconds())
+    )  # noqa: ARG005
     monkeypatch.setattr(process_groups, "connect", done.append)
     with process_group(Launch(), Device("cuda"), timeout_minutes=1.0, watched_seconds=watched):
         pass
@@ -120,7 +130,9 @@ def test_a_group_that_is_there_is_used_and_left_standing():
 SECRET = b"0123456789abcdef"
 
 
-def _start(store: dist.Store, world_size: int, seconds: float = 30.0, secret: bytes = SECRET) -> list[str]:
+def _start(
+    store: dist.Store, world_size: int, seconds: float = 30.0, secret: bytes = SECRET
+) -> list[str]:
     """The names that the ranks of one start agree on, each rank a thread."""
     with ThreadPoolExecutor(world_size) as pool:
         ranks = [
@@ -156,27 +168,40 @@ def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
 def test_a_rank_does_not_go_on_with_the_welcome_of_an_earlier_start():
     store = dist.HashStore()
     _start(store, 2)
-    with pytest.raises(RuntimeError, match="Expected rank 0 of this start, got one of an earlier start"):
+    with pytest.raises(
+        RuntimeError, match="Expected rank 0 of this start, got one of an earlier start"
+    ):
         agree_on_start(store, 1, 2, timedelta(seconds=0.3), SECRET)
 
 
 def test_ranks_that_do_not_come_are_named():
-    with pytest.raises(RuntimeError, match=r"Expected all ranks to start, got no start/hello/1, start/hello/2 in the"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Expected all ranks to start, got no start/hello/1, start/hello/2 in the",
+    ):
         agree_on_start(dist.HashStore(), 0, 3, timedelta(seconds=0.3))
     store = dist.HashStore()
     _start(store, 3)
-    with pytest.raises(RuntimeError, match=r"Expected all 3 ranks, got none of rank\(s\) 1, 2, within the timeout"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected all 3 ranks, got none of rank\(s\) 1, 2, within the timeout"
+    ):
         agree_on_start(store, 0, 3, timedelta(seconds=0.3), SECRET)
 
 
-def test_a_start_that_is_not_signed_with_the_secret_is_not_joined_and_the_error_says_so(caplog, monkeypatch):
+def test_a_start_that_is_not_signed_with_the_secret_is_not_joined_and_the_error_says_so(
+    caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(agree_on_start, store, 0, 2, timedelta(seconds=1.0), SECRET)
-        second = pool.submit(agree_on_start, store, 1, 2, timedelta(seconds=1.0), b"another secret!!")
+        second = pool.submit(
+            agree_on_start, store, 1, 2, timedelta(seconds=1.0), b"another secret!!"
+        )
         for rank, key, other in ((first, "start/hello/1", 0), (second, "start/welcome", 1)):
-            with pytest.raises(RuntimeError, match=f"{key} was not signed with the secret of rank {other}"):
+            with pytest.raises(
+                RuntimeError, match=f"{key} was not signed with the secret of rank {other}"
+            ):
                 rank.result()
     text = "start/hello/1 in the launcher's store is ignored: Expected a record signed with this job's secret"
     assert caplog.text.count(text) == 1
@@ -192,7 +217,8 @@ def test_what_is_invented_beside_a_start_does_not_keep_its_ranks_from_agreeing()
 
 
 @pytest.mark.parametrize(
-    ("local_world_size", "secret", "num_warnings"), [(2, None, 0), (1, None, 1), (1, "0123456789abcdef", 0)]
+    ("local_world_size", "secret", "num_warnings"),
+    [(2, None, 0), (1, None, 1), (1, "0123456789abcdef", 0)],
 )
 def test_a_job_on_several_machines_that_has_no_secret_is_warned_once(
     monkeypatch, caplog, tmp_path, local_world_size, secret, num_warnings
@@ -205,7 +231,9 @@ def test_a_job_on_several_machines_that_has_no_secret_is_warned_once(
         monkeypatch.setenv("MEGATRON_JOB_SECRET", secret)
     found = launch._secret_of(Launch(0, 2, 0, local_world_size))
     assert bool(found) == (num_warnings == 0)
-    assert caplog.text.count("whoever reaches the launcher's store can end this run") == num_warnings
+    assert (
+        caplog.text.count("whoever reaches the launcher's store can end this run") == num_warnings
+    )
 
 
 def test_a_machine_without_room_for_a_secret_is_a_warning(monkeypatch, caplog, tmp_path):

@@ -47,7 +47,9 @@ def test_states_are_tensors_whose_shapes_do_not_change():
     seed_all(5, rank=0)
     shapes = {name: (state.shape, state.dtype) for name, state in rng_state(Device("cpu")).items()}
     draw()
-    assert {name: (state.shape, state.dtype) for name, state in rng_state(Device("cpu")).items()} == shapes
+    assert {
+        name: (state.shape, state.dtype) for name, state in rng_state(Device("cpu")).items()
+    } == shapes
 
 
 def test_ranks_draw_differently_and_the_same_rank_alike():
@@ -82,8 +84,16 @@ def test_every_state_that_there_can_be_is_accepted():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("torch", lambda state: state[:100], "Expected torch to be torch.uint8 of shape .*, got .*100"),
-        ("torch", lambda state: state.long(), "Expected torch to be torch.uint8 of shape .*, got torch.int64"),
+        (
+            "torch",
+            lambda state: state[:100],
+            "Expected torch to be torch.uint8 of shape .*, got .*100",
+        ),
+        (
+            "torch",
+            lambda state: state.long(),
+            "Expected torch to be torch.uint8 of shape .*, got torch.int64",
+        ),
         ("torch", lambda state: state * 0 + 255, "Expected torch to be the state of a generator"),
         ("torch", lambda state: state * 0, "Expected torch to be the state of a generator"),
         ("torch", at(9, 2), "Expected torch to be"),  # more words left than there are
@@ -100,7 +110,11 @@ def test_every_state_that_there_can_be_is_accepted():
         ("python", at(1, 2**40), "Expected python to be words of 32 bits"),
         ("python", at(625, 625), "Expected python to be a position of at most 624, got 625"),
         ("python_gauss", at(0, 0.5), "Expected python_gauss to be 0 or 1 and a finite number"),
-        ("python_gauss", at(1, float("inf")), "Expected python_gauss to be 0 or 1 and a finite number"),
+        (
+            "python_gauss",
+            at(1, float("inf")),
+            "Expected python_gauss to be 0 or 1 and a finite number",
+        ),
     ],
 )
 def test_a_state_that_no_generator_gives_is_refused_before_one_takes_it(name, change, message):
@@ -117,5 +131,7 @@ def test_a_state_that_no_generator_gives_is_refused_before_one_takes_it(name, ch
 
 def test_states_of_other_generators_are_refused():
     own = rng_state(Device("cpu"))
-    with pytest.raises(ValueError, match=r"Expected the random states to be torch, numpy.*, got torch"):
+    with pytest.raises(
+        ValueError, match=r"Expected the random states to be torch, numpy.*, got torch"
+    ):
         check_rng_state({"torch": own["torch"]}, own)

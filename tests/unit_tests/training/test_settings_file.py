@@ -43,11 +43,17 @@ def write(folder: Path, content: str | bytes) -> str:
         ("split: 90,10", {"split": "90,10"}),
         ("bf16: on\nmock-data: No", {"bf16": True, "mock_data": False}),
         ("bf16: 'true'", {"bf16": True}),
-        ("save:\nload: ~\nwandb-project: null", {"save": None, "load": None, "wandb_project": None}),
+        (
+            "save:\nload: ~\nwandb-project: null",
+            {"save": None, "load": None, "wandb_project": None},
+        ),
         ("save: 'null'", {"save": "null"}),
         ("data-path: [0.7, a, 0.30, b]", {"data_path": ("0.7", "a", "0.30", "b")}),
         ("data-path: 0.7 a 0.3 b", {"data_path": ("0.7", "a", "0.3", "b")}),
-        ("data-path: &one [a]\nsave: &two x\nload: *two", {"data_path": ("a",), "save": "x", "load": "x"}),
+        (
+            "data-path: &one [a]\nsave: &two x\nload: *two",
+            {"data_path": ("a",), "save": "x", "load": "x"},
+        ),
         ("", {}),
         ("# nothing\n", {}),
     ],
@@ -64,7 +70,10 @@ def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[s
         ("lr: 2026-11-22 10:00:00", "--lr: expected a number >= 0, got '2026-11-22 10:00:00'."),
         ("hidden-size: 1:30", "--hidden-size: expected an integer >= 1, got '1:30'."),
         ("lr: 1:30.5", "--lr: expected a number >= 0, got '1:30.5'."),
-        ("hidden-size: 017", "--hidden-size: expected an integer >= 1, got 017, which YAML 1.1 takes for octal."),
+        (
+            "hidden-size: 017",
+            "--hidden-size: expected an integer >= 1, got 017, which YAML 1.1 takes for octal.",
+        ),
         ("hidden-size: 0o17", "--hidden-size: expected an integer >= 1, got '0o17'."),
         ("hidden-size: 0x1F", "--hidden-size: expected an integer >= 1, got '0x1F'."),
         ("train-iters: 1e5", "--train-iters: expected an integer >= 1, got '1e5'."),
@@ -73,14 +82,38 @@ def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[s
         ("hidden-size: true", "--hidden-size: expected an integer >= 1, got 'true'."),
         ("bf16: 1", "--bf16: expected true or false, got '1'."),
         ("hidden-size: " + "9" * 5000, "--hidden-size: expected an integer >= 1, got '999"),
-        ("hidden-size: !!timestamp 2026-11-22", "hidden-size: expected a plain value, got one with the tag !!timest"),
-        ("hidden-size: !!python/name:os.system ''", "got one with the tag !!python/name:os.system."),
-        ("hidden-size: !!binary MTI=", "hidden-size: expected a plain value, got one with the tag !!binary."),
-        ("hidden-size: !<x%E2%80%AE> 1", "hidden-size: expected a plain value, got one with the tag x\\u202e."),
-        ("hidden-size: {a: 1}", "hidden-size: expected a value or a list of values, got keys of its own in line 1."),
-        ("lr: 1\nhidden-size: !!set {a}", "hidden-size: expected a value or a list of values, got keys of its own in"),
-        ("data-path: [a, [b]]", "data-path: expected a value or a list of values, got a list in a list in line 1."),
-        ("data-path: &a [*a]", "data-path: expected a value or a list of values, got a list in a list in line 1."),
+        (
+            "hidden-size: !!timestamp 2026-11-22",
+            "hidden-size: expected a plain value, got one with the tag !!timest",
+        ),
+        (
+            "hidden-size: !!python/name:os.system ''",
+            "got one with the tag !!python/name:os.system.",
+        ),
+        (
+            "hidden-size: !!binary MTI=",
+            "hidden-size: expected a plain value, got one with the tag !!binary.",
+        ),
+        (
+            "hidden-size: !<x%E2%80%AE> 1",
+            "hidden-size: expected a plain value, got one with the tag x\\u202e.",
+        ),
+        (
+            "hidden-size: {a: 1}",
+            "hidden-size: expected a value or a list of values, got keys of its own in line 1.",
+        ),
+        (
+            "lr: 1\nhidden-size: !!set {a}",
+            "hidden-size: expected a value or a list of values, got keys of its own in",
+        ),
+        (
+            "data-path: [a, [b]]",
+            "data-path: expected a value or a list of values, got a list in a list in line 1.",
+        ),
+        (
+            "data-path: &a [*a]",
+            "data-path: expected a value or a list of values, got a list in a list in line 1.",
+        ),
         ("hidden-size: [1]", "--hidden-size: expected an integer >= 1, got ['1']."),
         ("data-path: [a, ~]", "--data-path: expected a list, each a non-empty string, got None."),
         ("? [a]\n: b", "expected plain keys in"),
@@ -113,7 +146,9 @@ def test_what_means_nothing_is_one_line(tmp_path: Path, content: str | bytes, me
 
 def test_a_hundred_doublings_of_aliases_are_refused_at_once(tmp_path: Path) -> None:
     doublings = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 100))
-    with pytest.raises(ConfigError, match=r"a1: expected a value or a list of values, got a list in a list"):
+    with pytest.raises(
+        ConfigError, match=r"a1: expected a value or a list of values, got a list in a list"
+    ):
         read_yaml(write(tmp_path, f"a0: &a0 [x, x]\n{doublings}hidden-size: *a99\n"))
     # Keys of one option's value, too, whose message must not show what they stand for.
     pairs = ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in range(1, 100))
@@ -126,15 +161,67 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.yaml"
     SPECIAL_FILES[kind](path)
     signal.alarm(30)  # which ends the process, rather than that it waits for a writer
-    with pytest.raises(ConfigError, match=rf"^--config: expected a readable file, got '.*run.yaml' .*got {kind}"):
+    with pytest.raises(
+        ConfigError, match=rf"^--config: expected a readable file, got '.*run.yaml' .*got {kind}"
+    ):
         read_yaml(str(path))
     signal.alarm(0)
 
 
 SNIPPETS = [
-    *("lr", "hidden-size", "data-path", "bf16", "1", "-", "- ", ": ", "\n", "  ", "[", "]", "{", "}", ",", "&a ", "*a"),
-    *("!!int ", "!!str ", "!x ", "'", '"', "|", ">", "#", "%YAML 1.1\n", "---\n", "...", "? ", "\\", "\\x1", "\\U1100"),
-    *("~", "null", "true", "0x", "0o7", "1:2", "2026-11-22", ".inf", "<<", "=", "\t", "\0", "\ufeff", "\u2028", "é"),
+    *(
+        "lr",
+        "hidden-size",
+        "data-path",
+        "bf16",
+        "1",
+        "-",
+        "- ",
+        ": ",
+        "\n",
+        "  ",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        "&a ",
+        "*a",
+    ),
+    *(
+        "!!int ",
+        "!!str ",
+        "!x ",
+        "'",
+        '"',
+        "|",
+        ">",
+        "#",
+        "%YAML 1.1\n",
+        "---\n",
+        "...",
+        "? ",
+        "\\",
+        "\\x1",
+        "\\U1100",
+    ),
+    *(
+        "~",
+        "null",
+        "true",
+        "0x",
+        "0o7",
+        "1:2",
+        "2026-11-22",
+        ".inf",
+        "<<",
+        "=",
+        "\t",
+        "\0",
+        "\ufeff",
+        "\u2028",
+        "é",
+    ),
 ]
 
 
@@ -181,10 +268,21 @@ def test_numbers_that_no_machine_integer_holds_are_refused_from_everywhere(tmp_p
     for digits in (20, 400, 4000):
         values = read_yaml(write(tmp_path, f"seq-length: {'9' * digits}"))
         with pytest.raises(
-            ConfigError, match=r"--seq-length: expected an integer >= 1, got (9+|an integer of \d+ bits)\."
+            ConfigError,
+            match=r"--seq-length: expected an integer >= 1, got (9+|an integer of \d+ bits)\.",
         ):
-            build_config({**values, "mock_data": True, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1})
-    with pytest.raises(ConfigError, match=r"--seq-length: expected an integer >= 1, got '9+\.\.\.9+'"):
+            build_config(
+                {
+                    **values,
+                    "mock_data": True,
+                    "num_layers": 1,
+                    "hidden_size": 8,
+                    "num_attention_heads": 1,
+                }
+            )
+    with pytest.raises(
+        ConfigError, match=r"--seq-length: expected an integer >= 1, got '9+\.\.\.9+'"
+    ):
         parse_config(["--seq-length", "9" * 5000], 1)
 
 

@@ -47,11 +47,19 @@ def batches(numbers: list[int], poison: float | None = None) -> Iterator[dict[st
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         y = torch.randn(2, 1, generator=generator)
-        yield {"x": torch.randn(2, 4, generator=generator), "y": y if poison is None else y * poison}
+        yield {
+            "x": torch.randn(2, 4, generator=generator),
+            "y": y if poison is None else y * poison,
+        }
 
 
 def step(
-    model: nn.Module, mine: list[int], votes=(0.0, 0.0), poison=None, clip_grad=0.0, forward_step=squared_error
+    model: nn.Module,
+    mine: list[int],
+    votes=(0.0, 0.0),
+    poison=None,
+    clip_grad=0.0,
+    forward_step=squared_error,
 ) -> StepResult:
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad)
     return run_step(model, optimizer, mine, poison, forward_step, votes)
@@ -77,7 +85,9 @@ def run_step(
     )
 
 
-def _sharded_step(shares: list[list[int]], clip_grad: float) -> tuple[StepResult, list[torch.Tensor]]:
+def _sharded_step(
+    shares: list[list[int]], clip_grad: float
+) -> tuple[StepResult, list[torch.Tensor]]:
     model = make_model()
     model[1].p = 0.0
     mesh = build_mesh("cpu", dist.get_world_size())
@@ -105,7 +115,9 @@ def test_ranks_and_microbatches_are_one_mean(clip_grad):
                 torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-7)
 
 
-def _poisoned_step(bad_rank: int, poison: float, forward_step=squared_error) -> tuple[StepResult, bool]:
+def _poisoned_step(
+    bad_rank: int, poison: float, forward_step=squared_error
+) -> tuple[StepResult, bool]:
     model = make_model()
     mesh = build_mesh("cpu", dist.get_world_size())
     shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
@@ -113,7 +125,8 @@ def _poisoned_step(bad_rank: int, poison: float, forward_step=squared_error) -> 
     mine = poison if dist.get_rank() == bad_rank else None
     outcome = step(model, [1], poison=mine, forward_step=forward_step)
     is_same = all(
-        torch.equal(parameter.to_local(), old) for parameter, old in zip(model.parameters(), before, strict=True)
+        torch.equal(parameter.to_local(), old)
+        for parameter, old in zip(model.parameters(), before, strict=True)
     )
     return outcome, is_same
 
@@ -140,8 +153,12 @@ def _steps_with_a_plan_that_is_refused(poison: float | None) -> StepResult:
 
 def test_what_planning_refuses_does_not_come_before_what_ranks_agree_on():
     """A step that is skipped refuses nothing, and one that is taken finds out for itself."""
-    assert all(outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, math.nan))
-    assert not any(outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, None))
+    assert all(
+        outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, math.nan)
+    )
+    assert not any(
+        outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, None)
+    )
 
 
 def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too():
@@ -157,7 +174,10 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too():
 def _voting_step() -> StepResult:
     model = make_model()
     shard_model(
-        model, build_mesh("cpu", dist.get_world_size()), compute_dtype=torch.float32, reshard_after_forward=True
+        model,
+        build_mesh("cpu", dist.get_world_size()),
+        compute_dtype=torch.float32,
+        reshard_after_forward=True,
     )
     return step(model, [dist.get_rank()], votes=(float(dist.get_rank() == 1), 0.0))
 
@@ -188,8 +208,12 @@ def steps_of_one_run(
     model = make_model()
     model[1].p = 0.0
     seen = Gradients(model)
-    config = OptimizerConfig(**settings, clip_grad=clip_grad, loss_scale=loss_scale, log_num_zeros_in_grad=True)
-    optimizer = build_optimizer(model, config, 0.1, num_local_ranks=1, scales_loss=loss_scale is not None)
+    config = OptimizerConfig(
+        **settings, clip_grad=clip_grad, loss_scale=loss_scale, log_num_zeros_in_grad=True
+    )
+    optimizer = build_optimizer(
+        model, config, 0.1, num_local_ranks=1, scales_loss=loss_scale is not None
+    )
     found = [run_step(model, optimizer, [number, number + 1]) for number in range(3)]
     optimizer.synchronize()
     return found, [parameter.detach().clone() for parameter in model.parameters()], seen.largest
@@ -205,7 +229,9 @@ def _scaled_and_not(settings: dict[str, Any], clip_grad: float) -> None:
     assert all(not outcome.is_skipped and outcome.num_zeros is not None for outcome in found)
     assert all(torch.equal(*pair) for pair in zip(own_weights, weights, strict=True))
     start = list(make_model().parameters())
-    assert not any(torch.equal(*pair) for pair in zip(weights, start, strict=True)), "steps change all weights"
+    assert not any(torch.equal(*pair) for pair in zip(weights, start, strict=True)), (
+        "steps change all weights"
+    )
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
@@ -224,7 +250,9 @@ def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(setti
     run_ranks(1, _scaled_and_not, settings, clip_grad)
 
 
-def _overflow(poison: float | None, forward_step: ForwardStep) -> tuple[list[StepResult], list[bool]]:
+def _overflow(
+    poison: float | None, forward_step: ForwardStep
+) -> tuple[list[StepResult], list[bool]]:
     """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each changed nothing."""
     model = make_model()
     model[1].p = 0.0
@@ -235,7 +263,10 @@ def _overflow(poison: float | None, forward_step: ForwardStep) -> tuple[list[Ste
 
     def everything() -> list[torch.Tensor]:
         states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
-        tensors = [*model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
+        tensors = [
+            *model.parameters(),
+            *(value for value in states if isinstance(value, torch.Tensor)),
+        ]
         return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in tensors]
 
     results, unchanged = [], []
@@ -245,15 +276,25 @@ def _overflow(poison: float | None, forward_step: ForwardStep) -> tuple[list[Ste
         assert len(before) > 4, "there are weights and states"
         is_mine = is_bad and dist.get_rank() == 1
         results.append(
-            run_step(model, optimizer, [1], poison if is_mine else None, forward_step if is_mine else squared_error)
+            run_step(
+                model,
+                optimizer,
+                [1],
+                poison if is_mine else None,
+                forward_step if is_mine else squared_error,
+            )
         )
         unchanged.append(all(torch.equal(*pair) for pair in zip(everything(), before, strict=True)))
         assert all(parameter.grad is None for parameter in model.parameters())
     return results, unchanged
 
 
-@pytest.mark.parametrize(("poison", "forward_step"), [(None, root_of_zero), (math.inf, squared_error)])
-def test_an_overflow_on_one_rank_is_skipped_by_all_halves_the_scale_and_changes_nothing_else(poison, forward_step):
+@pytest.mark.parametrize(
+    ("poison", "forward_step"), [(None, root_of_zero), (math.inf, squared_error)]
+)
+def test_an_overflow_on_one_rank_is_skipped_by_all_halves_the_scale_and_changes_nothing_else(
+    poison, forward_step
+):
     """Of a gradient, where the loss is finite, and of the loss."""
     for results, unchanged in run_ranks(2, _overflow, poison, forward_step):
         assert [outcome.is_skipped for outcome in results] == [False, True, False]
@@ -283,9 +324,37 @@ def test_a_bad_loss_counts_as_an_overflow_even_if_all_gradients_are_finite():
 # A model that computes in fp16
 
 GPT = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--mock-data"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "31", "--hidden-dropout", "0", "--attention-dropout", "0"),
-    *("--micro-batch-size", "2", "--train-iters", "40", "--lr", "0.01", "--normalization", "RMSNorm"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "32",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "16",
+        "--mock-data",
+    ),
+    *(
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "31",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    ),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--train-iters",
+        "40",
+        "--lr",
+        "0.01",
+        "--normalization",
+        "RMSNorm",
+    ),
 ]
 
 
@@ -326,14 +395,20 @@ def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[
     [
         [],
         ["--use-torch-fsdp2"],
-        ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"],
+        [
+            "--optimizer-cpu-offload",
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--overlap-optimizer-with-forward",
+        ],
     ],
     ids=lambda flags: flags[0] if flags else "megatron-fsdp",
 )
 def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
     """From 2^32 on, an overflow after the other; from there the losses of fp32 to fp16's three digits."""
     for (found, dtypes), (expected, _) in zip(
-        run_ranks(2, _train_gpt, ["--fp16", *engine], 30), run_ranks(2, _train_gpt, engine, 10), strict=True
+        run_ranks(2, _train_gpt, ["--fp16", *engine], 30),
+        run_ranks(2, _train_gpt, engine, 10),
+        strict=True,
     ):
         assert dtypes == {torch.float16}
         stepped = [outcome for outcome in found if not outcome.is_skipped]
@@ -356,7 +431,10 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
     config = parse_config([*GPT, "--num-layers", str(num_layers), *flags], 1)
     engine = build_engine(config.engine(), Device("cpu"), build_mesh("cpu", 1))
     engine.initialize(lambda: GPTModel(config.model, 32))
-    batch = {"tokens": torch.zeros(2, 16, dtype=torch.int64), "labels": torch.zeros(2, 16, dtype=torch.int64)}
+    batch = {
+        "tokens": torch.zeros(2, 16, dtype=torch.int64),
+        "labels": torch.zeros(2, 16, dtype=torch.int64),
+    }
     calls: dict[str, int] = {"planning": 0, "after the read": 0}
     phase: str | None = None
 
@@ -369,7 +447,10 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
         if event == "call" and phase is not None:
             calls[phase] += 1
             # What hands work over: the kernel's threads, and another lane's.
-            if phase == "after the read" and frame.f_code in (HostAdam.run.__code__, ThreadLane.enqueue.__code__):
+            if phase == "after the read" and frame.f_code in (
+                HostAdam.run.__code__,
+                ThreadLane.enqueue.__code__,
+            ):
                 phase = None
                 sys.setprofile(None)
 
@@ -388,7 +469,14 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--overlap-optimizer-with-forward"]],
+    [
+        [],
+        [
+            "--optimizer-cpu-offload",
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--overlap-optimizer-with-forward",
+        ],
+    ],
     ids=["device", "offloaded"],
 )
 def test_a_step_is_planned_before_its_scalars_are_read(flags):
@@ -409,7 +497,12 @@ def _evaluation(shares: list[list[int]]) -> tuple[float, float, bool]:
 
     def loss() -> float:
         return evaluate(
-            model, batches(mine), forward_step=squared_error, num_microbatches=len(mine), device=CPU, mesh=mesh
+            model,
+            batches(mine),
+            forward_step=squared_error,
+            num_microbatches=len(mine),
+            device=CPU,
+            mesh=mesh,
         )
 
     return loss(), loss(), model.training

@@ -28,7 +28,9 @@ def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
         assert stop.votes() == (0.0, 0.0, 0.0)
         os.kill(os.getpid(), number)
         assert stop.votes() == (1.0, 0.0, 0.0)
-        assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(f"{number.name} was received", ExitCode.PREEMPTED, saves=True)
+        assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(
+            f"{number.name} was received", ExitCode.PREEMPTED, saves=True
+        )
     assert signal.getsignal(number) is before
 
 
@@ -50,8 +52,12 @@ def test_a_rank_votes_to_stop_once_its_clock_has_run_out():
 def test_one_ranks_vote_is_enough_and_the_reason_is_named():
     stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
     assert stop.stop(7, (0.0, 0.0, 0.0)) is None
-    assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop("another rank was signalled", ExitCode.PREEMPTED, saves=True)
-    assert stop.stop(7, (0.0, 1.0, 0.0)) == Stop("--exit-duration-in-mins 3.0 is over", ExitCode.FINISHED, saves=True)
+    assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(
+        "another rank was signalled", ExitCode.PREEMPTED, saves=True
+    )
+    assert stop.stop(7, (0.0, 1.0, 0.0)) == Stop(
+        "--exit-duration-in-mins 3.0 is over", ExitCode.FINISHED, saves=True
+    )
     assert stop.stop(20, (0.0, 0.0, 0.0)) == Stop(
         "iteration 20 is a multiple of --exit-interval 10", ExitCode.FINISHED, saves=True
     )
@@ -78,7 +84,9 @@ def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_
     clock = Clock()
     config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=grace)
     with StopConditions(config, clock) as stop:
-        assert stop.votes(save_seconds) == (0.0, 0.0, 0.0), "a rank without a signal has all the time"
+        assert stop.votes(save_seconds) == (0.0, 0.0, 0.0), (
+            "a rank without a signal has all the time"
+        )
         os.kill(os.getpid(), signal.SIGTERM)
         signal.getsignal(signal.SIGTERM)  # bytecode, so that the handler has run
         clock.now += passed
@@ -87,7 +95,9 @@ def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_
 
 def test_the_grace_period_begins_with_the_first_signal():
     clock = Clock()
-    with StopConditions(StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0), clock) as stop:
+    with StopConditions(
+        StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0), clock
+    ) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.votes(20.0) == (1.0, 0.0, 0.0)
         clock.now += 15.0
@@ -116,7 +126,9 @@ def test_the_log_names_the_signal_the_rank_and_what_is_left_once(caplog, monkeyp
         stop.votes(2.5)
     assert caplog.messages == [
         "SIGTERM was received by rank 3 0.0 s ago; 30.0 s of 30 s are left; time of a save: 2.5 s"
-    ] or caplog.messages == ["SIGTERM was received by rank 3 4.0 s ago; 26.0 s of 30 s are left; time of a save: 2.5 s"]
+    ] or caplog.messages == [
+        "SIGTERM was received by rank 3 4.0 s ago; 26.0 s of 30 s are left; time of a save: 2.5 s"
+    ]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, "soon"])

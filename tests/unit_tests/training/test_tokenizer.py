@@ -101,7 +101,9 @@ def test_null_tokenizer_takes_the_end_of_a_document_from_a_text() -> None:
 
 @pytest.mark.parametrize("word", ["one", "1_0", "+1", "-1", "1.0", "\u0661"])
 def test_null_tokenizer_refuses_what_is_no_plain_number(word: str) -> None:
-    with pytest.raises(ValueError, match=rf"Expected token ids separated by spaces, got {re.escape(repr(word))}"):
+    with pytest.raises(
+        ValueError, match=rf"Expected token ids separated by spaces, got {re.escape(repr(word))}"
+    ):
         NullTokenizer(100).tokenize(f"5 {word}")
 
 
@@ -113,7 +115,11 @@ def test_tokenizers_can_be_pickled(model: Path) -> None:
     for tokenizer in _all_tokenizers(model):
         again = pickle.loads(pickle.dumps(tokenizer))
         assert again.tokenize("1 2") == tokenizer.tokenize("1 2")
-        assert (again.eod, again.vocab_size, again.name) == (tokenizer.eod, tokenizer.vocab_size, tokenizer.name)
+        assert (again.eod, again.vocab_size, again.name) == (
+            tokenizer.eod,
+            tokenizer.vocab_size,
+            tokenizer.name,
+        )
 
 
 @pytest.mark.parametrize("eod", ["<|endoftext|>", "</s>", "<eos>"])
@@ -123,7 +129,9 @@ def test_the_end_of_a_document_is_found_by_its_usual_names(tmp_path: Path, eod: 
 
 @pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_the_end_of_a_document_is_the_one_the_files_name(tmp_path: Path, eos: object, name: str) -> None:
+def test_the_end_of_a_document_is_the_one_the_files_name(
+    tmp_path: Path, eos: object, name: str
+) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "<|endoftext|>": 1, "<end>": 2})
     (folder / name).write_text(json.dumps({"eos_token": eos}))
     assert HuggingFaceTokenizer(folder).eod == 2
@@ -139,7 +147,8 @@ def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<zz>"}))
     with pytest.raises(
-        ConfigError, match=r"expected the eos_token that .* among its 2 tokens, got '<zz>', which is not"
+        ConfigError,
+        match=r"expected the eos_token that .* among its 2 tokens, got '<zz>', which is not",
     ):
         HuggingFaceTokenizer(folder)
 
@@ -155,7 +164,10 @@ def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
             "expected JSON in .*tokenizer_config.json, got the key 'eos_token' twice",
         ),
         ('{"eos_token": 5}', "expected a string as eos_token in .*tokenizer_config.json, got 5"),
-        ('{"eos_token": {"content": ["</s>"]}}', "expected a string as eos_token in .*tokenizer_config.json, got "),
+        (
+            '{"eos_token": {"content": ["</s>"]}}',
+            "expected a string as eos_token in .*tokenizer_config.json, got ",
+        ),
     ],
 )
 def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -194,12 +206,16 @@ def test_truncation_and_padding_of_the_files_are_off(
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_what_transformers_cannot_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_cannot_load_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ImportError("needs sentencepiece")
 
     _replace_transformers(monkeypatch, fail)
-    with pytest.raises(ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*, got needs sentencepiece"):
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*, got needs sentencepiece"
+    ):
         HuggingFaceTokenizer(tmp_path)
 
 
@@ -209,11 +225,15 @@ def test_ids_with_gaps_are_counted_up_to_the_highest(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*tokenizer.json"):
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*tokenizer.json"
+    ):
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_a_folder_without_tokenizer_json_needs_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_tokenizer_json_needs_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"expected a tokenizer.json in .* needs the `hf` extra"):
         HuggingFaceTokenizer(tmp_path)
@@ -235,18 +255,36 @@ def test_the_configuration_builds_each_kind(model: Path) -> None:
     assert build_tokenizer(TokenizerConfig(tokenizer_model=str(model))).vocab_size == 290
     assert build_tokenizer(TokenizerConfig(tokenizer_model=str(model.parent))).vocab_size == 290
     assert build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer")).vocab_size == 257
-    assert build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)).vocab_size == 10
+    assert (
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)).vocab_size
+        == 10
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "--tokenizer-model: expected a tokenizer.json or .*, got None"),
-        ({"tokenizer_model": "/nowhere"}, "--tokenizer-model: expected .* that exists, got '/nowhere'"),
-        ({"tokenizer_type": "ByteTokenizer", "tokenizer_model": "x"}, "--tokenizer-model: expected nothing with Byte"),
-        ({"tokenizer_type": "NullTokenizer"}, "--vocab-size: expected a number, as NullTokenizer has none, got None"),
-        ({"tokenizer_type": "Other"}, "--tokenizer-type: expected one of HuggingFaceTokenizer, .*, got 'Other'"),
-        ({"tokenizer_type": "ByteTokenizer", "make_vocab_size_divisible_by": 0}, "expected an integer >= 1, got 0"),
+        (
+            {"tokenizer_model": "/nowhere"},
+            "--tokenizer-model: expected .* that exists, got '/nowhere'",
+        ),
+        (
+            {"tokenizer_type": "ByteTokenizer", "tokenizer_model": "x"},
+            "--tokenizer-model: expected nothing with Byte",
+        ),
+        (
+            {"tokenizer_type": "NullTokenizer"},
+            "--vocab-size: expected a number, as NullTokenizer has none, got None",
+        ),
+        (
+            {"tokenizer_type": "Other"},
+            "--tokenizer-type: expected one of HuggingFaceTokenizer, .*, got 'Other'",
+        ),
+        (
+            {"tokenizer_type": "ByteTokenizer", "make_vocab_size_divisible_by": 0},
+            "expected an integer >= 1, got 0",
+        ),
     ],
 )
 def test_a_bad_configuration_is_refused(options: dict[str, object], message: str) -> None:
@@ -265,8 +303,12 @@ def test_a_bad_configuration_is_refused(options: dict[str, object], message: str
         ("NullTokenizer", 128, 128, 256),
     ],
 )
-def test_the_embedding_is_padded(tokenizer_type: str, vocab_size: int | None, divisor: int, rows: int) -> None:
-    config = TokenizerConfig(tokenizer_type=tokenizer_type, vocab_size=vocab_size, make_vocab_size_divisible_by=divisor)
+def test_the_embedding_is_padded(
+    tokenizer_type: str, vocab_size: int | None, divisor: int, rows: int
+) -> None:
+    config = TokenizerConfig(
+        tokenizer_type=tokenizer_type, vocab_size=vocab_size, make_vocab_size_divisible_by=divisor
+    )
     assert padded_vocab_size(config, build_tokenizer(config)) == rows
 
 
@@ -288,7 +330,9 @@ def _model(kind: str, **parts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("highest", [100_000, 300_000_000])
-def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(tmp_path: Path, highest: int) -> None:
+def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(
+    tmp_path: Path, highest: int
+) -> None:
     folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": highest, "</s>": 1}))
     message = f"--tokenizer-model: expected ids that the 3 tokens of .* fill, got ids up to {highest}. .*--vocab-size"
     with pytest.raises(ConfigError, match=message):
@@ -318,13 +362,21 @@ def test_more_ids_than_token_files_hold_are_refused(tmp_path: Path) -> None:
         {"model": _model("BPE", merges=["x y"])},
         {"model": _model("BPE", merges=[["a"]])},
         {"model": _model("Unigram", vocab=[], unk_id=7)},
-        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" * 10_000}, "behavior": "Isolated"}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "(" * 10_000},
+                "behavior": "Isolated",
+            }
+        },
         # The library panics over these, which is no Exception.
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
     ],
 )
-def test_a_tokenizer_of_a_wrong_structure_is_one_line(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_a_tokenizer_of_a_wrong_structure_is_one_line(
+    tmp_path: Path, parts: dict[str, Any]
+) -> None:
     message = r"^--tokenizer-model: expected a tokenizer in .*tokenizer.json, got "
     with pytest.raises(ConfigError, match=message) as error:
         HuggingFaceTokenizer(_spoil(tmp_path, **parts))
@@ -332,8 +384,12 @@ def test_a_tokenizer_of_a_wrong_structure_is_one_line(tmp_path: Path, parts: dic
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\0", "\ud800", '"x"'])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\0", "\ud800", '"x"']
+)
 def test_json_of_any_depth_and_length_is_one_line(tmp_path: Path, name: str, content: str) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
     (folder / name).write_bytes(content.encode(errors="surrogatepass"))
@@ -345,7 +401,9 @@ def test_json_of_any_depth_and_length_is_one_line(tmp_path: Path, name: str, con
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device", "a terabyte"])
-def test_only_regular_files_of_bounded_size_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+def test_only_regular_files_of_bounded_size_are_opened(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     path = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1}) / name
     path.unlink(missing_ok=True)
     SPECIAL_FILES[kind](path)
@@ -368,13 +426,19 @@ def test_a_library_is_handed_no_folder_with_anything_but_files(
         HuggingFaceTokenizer(tmp_path / path)
 
 
-def test_code_that_a_tokenizer_brings_along_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_a_tokenizer_brings_along_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+        json.dumps(
+            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+        )
     )
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "evil.Evil"}}))
-    (tmp_path / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path)!r}, 'executed').touch()\n")
+    (tmp_path / "evil.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path)!r}, 'executed').touch()\n"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ConfigError, match=r"^--tokenizer-model: expected a tokenizer in"):
         HuggingFaceTokenizer(tmp_path)

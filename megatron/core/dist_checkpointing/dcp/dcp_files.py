@@ -47,7 +47,9 @@ class _Chunk(NamedTuple):
 class DcpFiles:
     """The data files of one checkpoint. Errors name the file, and the key where there is one."""
 
-    def __init__(self, store: Store, name: str, metadata: Metadata, *, checks_crc: bool = True) -> None:
+    def __init__(
+        self, store: Store, name: str, metadata: Metadata, *, checks_crc: bool = True
+    ) -> None:
         """
         Args:
             metadata: has passed `check_coverage`.
@@ -81,13 +83,17 @@ class DcpFiles:
         ends: dict[str, int] = {}
         for index, info in self._places.items():
             self._check_length(index, info)
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            ends[info.relative_path] = max(
+                ends.get(info.relative_path, 0), info.offset + info.length
+            )
         for file, end in ends.items():
             source = self._path(file)
             with system_errors(source):
                 size = self._store.size(f"{self._name}/{file}")
             if size < end:
-                raise CheckpointDamagedError(f"Expected {end} bytes or more in {source}, got {size}.")
+                raise CheckpointDamagedError(
+                    f"Expected {end} bytes or more in {source}, got {size}."
+                )
 
     def check(self, index: MetadataIndex, stream: ByteSource) -> None:
         """Reads one blob in small pieces and holds it against `.metadata` and its CRC-32.
@@ -163,7 +169,11 @@ class DcpFiles:
         largest = MAX_PLAIN_BYTES if chunk is None else chunk.nbytes + _MAX_FRAME_BYTES
         is_known = chunk is not None or index.offset is None
         if not is_known or not smallest <= info.length <= largest:
-            wanted = f"{smallest} to {largest} bytes" if is_known else f"a chunk at {tuple(index.offset or ())}"
+            wanted = (
+                f"{smallest} to {largest} bytes"
+                if is_known
+                else f"a chunk at {tuple(index.offset or ())}"
+            )
             raise CheckpointDamagedError(
                 f"Expected {wanted} of {index.fqn!r} in {self._path(info.relative_path)}, got {info.length} bytes."
             )
@@ -171,8 +181,14 @@ class DcpFiles:
     def _expect_chunk(self, index: MetadataIndex, found: object, source: str) -> TensorPlace:
         wanted = self._chunks[index]
         if not isinstance(found, TensorPlace) or (found.dtype, found.shape) != wanted:
-            got = f"{found.dtype} {found.shape}" if isinstance(found, TensorPlace) else f"a {type(found).__name__}"
-            raise CheckpointDamagedError(f"Expected {wanted.dtype} {wanted.sizes} for {source}, got {got}.")
+            got = (
+                f"{found.dtype} {found.shape}"
+                if isinstance(found, TensorPlace)
+                else f"a {type(found).__name__}"
+            )
+            raise CheckpointDamagedError(
+                f"Expected {wanted.dtype} {wanted.sizes} for {source}, got {got}."
+            )
         return found
 
     def _path(self, file: str) -> str:

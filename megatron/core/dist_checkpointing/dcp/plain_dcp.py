@@ -33,7 +33,9 @@ _OTHERS = ("optim.", "optimizer.", "rng.")
 _OPTION_KEY = re.compile(r"optim\.param_groups\.(\d{1,9})\.(.+)")
 
 
-def load_model_weights(folder: Path, metadata: Metadata, model: nn.Module, *, verify: bool = True) -> None:
+def load_model_weights(
+    folder: Path, metadata: Metadata, model: nn.Module, *, verify: bool = True
+) -> None:
     """Loads a model's weights and buffers in place from a folder that DCP wrote.
 
     Args:

@@ -96,7 +96,9 @@ def save_checkpoint(
                 num_bytes = os.fstat(stream.fileno()).st_size
             # What is written must be what can be read.
             if num_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}.")
+                raise CheckpointError(
+                    f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}."
+                )
             if train_state is not None:
                 store.write(f"{draft}/{TRAIN_STATE_FILE}", content)
             is_durable = store.publish(draft, final)
@@ -148,7 +150,9 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA_FILE
     with system_errors(str(path)):
-        content = read_regular(path, max_bytes=MAX_METADATA_BYTES, what="the metadata of a checkpoint")
+        content = read_regular(
+            path, max_bytes=MAX_METADATA_BYTES, what="the metadata of a checkpoint"
+        )
     metadata = parse_metadata(content, str(path))
     check_coverage(metadata, str(path))
     return metadata
@@ -240,7 +244,11 @@ def load_tensors(
 
 
 def _load(
-    folder: Path, metadata: Metadata, state: dict[str, Any], ignored_prefixes: tuple[str, ...], verify: bool
+    folder: Path,
+    metadata: Metadata,
+    state: dict[str, Any],
+    ignored_prefixes: tuple[str, ...],
+    verify: bool,
 ) -> None:
     check_tensors(str(folder), state, metadata, ignored_prefixes)
     planner = _LoadPlanner()
@@ -250,7 +258,9 @@ def _load(
 
     files = _files_of(folder, metadata, verify=verify)
     plain = {
-        item.dest_index.fqn: files.plain(item.storage_index.fqn) for item in items if item.type == LoadItemType.BYTE_IO
+        item.dest_index.fqn: files.plain(item.storage_index.fqn)
+        for item in items
+        if item.type == LoadItemType.BYTE_IO
     }
 
     # A chunk may have parts of several tensors' shards: those that need it follow each other.
@@ -290,7 +300,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         """DCP's would unpickle, and run, what is no tensor."""
-        raise NotImplementedError(f"Expected {read_item.dest_index.fqn} to be installed, got its bytes.")
+        raise NotImplementedError(
+            f"Expected {read_item.dest_index.fqn} to be installed, got its bytes."
+        )
 
     def install(self, key: str, value: object) -> None:
         """Puts plain data where the state dict has it."""
@@ -312,10 +324,15 @@ class _SavePlanner(DefaultSavePlanner):
 def _no_word_about_single_process() -> Iterator[None]:
     """Without a process group DCP works alone, which is meant so here, and warns of it each time."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield
 
 
 def _causes(failure: CheckpointException) -> str:
     """What went wrong on which rank, in one line."""
-    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items())
+    return "; ".join(
+        f"rank {rank}: {type(error).__name__}: {error}"
+        for rank, (error, _) in failure.failures.items()
+    )

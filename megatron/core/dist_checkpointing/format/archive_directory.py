@@ -77,7 +77,9 @@ class ArchiveBytes:
             header = self.read_at(entry.header_offset, _LOCAL_HEADER.size)
             signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
             begin = entry.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
-            is_inside = begin + entry.file_size <= self.nbytes and entry.compress_size == entry.file_size
+            is_inside = (
+                begin + entry.file_size <= self.nbytes and entry.compress_size == entry.file_size
+            )
             if signature != _LOCAL_SIGNATURE or not is_inside:
                 self._fail(
                     f"the record {shown(name)} within {self.nbytes} bytes",
@@ -122,7 +124,9 @@ class ArchiveBytes:
             self._fail("what torch.save writes", f"no archive ({reason(error)}){hint}", error)
 
     def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.") from cause
+        raise CheckpointDamagedError(
+            f"Expected {expected} in {self._source}, got {got}."
+        ) from cause
 
 
 class _TooLargeError(Exception):

@@ -50,8 +50,12 @@ def _pickled_nbytes(bits: int) -> int:
 _PICKLED_NBYTES = [_pickled_nbytes(bits) for bits in range(256)]  # by `int.bit_length`
 
 # Learned from torch.save. See [Note: blob lengths].
-_header_nbytes: dict[tuple[torch.dtype, int, int, int, bool], int] = {}  # of dtype, dimensions, bytes of integers ...
-_footer_nbytes: dict[tuple[int, bool], int] = {}  # of bytes of the data beyond a multiple of the alignment ...
+_header_nbytes: dict[
+    tuple[torch.dtype, int, int, int, bool], int
+] = {}  # of dtype, dimensions, bytes of integers ...
+_footer_nbytes: dict[
+    tuple[int, bool], int
+] = {}  # of bytes of the data beyond a multiple of the alignment ...
 
 # Not bytes: those without content do not load with weights_only.
 _PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype)
@@ -83,12 +87,24 @@ def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
     # The storage's length is given in elements for some dtypes and in bytes for others.
     integers_nbytes += _PICKLED_NBYTES[stride.bit_length()]
     is_large = data_nbytes >= _LARGE_NBYTES
-    header_class = (dtype, len(shape), integers_nbytes, _PICKLED_NBYTES[data_nbytes.bit_length()], is_large)
+    header_class = (
+        dtype,
+        len(shape),
+        integers_nbytes,
+        _PICKLED_NBYTES[data_nbytes.bit_length()],
+        is_large,
+    )
     footer_class = (data_nbytes % _RECORD_ALIGNMENT, is_large)
-    header_nbytes, footer_nbytes = _header_nbytes.get(header_class), _footer_nbytes.get(footer_class)
+    header_nbytes, footer_nbytes = (
+        _header_nbytes.get(header_class),
+        _footer_nbytes.get(footer_class),
+    )
     if header_nbytes is None or footer_nbytes is None:
         measured = _measured_layout(dtype, tuple(shape))
-        header_nbytes, footer_nbytes = measured.header_nbytes, measured.nbytes - measured.header_nbytes - data_nbytes
+        header_nbytes, footer_nbytes = (
+            measured.header_nbytes,
+            measured.nbytes - measured.header_nbytes - data_nbytes,
+        )
         _header_nbytes[header_class], _footer_nbytes[footer_class] = header_nbytes, footer_nbytes
     return BlobLayout(header_nbytes, data_nbytes, header_nbytes + data_nbytes + footer_nbytes)
 
@@ -105,7 +121,9 @@ def blob_frame(dtype: torch.dtype, shape: Sequence[int]) -> tuple[bytes, bytes]:
     """
     layout = blob_layout(dtype, shape)
     header, footer = _frame(dtype, tuple(shape))
-    got = BlobLayout(len(header), layout.data_nbytes, len(header) + layout.data_nbytes + len(footer))
+    got = BlobLayout(
+        len(header), layout.data_nbytes, len(header) + layout.data_nbytes + len(footer)
+    )
     if got != layout:
         raise RuntimeError(
             f"Expected torch.save of {dtype} {tuple(shape)} to write {layout}, got {got} "
@@ -192,9 +210,13 @@ def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
         return kind(_canonical(item, f"{place}[{i}]", strings) for i, item in enumerate(value))
     if isinstance(value, dict) and kind is dict:
         return {
-            _canonical(key, f"a key of {place}", strings): _canonical(item, f"{place}[{key!r}]", strings)
+            _canonical(key, f"a key of {place}", strings): _canonical(
+                item, f"{place}[{key!r}]", strings
+            )
             for key, item in value.items()
         }
     if isinstance(value, torch.Tensor) and kind is torch.Tensor:
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    raise ValueError(f"Expected plain data at {place}, got a {kind.__module__}.{kind.__qualname__}.")
+    raise ValueError(
+        f"Expected plain data at {place}, got a {kind.__module__}.{kind.__qualname__}."
+    )

@@ -130,13 +130,17 @@ class Archive:
         self._tensor_nbytes = 0  # of all tensors that the pickle has described
         self._records = self._bytes.directory(max_directory_nbytes)
 
-        names = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        names = [
+            name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")
+        ]
         if len(names) != 1:
             self._fail("what torch.save writes", f"an archive with {len(names)} records data.pkl")
         self._root = names[0].removesuffix("data.pkl")
         self._check_byteorder()
         pickled = self._read(names[0], _MAX_PICKLE_BYTES)
-        self.value = read_pickle(pickled, source, self._admitted(), "tensors and plain data", self._storage)
+        self.value = read_pickle(
+            pickled, source, self._admitted(), "tensors and plain data", self._storage
+        )
         expect_tree(self.value, len(pickled), _LEAVES, source)
 
     def check_data(self) -> None:
@@ -193,7 +197,12 @@ class Archive:
         if type(persistent_id) is not tuple or len(persistent_id) != 5:
             self._fail("a storage of 5 parts", shown(persistent_id))
         what, kind, name, _, numel = persistent_id
-        if what != "storage" or type(kind) is not _StorageKind or type(name) is not str or type(numel) is not int:
+        if (
+            what != "storage"
+            or type(kind) is not _StorageKind
+            or type(name) is not str
+            or type(numel) is not int
+        ):
             self._fail("a storage with its kind, its record and its length", "something else")
         record = self._records.get(f"{self._root}data/{name}")
         nbytes = numel * (1 if kind.dtype is None else kind.dtype.itemsize)
@@ -202,7 +211,9 @@ class Archive:
             self._fail(f"a record {shown(name)} of {shown(nbytes)} bytes", got)
         return _Storage(kind.dtype, record.begin, record.nbytes)
 
-    def _tensor(self, storage: object, offset: object, shape: object, strides: object, *more: object) -> TensorPlace:
+    def _tensor(
+        self, storage: object, offset: object, shape: object, strides: object, *more: object
+    ) -> TensorPlace:
         """`more`: whether it wants a gradient, its hooks, and perhaps metadata."""
         if not isinstance(storage, _Storage) or storage.dtype is None:
             self._fail("a tensor over a storage of numbers", shown(storage))
@@ -229,12 +240,18 @@ class Archive:
         """A tensor, held against its storage."""
         sizes, steps, (start,) = self._counts(shape), self._counts(strides), self._counts((offset,))
         if len(sizes) != len(steps) or len(sizes) > MAX_DIMS:
-            self._fail(f"as many strides as sizes, {MAX_DIMS} at most", f"{len(sizes)} and {len(steps)}")
+            self._fail(
+                f"as many strides as sizes, {MAX_DIMS} at most", f"{len(sizes)} and {len(steps)}"
+            )
         if any(metadata):
             self._fail("a tensor without conjugation or the like", "one with it")
 
         numel = math.prod(sizes)
-        span = 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if numel else 0
+        span = (
+            1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+            if numel
+            else 0
+        )
         if (start + span) * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
             self._fail(
                 f"a tensor within the {storage.nbytes} bytes of its storage",
@@ -250,12 +267,16 @@ class Archive:
         return TensorPlace(dtype, storage.begin, storage.nbytes, sizes, steps, start)
 
     def _counts(self, values: object) -> tuple[int, ...]:
-        if not isinstance(values, tuple) or not all(type(value) is int and value >= 0 for value in values):
+        if not isinstance(values, tuple) or not all(
+            type(value) is int and value >= 0 for value in values
+        ):
             self._fail("sizes and strides as integers of at least 0", shown(values))
         return tuple(values)
 
     def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.") from cause
+        raise CheckpointDamagedError(
+            f"Expected {expected} in {self._source}, got {got}."
+        ) from cause
 
 
 def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archive:
@@ -357,8 +378,14 @@ def _first_tensor(data: object, *_: object) -> object:
 
 def _plain_tensor(rebuild: object, kind: object, args: object, *_: object) -> object:
     """A tensor with attributes of its own, which are not kept."""
-    if not isinstance(rebuild, Call) or not isinstance(kind, _TensorClass) or type(args) is not tuple:
-        raise ValueError(f"Expected a function, a class of tensors and arguments, got {shown(args)}.")
+    if (
+        not isinstance(rebuild, Call)
+        or not isinstance(kind, _TensorClass)
+        or type(args) is not tuple
+    ):
+        raise ValueError(
+            f"Expected a function, a class of tensors and arguments, got {shown(args)}."
+        )
     if len(args) > _MAX_REBUILD_ARGUMENTS:
         raise ValueError(f"Expected at most {_MAX_REBUILD_ARGUMENTS} arguments, got {len(args)}.")
     return rebuild.result(args)

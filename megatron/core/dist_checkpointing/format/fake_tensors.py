@@ -27,7 +27,9 @@ def fake_tensor_mode() -> FakeTensorMode:
 def _enter_on_a_thread_that_stays() -> None:
     # The main thread would do as well, but nobody can make it enter from here.
     has_entered = threading.Event()
-    threading.Thread(target=_enter_and_stay, args=(has_entered,), name="fake tensors", daemon=True).start()
+    threading.Thread(
+        target=_enter_and_stay, args=(has_entered,), name="fake tensors", daemon=True
+    ).start()
     has_entered.wait()
 
 

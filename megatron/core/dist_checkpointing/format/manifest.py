@@ -29,7 +29,9 @@ TRAIN_STATE_FILE = "train_state.json"
 MARKER_FILE = "published.json"
 
 BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be shorter
-DATA_ALIGNMENT = 4096  # bytes: where a tensor's data may begin in a data file, as direct I/O wants it
+DATA_ALIGNMENT = (
+    4096  # bytes: where a tensor's data may begin in a data file, as direct I/O wants it
+)
 
 FORMAT_VERSION = 1
 _MAX_COUNT = (1 << 63) - 1  # what a size or a place in a file can be
@@ -39,7 +41,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # By their own names; aliases such as torch.float are left out.
 _DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
 }
 
 
@@ -70,7 +74,9 @@ def digests_of(data: Buffer) -> tuple[str, ...]:
     if not view.nbytes:
         return ()
     view = view.cast("B")
-    return tuple(digest(view[begin : begin + BLOCK_BYTES]) for begin in range(0, view.nbytes, BLOCK_BYTES))
+    return tuple(
+        digest(view[begin : begin + BLOCK_BYTES]) for begin in range(0, view.nbytes, BLOCK_BYTES)
+    )
 
 
 def num_blocks(data_nbytes: int) -> int:
@@ -138,14 +144,23 @@ class Manifest:
         """
         members = _parse(content, source)
         _check_version(members, source)
-        _check_members(members, ("save_id", "rank", "file", "nbytes", "chunk_fields", "chunks"), source)
-        save_id, rank, file, nbytes = (members[name] for name in ("save_id", "rank", "file", "nbytes"))
+        _check_members(
+            members, ("save_id", "rank", "file", "nbytes", "chunk_fields", "chunks"), source
+        )
+        save_id, rank, file, nbytes = (
+            members[name] for name in ("save_id", "rank", "file", "nbytes")
+        )
         _expect(isinstance(save_id, str) and save_id != "", "a save id", save_id, source)
         _expect(_is_count(rank), "a rank", rank, source)
         _expect(file == data_file(rank), f"the file {data_file(rank)}", file, source)
         _expect(_is_count(nbytes), "a number of bytes", nbytes, source)
         fields, chunks = members["chunk_fields"], members["chunks"]
-        _expect(fields == list(ChunkRecord._fields), f"the fields {list(ChunkRecord._fields)}", fields, source)
+        _expect(
+            fields == list(ChunkRecord._fields),
+            f"the fields {list(ChunkRecord._fields)}",
+            fields,
+            source,
+        )
         _expect(isinstance(chunks, list), "a list of chunks", chunks, source)
         records = tuple(_chunk(values, source) for values in chunks)
         _check_places(records, nbytes, source)
@@ -171,7 +186,9 @@ class Marker:
     def to_bytes(self) -> bytes:
         """The content of the file, a line per file in the order of their names."""
         head = self._head()
-        lines = ",".join(f"\n{_to_json(name)}:{_to_json(record)}" for name, record in sorted(self.files.items()))
+        lines = ",".join(
+            f"\n{_to_json(name)}:{_to_json(record)}" for name, record in sorted(self.files.items())
+        )
         return f'{_to_json(head)[:-1]},"files":{{{lines}\n}},"digest":{_to_json(self._digest())}}}\n'.encode()
 
     @classmethod
@@ -202,10 +219,18 @@ class Marker:
         is_all = len(files) == 2 + 2 * world_size and files.keys() == set(files_of(world_size))
         _expect(is_all, f"the files of {world_size} ranks", sorted(files), source)
         data_files = set(map(data_file, range(world_size)))
-        records = {name: _file_record(name, values, name in data_files, source) for name, values in files.items()}
+        records = {
+            name: _file_record(name, values, name in data_files, source)
+            for name, values in files.items()
+        }
         marker = cls(save_id, iteration, world_size, records)
         # The same values can be spelled in many ways, of which one has been written.
-        _expect(marker.to_bytes() == content, "the bytes that were written", "others that mean the same", source)
+        _expect(
+            marker.to_bytes() == content,
+            "the bytes that were written",
+            "others that mean the same",
+            source,
+        )
         return marker
 
     def _head(self) -> dict[str, Any]:
@@ -238,16 +263,22 @@ def _check_version(members: dict[str, Any], source: str) -> None:
     version = members.pop("format_version", None)
     _expect(_is_count(version), "a format version", version, source)
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"Expected format version {FORMAT_VERSION} in {source}, got {version}.")
+        raise CheckpointError(
+            f"Expected format version {FORMAT_VERSION} in {source}, got {version}."
+        )
 
 
 def _check_members(members: dict[str, Any], names: Sequence[str], source: str) -> None:
-    _expect(sorted(members) == sorted(names), f"the members {sorted(names)}", sorted(members), source)
+    _expect(
+        sorted(members) == sorted(names), f"the members {sorted(names)}", sorted(members), source
+    )
 
 
 def _expect(is_met: bool, what: str, got: object, source: str) -> None:
     if not is_met:
-        raise CheckpointDamagedError(f"Expected {what} in {source}, got {got if isinstance(got, str) else shown(got)}.")
+        raise CheckpointDamagedError(
+            f"Expected {what} in {source}, got {got if isinstance(got, str) else shown(got)}."
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -267,7 +298,12 @@ def _file_record(name: str, values: object, is_data: bool, source: str) -> FileR
     _expect(is_pair, f"a size and a digest of {name}", values, source)
     assert isinstance(values, list), "as just checked"
     nbytes, written = values
-    _expect(written is None if is_data else _is_digest(written), f"the digest of {name}", written, source)
+    _expect(
+        written is None if is_data else _is_digest(written),
+        f"the digest of {name}",
+        written,
+        source,
+    )
     return FileRecord(nbytes, written)
 
 
@@ -285,16 +321,25 @@ def _chunk(values: object, source: str) -> ChunkRecord:
     _expect(is_box, "as many offsets as sizes", (offsets, sizes), where)
     _expect(_is_counts(places), "places in the file", places, where)
     _expect(isinstance(digests, list) and all(map(_is_digest, digests)), "digests", digests, where)
-    _expect(len(digests) == num_blocks(data_nbytes), f"{num_blocks(data_nbytes)} digests", digests, where)
+    _expect(
+        len(digests) == num_blocks(data_nbytes),
+        f"{num_blocks(data_nbytes)} digests",
+        digests,
+        where,
+    )
     if dtype:
         nbytes = math.prod(sizes) * _DTYPES[dtype].itemsize
         _expect(data_nbytes == nbytes, f"{nbytes} bytes of data", data_nbytes, where)
-        _expect(nbytes == 0 or data_offset % DATA_ALIGNMENT == 0, "aligned data", data_offset, where)
+        _expect(
+            nbytes == 0 or data_offset % DATA_ALIGNMENT == 0, "aligned data", data_offset, where
+        )
     else:
         is_all_data = (blob_offset, blob_nbytes) == (data_offset, data_nbytes)
         _expect(is_all_data and offsets == [], "a blob that is all data", values, where)
     box = (tuple(offsets), tuple(sizes))
-    return ChunkRecord(key, dtype, *box, blob_offset, blob_nbytes, data_offset, data_nbytes, tuple(digests))
+    return ChunkRecord(
+        key, dtype, *box, blob_offset, blob_nbytes, data_offset, data_nbytes, tuple(digests)
+    )
 
 
 def _check_places(chunks: Iterable[ChunkRecord], nbytes: int, source: str) -> None:
@@ -305,5 +350,10 @@ def _check_places(chunks: Iterable[ChunkRecord], nbytes: int, source: str) -> No
         _expect(chunk.blob_offset >= end, f"a blob from byte {end} on", chunk.blob_offset, where)
         end = chunk.blob_offset + chunk.blob_nbytes
         data_end = chunk.data_offset + chunk.data_nbytes
-        _expect(chunk.blob_offset <= chunk.data_offset and data_end <= end, "data within the blob", chunk[4:8], where)
+        _expect(
+            chunk.blob_offset <= chunk.data_offset and data_end <= end,
+            "data within the blob",
+            chunk[4:8],
+            where,
+        )
     _expect(end <= nbytes, f"blobs within the {nbytes} bytes of the file", end, source)

@@ -64,7 +64,9 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]
         raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
     longest = max(counts, key=len, default="")
     if len(longest) > MAX_KEY_CHARS:
-        raise ValueError(f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}.")
+        raise ValueError(
+            f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}."
+        )
     return _Composer().compose(saved_tensors, saved_plain)
 
 
@@ -131,14 +133,26 @@ class _Composer:
         self._dtypes: dict[torch.dtype, bytes] = {}
         # Everything below is a reference to what has been put and dropped at the beginning.
         self._text = {name: self._prepared(_code_of_text(name)) for name in _FIELD_NAMES}
-        self._chunk, self._tensor, self._properties, self._bytes, self._index, self._info, self._metadata = (
-            self._prepared_class(kind.__module__, kind.__qualname__) for kind in _COMPOSED_CLASSES
-        )
+        (
+            self._chunk,
+            self._tensor,
+            self._properties,
+            self._bytes,
+            self._index,
+            self._info,
+            self._metadata,
+        ) = (self._prepared_class(kind.__module__, kind.__qualname__) for kind in _COMPOSED_CLASSES)
         self._size = self._prepared_class("torch", "Size")
         get_layout = self._prepared_class("torch.serialization", "_get_layout")
-        self._strided = self._prepared(get_layout + _code_of_text("torch.strided") + pickle.TUPLE1 + pickle.REDUCE)
-        encoding = self._prepared_class(dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__)
-        self._contiguous = self._prepared(encoding + _code_of_int(0) + pickle.TUPLE1 + pickle.REDUCE)
+        self._strided = self._prepared(
+            get_layout + _code_of_text("torch.strided") + pickle.TUPLE1 + pickle.REDUCE
+        )
+        encoding = self._prepared_class(
+            dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__
+        )
+        self._contiguous = self._prepared(
+            encoding + _code_of_int(0) + pickle.TUPLE1 + pickle.REDUCE
+        )
 
     def compose(self, tensors: list[SavedTensor], plain: list[SavedPlain]) -> bytes:
         text, parts = self._text, self._parts
@@ -157,7 +171,15 @@ class _Composer:
         for tensor in tensors:
             self._add_places(tensor, keys[tensor.key])
         for item in plain:
-            parts += [self._index, _BEGIN_OBJECT, text["fqn"], keys[item.key], text["index"], pickle.NONE, _END_OBJECT]
+            parts += [
+                self._index,
+                _BEGIN_OBJECT,
+                text["fqn"],
+                keys[item.key],
+                text["index"],
+                pickle.NONE,
+                _END_OBJECT,
+            ]
             self._add_place(item.rank, item.blob_offset, item.blob_nbytes)
         parts += [pickle.SETITEMS, text["storage_meta"], pickle.NONE]
         parts += [text["version"], _code_of_text(CURRENT_DCP_VERSION), _END_OBJECT, pickle.STOP]
@@ -166,8 +188,19 @@ class _Composer:
 
     def _add_tensor(self, tensor: SavedTensor) -> None:
         text = self._text
-        self._parts += [self._tensor, _BEGIN_OBJECT, text["properties"], self._properties_of(tensor.dtype)]
-        self._parts += [text["size"], self._size_of(tensor.shape), text["chunks"], pickle.EMPTY_LIST, pickle.MARK]
+        self._parts += [
+            self._tensor,
+            _BEGIN_OBJECT,
+            text["properties"],
+            self._properties_of(tensor.dtype),
+        ]
+        self._parts += [
+            text["size"],
+            self._size_of(tensor.shape),
+            text["chunks"],
+            pickle.EMPTY_LIST,
+            pickle.MARK,
+        ]
         size_of = self._size_of
         begin, between = self._chunk + _BEGIN_OBJECT + text["offsets"], text["sizes"]
         for offsets, sizes, *_ in tensor.chunks:
@@ -178,7 +211,13 @@ class _Composer:
         text = self._text
         begin = self._index + _BEGIN_OBJECT + text["fqn"] + key + text["offset"]
         for i, (offsets, _, rank, blob_offset, blob_nbytes) in enumerate(tensor.chunks):
-            self._parts += [begin, self._size_of(offsets), text["index"], _code_of_int(i), _END_OBJECT]
+            self._parts += [
+                begin,
+                self._size_of(offsets),
+                text["index"],
+                _code_of_int(i),
+                _END_OBJECT,
+            ]
             self._add_place(rank, blob_offset, blob_nbytes)
 
     def _add_place(self, rank: int, blob_offset: int, blob_nbytes: int) -> None:
@@ -187,15 +226,34 @@ class _Composer:
         if file is None:
             self._files[rank], file = self._remembered(_code_of_text(f"__{rank}_0.distcp"))
         self._parts += [self._info, _BEGIN_OBJECT, text["relative_path"], file, text["offset"]]
-        self._parts += [_code_of_int(blob_offset), text["length"], _code_of_int(blob_nbytes), _END_OBJECT]
+        self._parts += [
+            _code_of_int(blob_offset),
+            text["length"],
+            _code_of_int(blob_nbytes),
+            _END_OBJECT,
+        ]
 
     def _properties_of(self, dtype: torch.dtype) -> bytes:
         code = self._dtypes.get(dtype)
         if code is None:
-            name = _code_of_text("torch") + _code_of_text(str(dtype).removeprefix("torch.")) + pickle.STACK_GLOBAL
-            state = [pickle.MARK, name, self._strided, pickle.NEWFALSE, self._contiguous, pickle.NEWFALSE, pickle.TUPLE]
+            name = (
+                _code_of_text("torch")
+                + _code_of_text(str(dtype).removeprefix("torch."))
+                + pickle.STACK_GLOBAL
+            )
+            state = [
+                pickle.MARK,
+                name,
+                self._strided,
+                pickle.NEWFALSE,
+                self._contiguous,
+                pickle.NEWFALSE,
+                pickle.TUPLE,
+            ]
             self._dtypes[dtype], code = self._remembered(
-                b"".join([self._properties, pickle.EMPTY_TUPLE, pickle.NEWOBJ, *state, pickle.BUILD])
+                b"".join(
+                    [self._properties, pickle.EMPTY_TUPLE, pickle.NEWOBJ, *state, pickle.BUILD]
+                )
             )
         return code
 
@@ -203,7 +261,9 @@ class _Composer:
         code = self._sizes.get(sizes)
         if code is None:
             integers = b"".join([pickle.MARK, *map(_code_of_int, sizes), pickle.TUPLE])
-            self._sizes[sizes], code = self._remembered(self._size + integers + pickle.TUPLE1 + pickle.REDUCE)
+            self._sizes[sizes], code = self._remembered(
+                self._size + integers + pickle.TUPLE1 + pickle.REDUCE
+            )
         return code
 
     def _prepared_class(self, module: str, name: str) -> bytes:
@@ -220,5 +280,9 @@ class _Composer:
         number = self._num_remembered
         self._num_remembered += 1
         short = number < 256
-        reference = pickle.BINGET + bytes([number]) if short else pickle.LONG_BINGET + number.to_bytes(4, "little")
+        reference = (
+            pickle.BINGET + bytes([number])
+            if short
+            else pickle.LONG_BINGET + number.to_bytes(4, "little")
+        )
         return reference, code + pickle.MEMOIZE

@@ -25,7 +25,14 @@ from megatron.core.dist_checkpointing.errors import (
     shown,
 )
 from megatron.core.dist_checkpointing.format.metadata import MAX_KEY_CHARS
-from megatron.core.dist_checkpointing.format.safe_pickle import DTYPES, Call, Record, RecordClass, read_pickle, size_of
+from megatron.core.dist_checkpointing.format.safe_pickle import (
+    DTYPES,
+    Call,
+    Record,
+    RecordClass,
+    read_pickle,
+    size_of,
+)
 
 _MAX_PATH_PARTS = 256  # of the place of a value in the nested dict that was saved
 _MAX_FOLDER_CHARS = 4096
@@ -88,7 +95,9 @@ _MEMORY_FORMATS = {
 # All that a pickle of metadata may name.
 _ADMITTED: dict[tuple[str, str], object] = {
     **{(kind.__module__, kind.__qualname__): RecordClass(kind) for kind in _FIELDS},
-    (dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__): _looked_up(_MEMORY_FORMATS, int),
+    (dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__): _looked_up(
+        _MEMORY_FORMATS, int
+    ),
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Call(size_of),
     ("torch.serialization", "_get_layout"): _looked_up({"torch.strided": torch.strided}, str),
@@ -186,7 +195,9 @@ class _RecordReader:
         if type(file) is not str or file not in self._files:
             self._check_file(file)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            self._fail(f"a place in {file} as numbers of bytes", f"{shown(offset)} and {shown(length)}")
+            self._fail(
+                f"a place in {file} as numbers of bytes", f"{shown(offset)} and {shown(length)}"
+            )
         descriptors = fields.get("transform_descriptors")
         if descriptors is not None and id(descriptors) not in self._descriptor_ids:
             for name in self._expect(descriptors, list, "transform_descriptors"):
@@ -198,7 +209,9 @@ class _RecordReader:
         self._expect(file, str, "the name of a data file")
         paths = (PurePosixPath(file), PureWindowsPath(file))
         if not file or "\0" in file or any(path.anchor or ".." in path.parts for path in paths):
-            raise CheckpointError(f"Expected data files in the folder of {self._source}, got {shown(file)}.")
+            raise CheckpointError(
+                f"Expected data files in the folder of {self._source}, got {shown(file)}."
+            )
         self._files.add(file)
 
     def _planner_data(self, found: Any) -> dict[str, tuple[str | int, ...]] | None:

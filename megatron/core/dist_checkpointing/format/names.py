@@ -104,7 +104,12 @@ def latest_iteration(store: Folders) -> int | None:
     if tracked is None:
         if published:
             # A crash between the publication of the very first checkpoint and the tracker's.
-            logger.warning("%s has no %s; taking its newest checkpoint, %d", store.root, TRACKER_FILE, published[-1])
+            logger.warning(
+                "%s has no %s; taking its newest checkpoint, %d",
+                store.root,
+                TRACKER_FILE,
+                published[-1],
+            )
         return published[-1] if published else None
 
     tracker = f"{store.root}/{TRACKER_FILE}"

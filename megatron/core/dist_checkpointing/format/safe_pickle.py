@@ -41,7 +41,11 @@ _MAX_SHARED = 1_000_000
 MAX_DIMS = 64  # of a tensor: torch's own bound
 _MAX_ARGUMENTS = 1000  # of a call: a path has an argument for each of its folders
 
-DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 # What a key of a dict may be besides a flat tuple: its hash takes as long as it is.
 _SCALARS = (str, int, float, bool, type(None))
@@ -118,8 +122,12 @@ def read_pickle(
         value = machine.run()
     except CheckpointError:
         raise
-    except Exception as error:  # damaged programs raise anything: IndexError, UnicodeDecodeError ...
-        raise CheckpointDamagedError(f"Expected a pickle in {source}, got {reason(error)}.") from None
+    except (
+        Exception
+    ) as error:  # damaged programs raise anything: IndexError, UnicodeDecodeError ...
+        raise CheckpointDamagedError(
+            f"Expected a pickle in {source}, got {reason(error)}."
+        ) from None
     if machine.position != len(content):
         raise CheckpointDamagedError(
             f"Expected {source} to end with its pickle at byte {machine.position}, got {len(content)} bytes."
@@ -151,12 +159,18 @@ def expect_tree(value: object, nbytes: int, leaves: tuple[type, ...], source: st
                 below += item.values()
                 num_nodes += sum(len(key) for key in item if type(key) in _FLAT_KEYS)
             elif type(item) not in leaves:
-                raise CheckpointError(f"Expected plain data in {source}, got a {type(item).__name__}.")
+                raise CheckpointError(
+                    f"Expected plain data in {source}, got a {type(item).__name__}."
+                )
             # A single container may be referred to a million times.
             if num_nodes + len(below) > max_nodes:
-                raise CheckpointDamagedError(f"Expected at most {max_nodes} values in {source}, got more.")
+                raise CheckpointDamagedError(
+                    f"Expected at most {max_nodes} values in {source}, got more."
+                )
         level = below
-    raise CheckpointDamagedError(f"Expected at most {_MAX_DEPTH} levels of values in {source}, got more.")
+    raise CheckpointDamagedError(
+        f"Expected at most {_MAX_DEPTH} levels of values in {source}, got more."
+    )
 
 
 class _Machine:
@@ -242,7 +256,9 @@ class _Machine:
 
     def _signed(self) -> None:
         end = self.position + 4
-        self._stack.append(int.from_bytes(self._content[self.position : end], "little", signed=True))
+        self._stack.append(
+            int.from_bytes(self._content[self.position : end], "little", signed=True)
+        )
         self.position = end
 
     def _unsigned1(self) -> None:
@@ -372,7 +388,9 @@ class _Machine:
 
     def _push_named(self, module: str, name: str) -> None:
         if (module, name) not in self._admitted:
-            raise CheckpointError(f"Expected nothing but {self._what} in {self._source}, got {module}.{name}.")
+            raise CheckpointError(
+                f"Expected nothing but {self._what} in {self._source}, got {module}.{name}."
+            )
         self._stack.append(self._admitted[module, name])
 
     def _reduce(self) -> None:
@@ -383,7 +401,9 @@ class _Machine:
     def _new_object(self) -> None:
         args, kind = self._stack.pop(), self._stack.pop()
         if args != () or type(kind) is not RecordClass:
-            self._fail("a class and no arguments", f"a {type(kind).__name__} and a {type(args).__name__}")
+            self._fail(
+                "a class and no arguments", f"a {type(kind).__name__} and a {type(args).__name__}"
+            )
         self._stack.append(Record(kind.kind))
 
     def _build(self) -> None:
@@ -402,7 +422,9 @@ class _Machine:
 
     def _expect(self, found: Any, kind: type) -> Any:
         if type(found) is not kind:
-            self._fail(f"a {kind.__name__} at byte {self.position - 1}", f"a {type(found).__name__}")
+            self._fail(
+                f"a {kind.__name__} at byte {self.position - 1}", f"a {type(found).__name__}"
+            )
         return found
 
     def _fail(self, expected: str, got: str) -> NoReturn:

@@ -82,7 +82,9 @@ class PublishedCheckpoint:
         self._blobs = blobs
         self._verify = verify
         self._indexes: dict[str, _TensorIndex] = {}  # by key
-        self._records: dict[str, dict[tuple[str, tuple[int, ...]], ChunkRecord]] = {}  # by file; key and offsets
+        self._records: dict[
+            str, dict[tuple[str, tuple[int, ...]], ChunkRecord]
+        ] = {}  # by file; key and offsets
         self._ranks = {data_file(rank): rank for rank in range(marker.world_size)}
         self._lock = threading.Lock()  # of the records
 
@@ -108,7 +110,8 @@ class PublishedCheckpoint:
         blobs = blobs_by_file(metadata)
         check(file_problems(blobs, marker, source))
         train_state = parse_train_state(
-            read_small(store, name, TRAIN_STATE_FILE, marker), path_of(store, f"{name}/{TRAIN_STATE_FILE}")
+            read_small(store, name, TRAIN_STATE_FILE, marker),
+            path_of(store, f"{name}/{TRAIN_STATE_FILE}"),
         )
         return cls(store, name, marker, metadata, blobs, train_state, verify=verify)
 
@@ -134,7 +137,9 @@ class PublishedCheckpoint:
             CheckpointError: if there is no plain data of that key, or more than plain data.
         """
         if not isinstance(self.metadata.state_dict_metadata.get(key), BytesStorageMetadata):
-            raise CheckpointError(f"Expected plain data {key!r} in {self.path}, got {self._kind(key)}.")
+            raise CheckpointError(
+                f"Expected plain data {key!r} in {self.path}, got {self._kind(key)}."
+            )
         file = self.metadata.storage_data[MetadataIndex(key)].relative_path
         record = self._record(file, key, ())
         source = f"{key!r} in {self.path}/{file}"
@@ -163,17 +168,26 @@ class PublishedCheckpoint:
         """
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"Expected the tensor {key!r} in {self.path}, got {self._kind(key)}.")
-        whole, box = Box((0,) * len(entry.size), tuple(entry.size)), Box(tuple(offsets), tuple(out.shape))
+            raise CheckpointError(
+                f"Expected the tensor {key!r} in {self.path}, got {self._kind(key)}."
+            )
+        whole, box = (
+            Box((0,) * len(entry.size), tuple(entry.size)),
+            Box(tuple(offsets), tuple(out.shape)),
+        )
         if not len(box.offsets) == len(box.sizes) == len(whole.sizes) or not whole.covers(box):
-            raise ValueError(f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at {box.offsets}.")
+            raise ValueError(
+                f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at {box.offsets}."
+            )
         if out.dtype != entry.properties.dtype:
             raise ValueError(f"Expected {entry.properties.dtype} for {key!r}, got {out.dtype}.")
         index, num_read = self._index(key, entry), 0
         for place, overlap in index.boxes.overlaps(box):
             origin, file = index.boxes.boxes[place].offsets, index.files[place]
             data = self._open_chunk(file, self._record(file, key, origin))
-            data.read_box(overlap.within(origin), out.detach()[overlap.within(box.offsets).slices()])
+            data.read_box(
+                overlap.within(origin), out.detach()[overlap.within(box.offsets).slices()]
+            )
             num_read += data.num_read
         return num_read
 
@@ -199,7 +213,9 @@ class PublishedCheckpoint:
     def _index(self, key: str, entry: TensorStorageMetadata) -> _TensorIndex:
         index = self._indexes.get(key)
         if index is None:
-            boxes = BoxIndex([Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks])
+            boxes = BoxIndex(
+                [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            )
             places = self.metadata.storage_data
             files = [places[MetadataIndex(key, box.offsets)].relative_path for box in boxes.boxes]
             index = self._indexes[key] = _TensorIndex(boxes, files)
@@ -213,7 +229,9 @@ class PublishedCheckpoint:
         with self._lock:
             if file not in self._records:
                 manifest = self.manifest(self._ranks[file])
-                self._records[file] = {(chunk.key, chunk.offsets): chunk for chunk in manifest.chunks}
+                self._records[file] = {
+                    (chunk.key, chunk.offsets): chunk for chunk in manifest.chunks
+                }
             return self._records[file][key, offsets]
 
 

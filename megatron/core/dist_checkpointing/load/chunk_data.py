@@ -7,7 +7,13 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, ChunkRecord, digests_of
 from megatron.core.dist_checkpointing.load.small_files import path_of, system_errors
-from megatron.core.dist_checkpointing.plan.boxes import Box, Range, range_of, ranges, row_major_strides
+from megatron.core.dist_checkpointing.plan.boxes import (
+    Box,
+    Range,
+    range_of,
+    ranges,
+    row_major_strides,
+)
 from megatron.core.dist_checkpointing.store import Store
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
@@ -34,7 +40,10 @@ class ChunkData:
         self._path = path
         self._record = record
         self._verify = verify
-        self._edge = (-1, memoryview(b""))  # the last block that was needed in part: its number and its bytes
+        self._edge = (
+            -1,
+            memoryview(b""),
+        )  # the last block that was needed in part: its number and its bytes
 
     def read(self, begin: int, into: memoryview) -> None:
         """Reads the bytes of the data from `begin` on, as many as `into` holds.
@@ -51,7 +60,9 @@ class ChunkData:
             block_end = min((block + 1) * BLOCK_BYTES, nbytes)
             if skipped or block_end > end or block == self._edge[0]:
                 stop = min(block_end, end)
-                into[position - begin : stop - begin] = self._block(block)[skipped : skipped + stop - position]
+                into[position - begin : stop - begin] = self._block(block)[
+                    skipped : skipped + stop - position
+                ]
             else:
                 whole_end = end if end == nbytes else end // BLOCK_BYTES * BLOCK_BYTES
                 stop = min(whole_end, position + _READ_BYTES)

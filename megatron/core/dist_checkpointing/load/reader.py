@@ -30,7 +30,10 @@ _CHECKED_BYTES = 16 << 20  # at a time, by each of them
 
 
 def check_contents(
-    checkpoint: PublishedCheckpoint, contents: Contents, skip: Sequence[str] = (), strictness: str = "raise_all"
+    checkpoint: PublishedCheckpoint,
+    contents: Contents,
+    skip: Sequence[str] = (),
+    strictness: str = "raise_all",
 ) -> list[Entry]:
     """Compares a checkpoint with what is to be loaded from it. Touches nothing.
 
@@ -46,7 +49,11 @@ def check_contents(
         CheckpointError: listing missing and unexpected keys, and other shapes and dtypes.
     """
     wanted = {entry.key: entry for entry in contents.entries if not is_skipped(entry.key, skip)}
-    saved = {key: value for key, value in checkpoint.metadata.state_dict_metadata.items() if not is_skipped(key, skip)}
+    saved = {
+        key: value
+        for key, value in checkpoint.metadata.state_dict_metadata.items()
+        if not is_skipped(key, skip)
+    }
     problems = []
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
     if missing := [key for key in [*plain, *wanted] if key not in saved]:
@@ -88,7 +95,9 @@ def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int
         return sum(pool.map(check, _by_values(entries)))
 
 
-def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]) -> int:
+def load_entries(
+    checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]
+) -> int:
     """Reads this rank's part of the entries, in place.
 
     Args:
@@ -109,7 +118,9 @@ def load_entries(checkpoint: PublishedCheckpoint, contents: Contents, entries: S
 
     num_bytes = 0
     follow = _following_this_thread(contents)
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader", initializer=follow) as pool:
+    with ThreadPoolExecutor(
+        _NUM_THREADS, thread_name_prefix="checkpoint reader", initializer=follow
+    ) as pool:
         # Group by group, so that what some states are put together from is not there for all of them at once.
         for group in contents.groups:
             if group.unit is not None and group.unit.updated is not None:
@@ -130,7 +141,9 @@ def _following_this_thread(contents: Contents) -> Callable[[], None]:
     would then write to weights that are still in use, and what this thread does next would not wait for it.
     """
     devices = {entry.values.stored.device for entry in contents.entries}
-    streams = [torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"]
+    streams = [
+        torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"
+    ]
 
     def follow() -> None:
         for stream in streams:
@@ -165,11 +178,15 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
     return num_bytes
 
 
-def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor) -> int:
+def _check(
+    checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor
+) -> int:
     """One entry, or the counter of a section against the first section's, in pieces that are soon forgotten."""
     if entry.num_rows is None and entry is not first:
         target = torch.empty(entry.values.shape, dtype=entry.values.dtype)
-        return checkpoint.read(first.key, first.offsets, target) + _expect_equal(checkpoint, entry, first, target)
+        return checkpoint.read(first.key, first.offsets, target) + _expect_equal(
+            checkpoint, entry, first, target
+        )
     rest = tuple(entry.values.shape)
     shape = rest if entry.num_rows is None else (entry.num_rows, *rest[1:])
     if not math.prod(shape):
@@ -178,12 +195,16 @@ def _check(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: 
     whole = Box((0,) * len(shape), shape)
     for part in ranges(whole, shape, max_span=_CHECKED_BYTES // itemsize, max_gap=0):
         piece = buffer[: part.box.numel * itemsize].view(entry.values.dtype).view(part.box.sizes)
-        offsets = [mine + inner for mine, inner in zip(entry.offsets, part.box.offsets, strict=True)]
+        offsets = [
+            mine + inner for mine, inner in zip(entry.offsets, part.box.offsets, strict=True)
+        ]
         num_bytes += checkpoint.read(entry.key, offsets, piece)
     return num_bytes
 
 
-def _expect_equal(checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor) -> int:
+def _expect_equal(
+    checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
+) -> int:
     """The sections of a fused weight have one counter. CheckpointError if those that were saved differ."""
     other = torch.empty_like(target)
     num_bytes = checkpoint.read(entry.key, entry.offsets, other)

@@ -60,7 +60,9 @@ def system_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_damage = error.errno in _DAMAGE or isinstance(error, FileNotFoundError | UnusableFileError)
+        is_damage = error.errno in _DAMAGE or isinstance(
+            error, FileNotFoundError | UnusableFileError
+        )
         kind = CheckpointDamagedError if is_damage else CheckpointError
         got = f"{type(error).__name__}: {error.strerror or error}"
         raise kind(f"Expected to read {path}, got {got}.") from error
@@ -80,7 +82,9 @@ def check_size(store: Store, name: str, file: str, marker: Marker) -> None:
     with system_errors(source):
         size = store.size(f"{name}/{file}")
     if size != marker.files[file].nbytes:
-        raise CheckpointDamagedError(f"Expected {marker.files[file].nbytes} bytes in {source}, got {size}.")
+        raise CheckpointDamagedError(
+            f"Expected {marker.files[file].nbytes} bytes in {source}, got {size}."
+        )
 
 
 def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
@@ -90,7 +94,9 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
         content = store.read(f"{name}/{file}", MAX_METADATA_BYTES)
     got, written = digest(content), marker.files[file].digest
     if got != written:
-        raise CheckpointDamagedError(f"Expected digest {written} of {source}, got {got} of {len(content)} bytes.")
+        raise CheckpointDamagedError(
+            f"Expected digest {written} of {source}, got {got} of {len(content)} bytes."
+        )
     return content
 
 
@@ -110,7 +116,9 @@ def parse_train_state(content: bytes, source: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointDamagedError(f"Expected JSON in {source}, got {error}.") from error
     if not isinstance(state, dict):
-        raise CheckpointDamagedError(f"Expected a JSON object in {source}, got {type(state).__name__}.")
+        raise CheckpointDamagedError(
+            f"Expected a JSON object in {source}, got {type(state).__name__}."
+        )
     return state
 
 
@@ -120,11 +128,15 @@ def train_state_bytes(state: Mapping[str, Any]) -> bytes:
         content = (json.dumps(state, indent=1) + "\n").encode()
         parse_json(content, allow_nan=True)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}.") from error
+        raise CheckpointError(
+            f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}."
+        ) from error
 
     if len(content) > _MAX_HEAD_BYTES:
         got = f"{len(content)} bytes"
-        raise CheckpointError(f"Expected at most {_MAX_HEAD_BYTES} bytes of {TRAIN_STATE_FILE}, got {got}.")
+        raise CheckpointError(
+            f"Expected at most {_MAX_HEAD_BYTES} bytes of {TRAIN_STATE_FILE}, got {got}."
+        )
     return content
 
 
@@ -145,7 +157,9 @@ def blobs_by_file(metadata: Metadata) -> dict[str, list[Blob]]:
     return blobs
 
 
-def file_problems(blobs: Mapping[str, Sequence[Blob]], marker: Marker, source: str) -> Iterator[str]:
+def file_problems(
+    blobs: Mapping[str, Sequence[Blob]], marker: Marker, source: str
+) -> Iterator[str]:
     """Whether `.metadata` places all blobs within data files that the marker knows."""
     known = set(map(data_file, range(marker.world_size)))
     for file, inside in blobs.items():

@@ -47,7 +47,10 @@ class Box(NamedTuple):
 
     def within(self, origin: Sequence[int]) -> Box:
         """The same box, seen from `origin`."""
-        return Box(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
+        return Box(
+            tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)),
+            self.sizes,
+        )
 
     def slices(self) -> tuple[slice, ...]:
         """As an index of a tensor."""
@@ -122,7 +125,9 @@ def ranges(box: Box, whole: Sequence[int], *, max_span: int, max_gap: int) -> It
     yield from _cut(Range(box, start, _span(box.sizes, strides)), strides, 0, max_span, max_gap)
 
 
-def _cut(part: Range, strides: tuple[int, ...], dim: int, max_span: int, max_gap: int) -> Iterator[Range]:
+def _cut(
+    part: Range, strides: tuple[int, ...], dim: int, max_span: int, max_gap: int
+) -> Iterator[Range]:
     """Cuts along `dim` and those behind it; the part has one index in each before it."""
     offsets, sizes = part.box
     gap = max((_gap(sizes, strides, inner) for inner in range(dim, len(sizes))), default=0)
@@ -140,7 +145,9 @@ def _cut(part: Range, strides: tuple[int, ...], dim: int, max_span: int, max_gap
         size = min(count, sizes[dim] - index)
         box = Box(_replaced(offsets, dim, offsets[dim] + index), _replaced(sizes, dim, size))
         span = (size - 1) * strides[dim] + one
-        yield from _cut(Range(box, part.start + index * strides[dim], span), strides, dim, max_span, max_gap)
+        yield from _cut(
+            Range(box, part.start + index * strides[dim], span), strides, dim, max_span, max_gap
+        )
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -95,12 +95,16 @@ class FlatShards:
 
     @cached_property
     def _num_pieces(self) -> int:
-        return math.prod(size for size, cuts in zip(self.mesh.shape, self.is_sharded, strict=True) if cuts)
+        return math.prod(
+            size for size, cuts in zip(self.mesh.shape, self.is_sharded, strict=True) if cuts
+        )
 
     def _piece(self, number: int) -> tuple[FlatRange, tuple[int, ...]]:
         """The piece of the ranks at the places `number`, `number` + the number of pieces, ...: they differ on the
         outer axes only, which do not cut."""
-        piece = self.layout.local_range(self.mesh.shape, self.is_sharded, self.mesh.coordinate(number))
+        piece = self.layout.local_range(
+            self.mesh.shape, self.is_sharded, self.mesh.coordinate(number)
+        )
         return piece, tuple(sorted(self.mesh.ranks[number :: self._num_pieces]))
 
     @cached_property
@@ -163,7 +167,9 @@ class EvenShards:
     The last ranks have less, or nothing, where that does not divide: 9 rows on 4 ranks are 3, 3, 3, 0.
     """
 
-    def __init__(self, shape: Sequence[int], mesh: RankMesh, sharded_dims: Sequence[int | None]) -> None:
+    def __init__(
+        self, shape: Sequence[int], mesh: RankMesh, sharded_dims: Sequence[int | None]
+    ) -> None:
         """
         Args:
             shape: of the whole tensor.
@@ -186,7 +192,8 @@ class EvenShards:
                 return ()
             coordinate = self._mesh.coordinate(place)
             own = tuple(
-                index if dim is not None else 0 for index, dim in zip(coordinate, self._sharded_dims, strict=True)
+                index if dim is not None else 0
+                for index, dim in zip(coordinate, self._sharded_dims, strict=True)
             )
         found = []
         for coordinate in itertools.product(*cuts) if own is None else [own]:
@@ -197,7 +204,9 @@ class EvenShards:
 
     def _box(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         offsets, sizes = [0] * len(self._shape), list(self._shape)
-        for index, num_ranks, dim in zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True):
+        for index, num_ranks, dim in zip(
+            coordinate, self._mesh.shape, self._sharded_dims, strict=True
+        ):
             if dim is not None:
                 most = -(-sizes[dim] // num_ranks)
                 start = min(index * most, sizes[dim])
@@ -207,7 +216,9 @@ class EvenShards:
     def _ranks(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
         """All that are where this one is on the axes that shard."""
         places = [0]
-        for index, num_ranks, dim in zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True):
+        for index, num_ranks, dim in zip(
+            coordinate, self._mesh.shape, self._sharded_dims, strict=True
+        ):
             indices = range(num_ranks) if dim is None else (index,)
             places = [place * num_ranks + i for place in places for i in indices]
         return tuple(sorted(self._mesh.ranks[place] for place in places))
@@ -218,10 +229,16 @@ class Replicated:
 
     def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
         # A range looks up a rank, and is hashed, in no time, however many they are.
-        self._holding = Holding((0,) * len(shape), tuple(shape), ranks if isinstance(ranks, range) else tuple(ranks))
+        self._holding = Holding(
+            (0,) * len(shape), tuple(shape), ranks if isinstance(ranks, range) else tuple(ranks)
+        )
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        return (self._holding,) if self._holding.numel and (rank is None or rank in self._holding.ranks) else ()
+        return (
+            (self._holding,)
+            if self._holding.numel and (rank is None or rank in self._holding.ranks)
+            else ()
+        )
 
 
 class Share(NamedTuple):
@@ -261,7 +278,9 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
             before[ranks] += nbytes
 
 
-def _cut(number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None) -> Iterator[Share]:
+def _cut(
+    number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None
+) -> Iterator[Share]:
     """One chunk that several ranks hold, `before` bytes from the beginning of the `total` that they do."""
     num_rows = holding.sizes[0] if holding.sizes else 1
     row_bytes, num_ranks = nbytes // num_rows, len(holding.ranks)

@@ -49,7 +49,9 @@ def check_coverage(metadata: Metadata, source: str) -> None:
         for offsets in needed:
             if (key, offsets) not in stored:
                 place = "" if offsets is None else f" at {tuple(offsets)}"
-                raise CheckpointDamagedError(f"Expected {source} to say where {key}{place} is stored, got no place.")
+                raise CheckpointDamagedError(
+                    f"Expected {source} to say where {key}{place} is stored, got no place."
+                )
 
 
 def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> None:
@@ -66,7 +68,9 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
     left = {corner: -sign for corner, sign in zip(own_corners, signs, strict=True)}
     for chunk in tensor.chunks:
         offsets, sizes = chunk.offsets, chunk.sizes
-        corners = itertools.product(*[(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut_dims])
+        corners = itertools.product(
+            *[(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut_dims]
+        )
         for corner, sign in zip(corners, signs, strict=True):
             left[corner] = left.get(corner, 0) + sign
     wrong = min((corner for corner, number in left.items() if number), default=None)
@@ -99,7 +103,9 @@ def _cut_dims(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> list[
     return sorted(cut_dims)
 
 
-def _fail_outside(key: str, shape: tuple[int, ...], chunk: dcp.ChunkStorageMetadata, source: str) -> NoReturn:
+def _fail_outside(
+    key: str, shape: tuple[int, ...], chunk: dcp.ChunkStorageMetadata, source: str
+) -> NoReturn:
     raise CheckpointDamagedError(
         f"Expected chunks of {key} inside {shape} in {source}, got {tuple(chunk.sizes)} at {tuple(chunk.offsets)}."
     )

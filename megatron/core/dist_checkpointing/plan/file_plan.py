@@ -54,8 +54,12 @@ def place(tensors: Sequence[SavedAs], rank: int | None = None) -> Iterator[Place
         rank: whose file; None: all.
     """
     ends: dict[int, int] = {}
-    blobs: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}  # most shares are as large as another
-    for number, offsets, sizes, owner in shares([(each.holdings, each.dtype.itemsize) for each in tensors], rank):
+    blobs: dict[
+        tuple[torch.dtype, tuple[int, ...]], BlobLayout
+    ] = {}  # most shares are as large as another
+    for number, offsets, sizes, owner in shares(
+        [(each.holdings, each.dtype.itemsize) for each in tensors], rank
+    ):
         dtype = tensors[number].dtype
         blob = blobs.get((dtype, sizes))
         if blob is None:

@@ -88,7 +88,9 @@ class BufferPool:
         self._device = device
         self._staging_share = staging_share
         self._num_local_ranks = num_local_ranks
-        slab = HostSlab(num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers")
+        slab = HostSlab(
+            num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers"
+        )
         slab.tensor(0, slab.nbytes, torch.uint8).zero_()
         self._buffers = self._cut(slab)
         self._is_lent = threading.Lock()
@@ -96,7 +98,9 @@ class BufferPool:
     def lend(self) -> list[memoryview]:
         """The buffers, until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
-            raise RuntimeError("Expected buffers that are free, got those of a data file that is still being written.")
+            raise RuntimeError(
+                "Expected buffers that are free, got those of a data file that is still being written."
+            )
         return list(self._buffers)
 
     def lend_more(self) -> list[memoryview]:
@@ -110,7 +114,9 @@ class BufferPool:
             slab = HostSlab(nbytes, self._device, is_pinned=True, purpose="staging a checkpoint")
         except (HostMemoryError, PinError) as error:
             # What there is serves: the save takes longer, and fails no more than it would have.
-            logger.warning("Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error)
+            logger.warning(
+                "Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error
+            )
             self._staging_share = 0.0
             return []
 
@@ -137,7 +143,10 @@ class BufferPool:
     def _cut(self, slab: HostSlab) -> list[memoryview]:
         """A slab's buffers, which keep it."""
         whole = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
-        return [whole[begin : begin + self.buffer_bytes] for begin in range(0, slab.nbytes, self.buffer_bytes)]
+        return [
+            whole[begin : begin + self.buffer_bytes]
+            for begin in range(0, slab.nbytes, self.buffer_bytes)
+        ]
 
 
 class DataFileWriter:
@@ -186,11 +195,15 @@ class DataFileWriter:
         """Appends zeros up to `offset`, in bytes from the beginning of the file. ValueError if that has been passed."""
         self._check()
         if offset < self.position:
-            raise ValueError(f"Expected to pad a data file of {self.position} bytes so far, got up to {offset}.")
+            raise ValueError(
+                f"Expected to pad a data file of {self.position} bytes so far, got up to {offset}."
+            )
         while self.position < offset:
             np.frombuffer(self._extend(offset - self.position), np.uint8).fill(0)
 
-    def write_tensor(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[str, ...]:
+    def write_tensor(
+        self, tensor: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> tuple[str, ...]:
         """Appends a tensor's values, row by row. When this returns, the tensor has been read.
 
         Args:
@@ -224,7 +237,9 @@ class DataFileWriter:
         self.is_staging = False
         if self._fill:
             self._queue_buffer()
-        self._wait(self._disk.enqueue(partial(self._carry_out, partial(self._sink.close, self.position))))
+        self._wait(
+            self._disk.enqueue(partial(self._carry_out, partial(self._sink.close, self.position)))
+        )
         self._check()
         self._end()
         return self.position
@@ -251,7 +266,9 @@ class DataFileWriter:
 
     def _queue_buffer(self) -> None:
         """Has the current buffer written, and goes on to the next one."""
-        self._queued.append(self._disk.enqueue(partial(self._write_buffer, self._current, self._fill)))
+        self._queued.append(
+            self._disk.enqueue(partial(self._write_buffer, self._current, self._fill))
+        )
         self._current = self._next_buffer()
         self._fill = 0
         self._check()
@@ -291,7 +308,9 @@ class DataFileWriter:
     def _check(self) -> None:
         """Raises the disk's error, if there is one. RuntimeError if the file has ended."""
         if not self._is_open:
-            raise RuntimeError("Expected a data file that is being written, got one that has ended.")
+            raise RuntimeError(
+                "Expected a data file that is being written, got one that has ended."
+            )
         if self._error is not None:
             error = self._error
             self.abort()

@@ -126,7 +126,9 @@ class CheckpointManager:
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
         self._abandoned: list[str] = []  # drafts of this run that came to nothing, on rank 0
-        self._pool = BufferPool(device, staging_share=staging_share, num_local_ranks=num_local_ranks)
+        self._pool = BufferPool(
+            device, staging_share=staging_share, num_local_ranks=num_local_ranks
+        )
         # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
@@ -156,7 +158,9 @@ class CheckpointManager:
         """
         store = open_store(root) if isinstance(root, str) else root
         # A program of one rank may have a process group all the same, for other things.
-        token = on_first_rank(lambda: _sweep(store), "sweeping") if world_size > 1 else _sweep(store)
+        token = (
+            on_first_rank(lambda: _sweep(store), "sweeping") if world_size > 1 else _sweep(store)
+        )
         return cls(
             store,
             device,
@@ -182,7 +186,14 @@ class CheckpointManager:
         save = self._in_flight  # once: other threads may ask
         return save is not None and not save.is_done
 
-    def save(self, iteration: int, contents: Contents, train_state: dict[str, Any], *, name: str | None = None) -> None:
+    def save(
+        self,
+        iteration: int,
+        contents: Contents,
+        train_state: dict[str, Any],
+        *,
+        name: str | None = None,
+    ) -> None:
         """Begins to save, once the save before has ended. All ranks call it, with the same iteration.
 
         Until the save is done, states and weights must be written to by the optimizer's `step` alone, which waits for
@@ -223,7 +234,11 @@ class CheckpointManager:
                 group.unit.hold(read)
         self._in_flight = save
         save.done = self._lane.enqueue(lambda: self._end(save, writer, contents, content))
-        logger.debug("checkpoint %s: %.1f ms until training went on", final, 1e3 * (time.perf_counter() - start))
+        logger.debug(
+            "checkpoint %s: %.1f ms until training went on",
+            final,
+            1e3 * (time.perf_counter() - start),
+        )
         if earlier is not None:
             raise earlier
 
@@ -257,7 +272,10 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -273,7 +291,9 @@ class CheckpointManager:
         if error is None:
             return None
         self.num_failed += 1
-        message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        )
         failure = CheckpointError(
             f"Expected checkpoint {save.draft.final} to be published in {self.store.root}, got: {message} "
             f"({self.num_failed} failed so far; {self._age()})"
@@ -327,12 +347,16 @@ class CheckpointManager:
             path = f"{self.store.root}/{save.draft.final}"
             logger.exception("%s is published, but the caller failed when told so", path)
 
-    def _publish(self, draft: Draft, writer: RankWriter, contents: Contents, train_state: bytes) -> None:
+    def _publish(
+        self, draft: Draft, writer: RankWriter, contents: Contents, train_state: bytes
+    ) -> None:
         try:
             if writer.failure is not None:
                 raise writer.failure
             assert writer.manifest is not None, "it has finished and not failed"
-            is_tracked = publish(draft, contents, train_state, writer.manifest, self._timeout_seconds)
+            is_tracked = publish(
+                draft, contents, train_state, writer.manifest, self._timeout_seconds
+            )
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)
@@ -375,7 +399,9 @@ def _sweep(store: Store) -> str:
         ) from error
 
     if swept:
-        logger.warning("swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept))
+        logger.warning(
+            "swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept)
+        )
     return secrets.token_hex(4)
 
 

@@ -22,7 +22,12 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedPlain, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import (
+    SavedChunk,
+    SavedPlain,
+    SavedTensor,
+    compose_metadata,
+)
 from megatron.core.dist_checkpointing.format.names import track
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.save.writer import (
@@ -42,7 +47,9 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the fold
 _PATIENCE = 10.0  # seconds for which a file system may fail to say what has become of a save
 
 
-def publish(draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float) -> bool:
+def publish(
+    draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float
+) -> bool:
     """Rank 0's part of a save, once its own file and manifest are written.
 
     Args:
@@ -95,7 +102,12 @@ def _commit(draft: Draft, marker: Marker) -> bool:
             is_published = False
         if not is_published:
             raise
-        logger.warning("%s/%s is published, but may not outlive a crash: %s", draft.store.root, draft.final, error)
+        logger.warning(
+            "%s/%s is published, but may not outlive a crash: %s",
+            draft.store.root,
+            draft.final,
+            error,
+        )
         return False
 
 
@@ -125,8 +137,12 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
             release(draft, rank)
             raise CheckpointError(reason)
         if not is_there:
-            reason = f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
-            give_up(draft, failure_file(rank), reason)  # rank 0 may still come to look for this rank's part
+            reason = (
+                f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
+            )
+            give_up(
+                draft, failure_file(rank), reason
+            )  # rank 0 may still come to look for this rank's part
             raise CheckpointError(reason)
         return False
 
@@ -164,7 +180,9 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
                     found[rank] = content, manifest
             reason = read_reason(draft, failure_file(rank)) if failure_file(rank) in names else None
             if reason is not None:
-                raise CheckpointError(f"Expected every rank to write its part, got from rank {rank}: {reason}")
+                raise CheckpointError(
+                    f"Expected every rank to write its part, got from rank {rank}: {reason}"
+                )
         missing.difference_update(found)
         return not missing
 
@@ -214,7 +232,11 @@ def _patiently(draft: Draft, look: Callable[[], bool]) -> bool:
 
 def _ranks(ranks: Iterable[int]) -> str:
     shown = sorted(ranks)
-    return "rank " + ", ".join(map(str, shown[:8])) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    return (
+        "rank "
+        + ", ".join(map(str, shown[:8]))
+        + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    )
 
 
 def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[int, list[Placed]]]:
@@ -225,7 +247,9 @@ def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[i
     for placed in place([entry.saved_as for entry in entries]):
         expected[placed.rank].append(placed)
         chunks[placed.tensor].append(
-            SavedChunk(placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes)
+            SavedChunk(
+                placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes
+            )
         )
     tensors = [
         SavedTensor(entry.key, entry.saved_as.dtype, entry.saved_as.shape, own)
@@ -254,15 +278,19 @@ def _check(
     source = f"{draft.store.root}/{draft.path(manifest_file(rank))}"
     if manifest.rank != rank:
         raise CheckpointError(f"Expected rank {rank} in {source}, got {manifest.rank}.")
-    wanted = [(entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected] + [
-        (p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain
-    ]
+    wanted = [
+        (entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected
+    ] + [(p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain]
     got = [(c.key, c.offsets, c.sizes, c.blob_offset, c.blob_nbytes) for c in manifest.chunks]
     for one, other in zip(wanted, got, strict=False):
         if one != other:
-            raise CheckpointError(f"Expected rank {rank} to have written {one}, got {other} in {source}.")
+            raise CheckpointError(
+                f"Expected rank {rank} to have written {one}, got {other} in {source}."
+            )
     if len(wanted) != len(got):
-        raise CheckpointError(f"Expected {len(wanted)} chunks of rank {rank}, got {len(got)} in {source}.")
+        raise CheckpointError(
+            f"Expected {len(wanted)} chunks of rank {rank}, got {len(got)} in {source}."
+        )
     nbytes = draft.store.size(draft.path(data_file(rank)))
     if nbytes != manifest.nbytes:
         raise CheckpointError(

@@ -153,7 +153,9 @@ class RankWriter:
         may_be_published: whether rank 0 may have found the manifest, whatever went wrong here.
     """
 
-    def __init__(self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane) -> None:
+    def __init__(
+        self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane
+    ) -> None:
         self.manifest: Manifest | None = None
         self.failure: BaseException | None = None
         self.may_be_published = False
@@ -164,7 +166,9 @@ class RankWriter:
         self._disk = disk
         self._file: DataFileWriter | None = None
         counts = (len(group.entries) for group in contents.groups)
-        self._first_entries = list(itertools.accumulate(counts, initial=0))  # of each group, by number
+        self._first_entries = list(
+            itertools.accumulate(counts, initial=0)
+        )  # of each group, by number
         self._shares: dict[int, list[Placed]] = {}  # by the entry's number
         self._records: list[ChunkRecord] = []
 
@@ -192,7 +196,9 @@ class RankWriter:
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
         file = self._open()
-        for index, entry in enumerate(self._contents.groups[number].entries, start=self._first_entries[number]):
+        for index, entry in enumerate(
+            self._contents.groups[number].entries, start=self._first_entries[number]
+        ):
             for share in self._shares.get(index, ()):
                 self._draft.check()
                 self._write_share(file, entry, share, is_awaited=unit is not None)
@@ -204,18 +210,24 @@ class RankWriter:
             for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
                 shares[share.tensor].append(share)
             self._shares = dict(shares)
-            self._file = DataFileWriter(LateSink(self._make_file, self._draft.check), self._pool, self._disk)
+            self._file = DataFileWriter(
+                LateSink(self._make_file, self._draft.check), self._pool, self._disk
+            )
         return self._file
 
     def _make_file(self) -> DataSink:
         """On the disk's lane."""
         store = self._draft.store
         if store.exists(f"{self._draft.final}/{MARKER_FILE}"):
-            raise CheckpointError(f"Expected no checkpoint yet at {self._draft.final}, got a published one.")
+            raise CheckpointError(
+                f"Expected no checkpoint yet at {self._draft.final}, got a published one."
+            )
         store.make_folder(self._draft.name)
         return store.open_data(self._draft.path(data_file(self._rank)))
 
-    def _write_share(self, file: DataFileWriter, entry: Entry, share: Placed, *, is_awaited: bool) -> None:
+    def _write_share(
+        self, file: DataFileWriter, entry: Entry, share: Placed, *, is_awaited: bool
+    ) -> None:
         """Writes a blob.
 
         Args:
@@ -249,10 +261,14 @@ class RankWriter:
                 blob, offset = plain_blob(value), file.position
                 file.write(blob)
                 place_of_blob = (offset, len(blob))
-                self._records.append(ChunkRecord(key, "", (), (), *place_of_blob, *place_of_blob, digests_of(blob)))
+                self._records.append(
+                    ChunkRecord(key, "", (), (), *place_of_blob, *place_of_blob, digests_of(blob))
+                )
         self._draft.check()
         nbytes = file.finish()
-        manifest = Manifest(self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records))
+        manifest = Manifest(
+            self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records)
+        )
         self._hand_over(manifest.to_bytes())
         self.manifest = manifest
 

@@ -28,7 +28,13 @@ from megatron.core.dist_checkpointing.plan.chunks import (
     Section,
 )
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, ScaledValues, Values
+from megatron.core.dist_checkpointing.state.entries import (
+    Contents,
+    Entry,
+    EntryGroup,
+    ScaledValues,
+    Values,
+)
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.dtensors import local_tensor
@@ -77,17 +83,25 @@ def collect(
         if with_states:
             init_states(optimizer)
             plain[PARAM_GROUPS] = [
-                collector.plain_group(group, number) for number, group in enumerate(optimizer.param_groups)
+                collector.plain_group(group, number)
+                for number, group in enumerate(optimizer.param_groups)
             ]
         # First, since updates wait for their readers. Nothing changes the others.
-        groups += [EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)]
-    groups += [EntryGroup(None, collector.frozen_weights(optimizer)), EntryGroup(None, collector.buffers())]
+        groups += [
+            EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)
+        ]
+    groups += [
+        EntryGroup(None, collector.frozen_weights(optimizer)),
+        EntryGroup(None, collector.buffers()),
+    ]
     groups.append(EntryGroup(None, collector.private(private or {})))
     contents = Contents(groups, plain, collector.names)
     keys = [entry.key for entry in contents.entries]
     if len(set(keys)) < len(keys):
         doubled = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"Expected one tensor for each name in a checkpoint, got several for {doubled}.")
+        raise ValueError(
+            f"Expected one tensor for each name in a checkpoint, got several for {doubled}."
+        )
     return contents
 
 
@@ -100,13 +114,19 @@ class _Collector:
         self._ranks = range(world_size)
         self._fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
-        self._alike: dict[FlatShards, FlatShards] = {}  # layers mostly are, and what is computed for one serves all
+        self._alike: dict[
+            FlatShards, FlatShards
+        ] = {}  # layers mostly are, and what is computed for one serves all
         self._places: dict[torch.Tensor, _Place] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
         for fqn, parameter in model.named_parameters():
             self._places[parameter] = self._place(parameter)
-            self.names[parameter] = [section.name for section in _sections(fqn, parameter, self._fused.get(fqn))]
-        self._fqns: dict[torch.Tensor, str] = {parameter: fqn for fqn, parameter in model.named_parameters()}
+            self.names[parameter] = [
+                section.name for section in _sections(fqn, parameter, self._fused.get(fqn))
+            ]
+        self._fqns: dict[torch.Tensor, str] = {
+            parameter: fqn for fqn, parameter in model.named_parameters()
+        }
 
     def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
         """Weights that the optimizer does not update; all, if there is none."""
@@ -143,7 +163,9 @@ class _Collector:
         """What is each rank's own. Other ranks' are there too, without values."""
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
-            self._whole(f"{kind}.{rank}.{rest}", tensors[name], (rank,), is_copied=rank == self._rank)
+            self._whole(
+                f"{kind}.{rank}.{rest}", tensors[name], (rank,), is_copied=rank == self._rank
+            )
             for name, (kind, _, rest) in names.items()
             for rank in self._ranks
         ]
@@ -155,12 +177,17 @@ class _Collector:
             for name, value in group.items()
             if name not in ("params", "param_names")
         }
-        return {"params": [name for parameter in group["params"] for name in self.names[parameter]], **options}
+        return {
+            "params": [name for parameter in group["params"] for name in self.names[parameter]],
+            **options,
+        }
 
     def _weight(self, parameter: torch.Tensor) -> list[Entry]:
         return self._like(parameter, Values(local_tensor(parameter).detach()), "model.", "")
 
-    def _state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, value: Any) -> list[Entry]:
+    def _state(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, value: Any
+    ) -> list[Entry]:
         fqn = self._fqns[parameter]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -183,7 +210,9 @@ class _Collector:
             for section in self.names[parameter]
         ]
 
-    def _like(self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str) -> list[Entry]:
+    def _like(
+        self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
+    ) -> list[Entry]:
         """The entries, one for each section, of a weight or of a state that lies as the weight does."""
         fqn, place, shape = self._fqns[parameter], self._places[parameter], tuple(parameter.shape)
         found = []
@@ -200,17 +229,26 @@ class _Collector:
             num_rows = max(end - begin, 0)
             first_row = begin - place.offsets[0] if num_rows else 0
             offsets = (begin - section.first_row if num_rows else 0, *place.offsets[1:])
-            found.append(Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row))
+            found.append(
+                Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row)
+            )
         return found
 
     def _whole(
-        self, key: str, tensor: torch.Tensor | Values, ranks: Sequence[int], *, is_copied: bool = False
+        self,
+        key: str,
+        tensor: torch.Tensor | Values,
+        ranks: Sequence[int],
+        *,
+        is_copied: bool = False,
     ) -> Entry:
         values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
         shape = tuple(values.shape)
         saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
         is_own = self._rank in ranks
-        return Entry(saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied)
+        return Entry(
+            saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied
+        )
 
     def _place(self, parameter: torch.Tensor) -> _Place:
         group = group_of(parameter)
@@ -219,7 +257,9 @@ class _Collector:
             index = group.index_of(parameter)
             holdings = FlatTensor(self._shards_of(group), index)
         elif isinstance(parameter, DTensor):
-            holdings = EvenShards(parameter.shape, RankMesh.of(parameter.device_mesh), _sharded_dims(parameter))
+            holdings = EvenShards(
+                parameter.shape, RankMesh.of(parameter.device_mesh), _sharded_dims(parameter)
+            )
         else:
             holdings = Replicated(parameter.shape, self._ranks)
         for own in holdings.holdings(self._rank):
@@ -228,7 +268,9 @@ class _Collector:
 
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
         if id(group) not in self._shards:
-            shards = FlatShards(group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer))
+            shards = FlatShards(
+                group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer)
+            )
             self._shards[id(group)] = self._alike.setdefault(shards, shards)
         return self._shards[id(group)]
 
@@ -253,11 +295,15 @@ def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> l
     if fused is None:
         return [_Section(fqn, 0, None)]
     if fused.num_rows != parameter.shape[0]:
-        raise ValueError(f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got {parameter.shape[0]}.")
+        raise ValueError(
+            f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got {parameter.shape[0]}."
+        )
     module, _, name = fqn.rpartition(".")
     parent = module.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
-    return [_Section(f"{prefix}{s}.{name}", fused.row_range(s)[0], num) for s, num in fused.sections]
+    return [
+        _Section(f"{prefix}{s}.{name}", fused.row_range(s)[0], num) for s, num in fused.sections
+    ]
 
 
 def _sharded_dims(parameter: DTensor) -> list[int | None]:
@@ -268,7 +314,9 @@ def _sharded_dims(parameter: DTensor) -> list[int | None]:
         elif isinstance(placement, Replicate):
             dims.append(None)
         else:
-            raise CheckpointError(f"Expected DTensors that are sharded or replicated, got {placement}.")
+            raise CheckpointError(
+                f"Expected DTensors that are sharded or replicated, got {placement}."
+            )
     return dims
 
 
@@ -307,7 +355,9 @@ def check_param_groups(saved: object, path: str) -> list[dict[str, Any]]:
 
 
 def match_param_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """The saved options of each of an optimizer's groups, found by the names of its parameters. Changes nothing.
 
@@ -336,7 +386,9 @@ def match_param_groups(
     for number, group in enumerate(optimizer.param_groups):
         wanted = [name for parameter in group["params"] for name in names.get(parameter, ())]
         if missing := [name for name in wanted if name not in by_name]:
-            raise CheckpointError(f"Expected a saved parameter group for every parameter, got none for {few(missing)}.")
+            raise CheckpointError(
+                f"Expected a saved parameter group for every parameter, got none for {few(missing)}."
+            )
 
         options = [by_name[name] for name in wanted]
         if any(other != options[0] for other in options[1:]):
@@ -375,7 +427,9 @@ def _as_own(option: str, value: Any, own: Any, number: int) -> Any:
 
 
 def install_param_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, Sequence[str]], saved: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
 ) -> None:
     """Takes over all options of saved parameter groups, as `torch.optim.Optimizer.load_state_dict`.
 

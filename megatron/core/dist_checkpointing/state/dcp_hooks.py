@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -37,5 +41,8 @@ def describe(tensor: DTensor, begin: Sequence[int]) -> None:
 
     # Not the third that DCP looks for, `__get_tensor_shard__`: DCP copies tensors with their attributes, and a copy
     # must not answer for the original. Without it a DTensor answers with its local tensor, which is right for both.
-    for name, method in (("__create_chunk_list__", lambda: chunks), ("__create_write_items__", create_write_items)):
+    for name, method in (
+        ("__create_chunk_list__", lambda: chunks),
+        ("__create_write_items__", create_write_items),
+    ):
         setattr(local, name, method)

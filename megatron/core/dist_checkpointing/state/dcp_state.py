@@ -47,7 +47,9 @@ class DCPState(Stateful):
             set_model_state_dict(self.model, state_dict["model"])
             return
         if "optim" not in state_dict:
-            raise CheckpointError(f"Expected a state dict with the optimizer's state, got {sorted(state_dict)} alone.")
+            raise CheckpointError(
+                f"Expected a state dict with the optimizer's state, got {sorted(state_dict)} alone."
+            )
         set_state_dict(
             self.model,
             self.optimizer,
@@ -68,7 +70,9 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_tensors(path: str, wanted: dict[str, Any], metadata: Metadata, ignored_prefixes: tuple[str, ...]) -> None:
+def check_tensors(
+    path: str, wanted: dict[str, Any], metadata: Metadata, ignored_prefixes: tuple[str, ...]
+) -> None:
     """Holds the tensors about to be loaded against a checkpoint's metadata, before anything is touched.
 
     Args:
@@ -80,21 +84,31 @@ def check_tensors(path: str, wanted: dict[str, Any], metadata: Metadata, ignored
     Raises:
         CheckpointError: naming every key that is missing, not asked for, or of another shape or dtype.
     """
-    tensors = {key: value for key, value in flatten(wanted).items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        key: value for key, value in flatten(wanted).items() if isinstance(value, torch.Tensor)
+    }
     saved = {
-        key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
     }
     problems = []
     if missing := [key for key in tensors if key not in saved]:
         problems.append(f"it lacks {few(missing)}")
-    if extra := [key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)]:
+    if extra := [
+        key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)
+    ]:
         problems.append(f"the model has no {few(extra)}")
     for key, value in tensors.items():
         if key not in saved:
             continue
         if saved[key].size != value.shape:
-            problems.append(f"{key} has shape {tuple(saved[key].size)} where the model has {tuple(value.shape)}")
+            problems.append(
+                f"{key} has shape {tuple(saved[key].size)} where the model has {tuple(value.shape)}"
+            )
         if saved[key].properties.dtype != value.dtype:
-            problems.append(f"{key} is {saved[key].properties.dtype} where the model has {value.dtype}")
+            problems.append(
+                f"{key} is {saved[key].properties.dtype} where the model has {value.dtype}"
+            )
     if problems:
         raise other_model(path, problems)

@@ -157,7 +157,9 @@ class Entry:
         strides = torch.empty(shape, device="meta").stride()
         if isinstance(source, UnevenDTensor) and shape:
             placements: tuple[Any, ...] = tuple(
-                placement.window(self.section_row, shape[0]) if isinstance(placement, UnevenShard) else placement
+                placement.window(self.section_row, shape[0])
+                if isinstance(placement, UnevenShard)
+                else placement
                 for placement in source.placements
             )
             return UnevenDTensor.over(part, source.device_mesh, placements, shape, strides)
@@ -215,7 +217,10 @@ class Contents:
     def frozen(self) -> Contents:
         """The same, with copies of what would not wait for a reader."""
         groups = [
-            EntryGroup(group.unit, [entry.frozen() if entry.is_copied else entry for entry in group.entries])
+            EntryGroup(
+                group.unit,
+                [entry.frozen() if entry.is_copied else entry for entry in group.entries],
+            )
             for group in self.groups
         ]
         return Contents(groups, copy.deepcopy(self.plain), self.names)

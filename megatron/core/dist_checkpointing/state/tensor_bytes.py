@@ -62,7 +62,9 @@ class TensorBytes:
 
     def _copy_down(self, begin: int, target: memoryview) -> None:
         # Memory for the piece is the lane's own, which reuses it in order: it may be let go of before the copy is done.
-        torch.frombuffer(target, dtype=torch.uint8).copy_(self._piece(begin, target.nbytes), non_blocking=True)
+        torch.frombuffer(target, dtype=torch.uint8).copy_(
+            self._piece(begin, target.nbytes), non_blocking=True
+        )
 
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], where the tensor lies."""

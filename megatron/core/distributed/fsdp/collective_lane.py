@@ -14,7 +14,10 @@ class CollectiveLane:
     """See the module's docstring."""
 
     def __init__(
-        self, lane: Lane, describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]], history: NoteHistory
+        self,
+        lane: Lane,
+        describe: weakref.WeakMethod[Callable[[tuple[int, ...]], str]],
+        history: NoteHistory,
     ) -> None:
         """
         Args:
@@ -27,7 +30,10 @@ class CollectiveLane:
         self._history = history
 
     def enqueue(
-        self, work: Callable[[], object], after: Sequence[Event] = (), notes: Sequence[Sequence[int]] = ()
+        self,
+        work: Callable[[], object],
+        after: Sequence[Event] = (),
+        notes: Sequence[Sequence[int]] = (),
     ) -> Event:
         """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names.
 

@@ -46,7 +46,9 @@ class MismatchError(RuntimeError):
     """
 
     def __init__(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-        super().__init__(f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the group.")
+        super().__init__(
+            f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the group."
+        )
         self.peer = peer
         self.own = own
         self.theirs = theirs
@@ -59,7 +61,9 @@ class Reduction:
     is_average: bool
     divisor: float = 1.0
     accumulates: bool = False
-    device_dtype: torch.dtype | None = None  # in which a GPU's backend sends and adds; default: the result's
+    device_dtype: torch.dtype | None = (
+        None  # in which a GPU's backend sends and adds; default: the result's
+    )
 
 
 def all_gather(
@@ -143,7 +147,8 @@ def reduce_scatter(
         size = min(length, out.numel() - begins[number])
         pieces = received[number % 2, :, :size]
         return [
-            dist.irecv(piece, group=group, group_src=peer, tag=_TAG) for piece, peer in zip(pieces, others, strict=True)
+            dist.irecv(piece, group=group, group_src=peer, tag=_TAG)
+            for piece, peer in zip(pieces, others, strict=True)
         ]
 
     works = receive(0)
@@ -213,7 +218,9 @@ def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
             raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
 
 
-def _parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> tuple[int, tuple[torch.Tensor, ...]]:
+def _parts(
+    whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[int, tuple[torch.Tensor, ...]]:
     """(this rank in the group, every rank's part of `whole`).
 
     Raises:
@@ -221,12 +228,16 @@ def _parts(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> 
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if own.numel() * num_ranks != whole.numel():
-        raise ValueError(f"Expected {num_ranks} parts of {own.numel()} elements, got a whole of {whole.numel()}.")
+        raise ValueError(
+            f"Expected {num_ranks} parts of {own.numel()} elements, got a whole of {whole.numel()}."
+        )
     parts = whole.split(own.numel()) if own.numel() else (whole,) * num_ranks
     begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     is_inside = own.numel() > 0 and own.data_ptr() < end and own.data_ptr() + own.nbytes > begin
     if is_inside and (own.data_ptr() != parts[rank].data_ptr() or own.dtype != whole.dtype):
-        raise ValueError(f"Expected a part that is no part of the whole but that of rank {rank}, got an overlap.")
+        raise ValueError(
+            f"Expected a part that is no part of the whole but that of rank {rank}, got an overlap."
+        )
     return rank, parts
 
 

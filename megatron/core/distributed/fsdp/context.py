@@ -81,7 +81,9 @@ class FsdpContext:
         history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
-    def __init__(self, device: Device, unify_communication_stream: bool, *, is_open: bool = False) -> None:
+    def __init__(
+        self, device: Device, unify_communication_stream: bool, *, is_open: bool = False
+    ) -> None:
         self.device = device
         self.is_open = is_open
         self.lanes_issue_at_once = device.is_accelerator
@@ -148,14 +150,18 @@ class FsdpContext:
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        inner = {
+            id(child) for module in modules for child in module.modules() if child is not module
+        }
         roots = [module for module in modules if id(module) not in inner]
         forward = [module for root in roots for module in root.modules() if id(module) in managed]
         backward = [module for root in reversed(roots) for module in _backward_order(root, managed)]
         self._forward_order = [weakref.ref(module) for module in forward]
         self._backward_order = [weakref.ref(module) for module in backward]
         backward_places = {id(module): place for place, module in enumerate(backward)}
-        self._places = {id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)}
+        self._places = {
+            id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)
+        }
         self._roots = {id(root) for root in roots}
         for number, root in enumerate(roots):
             # The class that was sharded stands behind the one made of it and FsdpModule.
@@ -180,7 +186,9 @@ class FsdpContext:
         if self.is_open and not self.is_finalized:
             self.finalize()
         if not self.is_finalized:
-            raise RuntimeError("Expected forward after the last fully_shard. Exit fully_shard_context first.")
+            raise RuntimeError(
+                "Expected forward after the last fully_shard. Exit fully_shard_context first."
+            )
         if self._backward is not None:
             self._abandon_backward()
         self.num_passes += self.is_root(module)
@@ -225,7 +233,9 @@ class FsdpContext:
             reshard(wrong)
         for reference in following:
             other = reference()
-            if other is not None and not all(group.is_unsharded for group in other.parameter_groups):
+            if other is not None and not all(
+                group.is_unsharded for group in other.parameter_groups
+            ):
                 for group in other.parameter_groups:
                     self._prefetch(group)
                 self._prefetched = reference
@@ -262,7 +272,9 @@ class FsdpContext:
 
     def make_room(self, group: FsdpParameterGroup) -> None:
         """Waits until a group may collect: its last reduction is done, and at most one other is under way."""
-        while len(self._in_flight) > 1 or any(in_flight.group is group for in_flight in self._in_flight):
+        while len(self._in_flight) > 1 or any(
+            in_flight.group is group for in_flight in self._in_flight
+        ):
             self._finish_oldest()
 
     def reduce(self, group: FsdpParameterGroup) -> None:
@@ -270,7 +282,9 @@ class FsdpContext:
         assert group.gradients is not None, "called for groups that have gradients"
         if group.reduction_takes_memory:
             self.make_room(group)
-        self._in_flight.append(_InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch)))
+        self._in_flight.append(
+            _InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch))
+        )
 
     def _finish_oldest(self) -> None:
         group, event = self._in_flight[0]
@@ -312,13 +326,17 @@ class FsdpContext:
         Args:
             process_group: of all ranks that share the model; default: all there are.
         """
-        own = torch.tensor([self.history.digest], dtype=torch.int64, device=self.device.torch_device)
+        own = torch.tensor(
+            [self.history.digest], dtype=torch.int64, device=self.device.torch_device
+        )
         digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
         with issuing("all-gather of what ranks have done", own):
             dist.all_gather(digests, own, group=process_group)
         self.compare_digests(torch.cat(digests).tolist(), process_group)
 
-    def compare_digests(self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None) -> None:
+    def compare_digests(
+        self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None
+    ) -> None:
         """As `check_agreement`, where the digests of the ranks' histories are known already, by rank."""
         try:
             if len(set(digests)) > 1:
@@ -352,7 +370,9 @@ def is_backward_running() -> bool:
 def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
     """ValueError unless the ranks of every axis that does not cut main weights hold the same ones."""
     axes = {
-        (group.mesh, axis): [other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)]
+        (group.mesh, axis): [
+            other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)
+        ]
         for group in groups
         for axis in range(group.mesh.ndim)
     }
@@ -362,7 +382,9 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
             all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
             with issuing("all-gather of the weights' checksums", sums):
                 dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
-            for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
+            for group, values in zip(
+                replicated, torch.stack(all_sums, dim=1).tolist(), strict=True
+            ):
                 if len(set(values)) > 1:
                     raise ValueError(
                         f"Expected the same weights on every rank, got different ones for {group.name or 'the model'}: "

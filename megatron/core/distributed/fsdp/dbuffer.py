@@ -75,13 +75,19 @@ class DBuffer:
         if not isinstance(layout, GlobalLayout):
             layout = GlobalLayout.build(layout, mesh.size())
         self._describe(mesh, placements, layout)
-        self.local_buffer = torch.empty(self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self.local_buffer = torch.empty(
+            self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory
+        )
         self._owns_storage = True
         self.zero_padding()
 
     @classmethod
     def from_local(
-        cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        layout: GlobalLayout,
     ) -> DBuffer:
         """A buffer over storage that is there already: a flat, contiguous tensor of the right length.
 
@@ -90,9 +96,13 @@ class DBuffer:
         buffer = cls.__new__(cls)
         buffer._describe(mesh, placements, layout)
         if local_buffer.ndim != 1 or not local_buffer.is_contiguous():
-            raise ValueError(f"Expected a flat, contiguous tensor, got shape {tuple(local_buffer.shape)}.")
+            raise ValueError(
+                f"Expected a flat, contiguous tensor, got shape {tuple(local_buffer.shape)}."
+            )
         if local_buffer.numel() != buffer.range.numel:
-            raise ValueError(f"Expected {buffer.range.numel} elements on this rank, got {local_buffer.numel()}.")
+            raise ValueError(
+                f"Expected {buffer.range.numel} elements on this rank, got {local_buffer.numel()}."
+            )
         buffer.local_buffer = local_buffer
         buffer._owns_storage = False
         return buffer
@@ -115,7 +125,13 @@ class DBuffer:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
             raise ValueError(f"Expected tensors of one dtype, got {sorted(map(str, dtypes))}.")
-        buffer = cls(mesh, placements, [tensor.shape for tensor in tensors], dtypes.pop(), device or mesh.device_type)
+        buffer = cls(
+            mesh,
+            placements,
+            [tensor.shape for tensor in tensors],
+            dtypes.pop(),
+            device or mesh.device_type,
+        )
         for index, tensor in enumerate(tensors):
             buffer.copy_from(index, tensor)
         return buffer
@@ -153,7 +169,9 @@ class DBuffer:
 
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None, "the buffer could not have been made outside the mesh"
-        placements = uneven_placements(self.layout, index, tuple(self.mesh.shape), coordinate, self.placements)
+        placements = uneven_placements(
+            self.layout, index, tuple(self.mesh.shape), coordinate, self.placements
+        )
 
         return UnevenDTensor.over(local, self.mesh, placements, shape, strides)
 
@@ -170,7 +188,11 @@ class DBuffer:
             self.get_local_tensor(index).copy_(rows)
 
     def redistribute(
-        self, placements: Iterable[Placement], *, out: DBuffer | None = None, note: Sequence[int] | None = None
+        self,
+        placements: Iterable[Placement],
+        *,
+        out: DBuffer | None = None,
+        note: Sequence[int] | None = None,
     ) -> DBuffer:
         """The same tensors under other placements; axis by axis, so that what is sharded stays the last axes.
 
@@ -194,11 +216,15 @@ class DBuffer:
             result = result._move(axis, wanted[axis], step_out, note)
         return result
 
-    def allgather(self, axis: int, *, out: DBuffer | None = None, note: Sequence[int] | None = None) -> DBuffer:
+    def allgather(
+        self, axis: int, *, out: DBuffer | None = None, note: Sequence[int] | None = None
+    ) -> DBuffer:
         """Flat -> Replicate on one axis. For the note, see collectives' [Note: notes]."""
         self._expect(axis, Shard, "allgather")
         out = self._output(out, self._with(axis, Replicate()))
-        collectives.all_gather(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note)
+        collectives.all_gather(
+            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note
+        )
         return out
 
     def reduce_scatter(
@@ -227,7 +253,9 @@ class DBuffer:
         partial = self._expect(axis, Partial, "reduce_scatter")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, placement, Shard), dtype)
-        collectives.reduce_scatter(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note)
+        collectives.reduce_scatter(
+            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+        )
         return out
 
     def allreduce(
@@ -245,7 +273,9 @@ class DBuffer:
         partial = self._expect(axis, Partial, "allreduce")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, Replicate()), dtype)
-        collectives.all_reduce(out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note)
+        collectives.all_reduce(
+            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+        )
         return out
 
     def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
@@ -263,7 +293,9 @@ class DBuffer:
         if part is None:
             wanted = self._check(placements)
             inner = _local_range(self.layout, self.mesh, wanted)
-            raise ValueError(f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}.")
+            raise ValueError(
+                f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}."
+            )
         return part
 
     def part_for(self, placements: Iterable[Placement]) -> DBuffer | None:
@@ -310,7 +342,9 @@ class DBuffer:
         if not self._has_memory:
             self._resize(self.range.numel)
 
-    def _describe(self, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout) -> None:
+    def _describe(
+        self, mesh: DeviceMesh, placements: Iterable[Placement], layout: GlobalLayout
+    ) -> None:
         self.mesh = mesh
         self.placements = self._check(placements)
         self.layout = layout
@@ -319,25 +353,38 @@ class DBuffer:
     def _check(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         checked = check_placements(placements)
         if len(checked) != self.mesh.ndim:
-            raise ValueError(f"Expected {self.mesh.ndim} placements, one for each mesh axis, got {len(checked)}.")
+            raise ValueError(
+                f"Expected {self.mesh.ndim} placements, one for each mesh axis, got {len(checked)}."
+            )
         return checked
 
     def _expect(self, axis: int, kind: type[P], operation: str) -> P:
         if not 0 <= axis < self.mesh.ndim:
-            raise ValueError(f"Expected an axis of the mesh, 0 to {self.mesh.ndim - 1}, for {operation}, got {axis}.")
+            raise ValueError(
+                f"Expected an axis of the mesh, 0 to {self.mesh.ndim - 1}, for {operation}, got {axis}."
+            )
         placement = self.placements[axis]
         if not isinstance(placement, kind):
-            raise ValueError(f"Expected {kind.__name__} on axis {axis} for {operation}, got {placement}.")
+            raise ValueError(
+                f"Expected {kind.__name__} on axis {axis} for {operation}, got {placement}."
+            )
         self._check_memory()
         return placement
 
-    def _with(self, axis: int, placement: Placement, kind: type[Placement] | None = None) -> tuple[Placement, ...]:
+    def _with(
+        self, axis: int, placement: Placement, kind: type[Placement] | None = None
+    ) -> tuple[Placement, ...]:
         if kind is not None and not isinstance(placement, kind):
-            raise ValueError(f"Expected {kind.__name__} as the new placement of axis {axis}, got {placement}.")
+            raise ValueError(
+                f"Expected {kind.__name__} as the new placement of axis {axis}, got {placement}."
+            )
         return self._check((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
     def _output(
-        self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype | None = None
+        self,
+        out: DBuffer | None,
+        placements: tuple[Placement, ...],
+        dtype: torch.dtype | None = None,
     ) -> DBuffer:
         """`out`, once it is known to fit, or a new buffer, not pinned. ValueError with what does not fit."""
         dtype = dtype or self.dtype
@@ -358,12 +405,16 @@ class DBuffer:
     def _check_memory(self) -> None:
         """RuntimeError if the storage is released: writing into it would end the process."""
         if not self._has_memory:
-            raise RuntimeError("Expected a buffer that has its memory, got one whose storage is released.")
+            raise RuntimeError(
+                "Expected a buffer that has its memory, got one whose storage is released."
+            )
 
     @property
     def _has_memory(self) -> bool:
         """Whether the storage reaches to the buffer's end. Meta buffers never need any."""
-        end = (self.local_buffer.storage_offset() + self.range.numel) * self.local_buffer.element_size()
+        end = (
+            self.local_buffer.storage_offset() + self.range.numel
+        ) * self.local_buffer.element_size()
         return self.local_buffer.is_meta or self.local_buffer.untyped_storage().nbytes() >= end
 
     def _copy_into(self, out: DBuffer) -> DBuffer:
@@ -371,7 +422,9 @@ class DBuffer:
         out.local_buffer.copy_(self.local_buffer)
         return out
 
-    def _move(self, axis: int, placement: Placement, out: DBuffer | None, note: Sequence[int] | None) -> DBuffer:
+    def _move(
+        self, axis: int, placement: Placement, out: DBuffer | None, note: Sequence[int] | None
+    ) -> DBuffer:
         """One step of `redistribute`, of a kind that `_check_move` has let through."""
         old = self.placements[axis]
         if isinstance(old, Shard) and isinstance(placement, Replicate):
@@ -384,14 +437,20 @@ class DBuffer:
 
     def _check_owner(self) -> None:
         if not self._owns_storage:
-            raise RuntimeError("Expected a buffer that owns its storage, got a view or one made from a local tensor.")
+            raise RuntimeError(
+                "Expected a buffer that owns its storage, got a view or one made from a local tensor."
+            )
 
     def _resize(self, numel: int) -> None:
         self.local_buffer.untyped_storage().resize_(numel * self.local_buffer.element_size())
 
 
 def _reduction(
-    partial: Partial, divisor: float, accumulates: bool, device_dtype: torch.dtype | None, out: DBuffer | None
+    partial: Partial,
+    divisor: float,
+    accumulates: bool,
+    device_dtype: torch.dtype | None,
+    out: DBuffer | None,
 ) -> collectives.Reduction:
     if accumulates and out is None:
         raise ValueError("Expected an out to accumulate in, got none.")
@@ -401,7 +460,9 @@ def _reduction(
 def _check_move(axis: int, old: Placement, new: Placement) -> None:
     """NotImplementedError unless a redistribution can take an axis from one placement to the other."""
     is_possible = old == new or (
-        isinstance(new, Shard) if isinstance(old, Replicate) else isinstance(new, (Replicate, Shard))
+        isinstance(new, Shard)
+        if isinstance(old, Replicate)
+        else isinstance(new, (Replicate, Shard))
     )
     if not is_possible:
         raise NotImplementedError(
@@ -410,7 +471,9 @@ def _check_move(axis: int, old: Placement, new: Placement) -> None:
         )
 
 
-def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> FlatRange:
+def _local_range(
+    layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> FlatRange:
     """This rank's part of the whole buffer. RuntimeError on a rank that is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -418,7 +481,9 @@ def _local_range(layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Place
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)
 
 
-def dtensor_like(other: DTensor, local: torch.Tensor, device: torch.device | None = None) -> DTensor:
+def dtensor_like(
+    other: DTensor, local: torch.Tensor, device: torch.device | None = None
+) -> DTensor:
     """A DTensor that is distributed and shaped as another one, over other local rows; of any dtype.
 
     Args:
@@ -428,12 +493,18 @@ def dtensor_like(other: DTensor, local: torch.Tensor, device: torch.device | Non
     meta = other._spec.tensor_meta
     assert meta is not None, "every DTensor that holds data has one"
     if isinstance(other, UnevenDTensor):
-        return UnevenDTensor.over(local, other.device_mesh, other.placements, meta.shape, meta.stride, device)
+        return UnevenDTensor.over(
+            local, other.device_mesh, other.placements, meta.shape, meta.stride, device
+        )
 
-    return dtensor_over(local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)), device)
+    return dtensor_over(
+        local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)), device
+    )
 
 
-def dtensor_over(local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None) -> DTensor:
+def dtensor_over(
+    local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None
+) -> DTensor:
     """A DTensor over a local tensor, without communication; the local tensor may begin anywhere in its storage.
 
     Made over `local` itself, it would take on its place in the storage, and be taken for a tensor with a storage of its
@@ -451,4 +522,6 @@ def dtensor_over(local: torch.Tensor, spec: DTensorSpec, device: torch.device | 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as another tensor: for autograd, writing to one is no change of the other."""
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return other.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )

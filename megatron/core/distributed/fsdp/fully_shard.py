@@ -34,7 +34,11 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.optimizer_hooks import CASTS_GRADIENTS
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, OwnedParameter, group_of
+from megatron.core.distributed.fsdp.parameter_group import (
+    FsdpParameterGroup,
+    OwnedParameter,
+    group_of,
+)
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.dtensors import check_whole
@@ -207,9 +211,13 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     parameters = list(_parameters(optimizer))
     num_replaced = sum(_REPLACED in vars(parameter) for parameter in parameters)
     if num_replaced:
-        raise ValueError(f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from before.")
+        raise ValueError(
+            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from before."
+        )
     if not any(group_of(parameter) for parameter in parameters):
-        raise ValueError("Expected an optimizer over sharded parameters, got none among its parameters.")
+        raise ValueError(
+            "Expected an optimizer over sharded parameters, got none among its parameters."
+        )
     uncast: list[_Cast] = []
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -221,7 +229,11 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if parameter.grad is not None and group_of(parameter) is not None
         ]
         check_whole(gradient for _, gradient in with_gradient)
-        to_cast = [(parameter, gradient) for parameter, gradient in with_gradient if gradient.dtype != parameter.dtype]
+        to_cast = [
+            (parameter, gradient)
+            for parameter, gradient in with_gradient
+            if gradient.dtype != parameter.dtype
+        ]
         # A hook's arguments begin with the optimizer itself.
         if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
@@ -303,7 +315,9 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
                 contexts.append(child.context)
 
     if not contexts:
-        return FsdpContext(_as_device(mesh.device_type), unify_communication_stream=False, is_open=True)
+        return FsdpContext(
+            _as_device(mesh.device_type), unify_communication_stream=False, is_open=True
+        )
     for other in contexts[1:]:
         contexts[0].absorb(other)
 
@@ -316,7 +330,9 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
     numbers = []
     for axis in placements.dp_axes:
         if axis not in names and axis not in range(mesh.ndim):
-            raise ValueError(f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}.")
+            raise ValueError(
+                f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}."
+            )
         numbers.append(axis if isinstance(axis, int) else names.index(axis))
     if numbers == list(range(mesh.ndim)):
         return mesh
@@ -337,19 +353,27 @@ def _submodules(module: nn.Module) -> Iterator[nn.Module]:
         if id(current) not in seen:
             seen.add(id(current))
             yield current
-            stack += [child for child in reversed(list(current.children())) if not isinstance(child, FsdpModule)]
+            stack += [
+                child
+                for child in reversed(list(current.children()))
+                if not isinstance(child, FsdpModule)
+            ]
 
 
 def _check_module(module: nn.Module, context: FsdpContext) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got {type(module).__name__}.")
     if isinstance(module, FsdpModule):
-        raise ValueError(f"Expected a module that is not sharded yet, got a {type(module).__name__}.")
+        raise ValueError(
+            f"Expected a module that is not sharded yet, got a {type(module).__name__}."
+        )
     if taken := names_taken(module):
         raise ValueError(f"Expected a module without attributes that FsdpModule has, got {taken}.")
     for name, child in module.named_modules():
         if isinstance(child, FsdpModule) and child.context is not context:
-            raise ValueError(f"Expected inner modules of the same context, got {name} of another fully_shard_context.")
+            raise ValueError(
+                f"Expected inner modules of the same context, got {name} of another fully_shard_context."
+            )
 
 
 def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
@@ -363,7 +387,10 @@ def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
                 prefix = names[id(submodule)]
                 fqns.append(f"{prefix}.{name}" if prefix else name)
                 owners.append((submodule, name))
-    return [OwnedParameter(tuple(fqns), tuple(owners), parameter) for parameter, fqns, owners in found.values()]
+    return [
+        OwnedParameter(tuple(fqns), tuple(owners), parameter)
+        for parameter, fqns, owners in found.values()
+    ]
 
 
 def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> None:
@@ -375,20 +402,30 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
                 "owns already. Shard the module that contains both."
             )
         if isinstance(original, DTensor):
-            raise TypeError(f"Expected plain parameters, got the DTensor {name} with {original.placements}.")
+            raise TypeError(
+                f"Expected plain parameters, got the DTensor {name} with {original.placements}."
+            )
         if isinstance(original, nn.parameter.UninitializedParameter):
-            raise TypeError(f"Expected parameters whose shapes are known, got {name}, which is lazy.")
+            raise TypeError(
+                f"Expected parameters whose shapes are known, got {name}, which is lazy."
+            )
         if original._backward_hooks or getattr(original, "_post_accumulate_grad_hooks", None):
-            raise ValueError(f"Expected parameters without hooks, which would be lost, got some on {name}.")
+            raise ValueError(
+                f"Expected parameters without hooks, which would be lost, got some on {name}."
+            )
         if original.ndim == 0 or original.numel() == 0:
-            raise ValueError(f"Expected parameters with rows and elements, got {name} of {tuple(original.shape)}.")
+            raise ValueError(
+                f"Expected parameters with rows and elements, got {name} of {tuple(original.shape)}."
+            )
 
 
 def _grouped(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
     """By dtype and requires_grad, in the order of the first of each."""
     groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
-        groups.setdefault((parameter.original.dtype, parameter.original.requires_grad), []).append(parameter)
+        groups.setdefault((parameter.original.dtype, parameter.original.requires_grad), []).append(
+            parameter
+        )
     return list(groups.values())
 
 
@@ -414,9 +451,15 @@ def _fill(
         elif id(module) not in drawn:
             drawn.add(id(module))
             # A parameter that several modules have is drawn by the first.
-            on_meta = [other.owners[0][1] for other in owned if other.owners[0][0] is module and other.original.is_meta]
+            on_meta = [
+                other.owners[0][1]
+                for other in owned
+                if other.owners[0][0] is module and other.original.is_meta
+            ]
             main_dtype = places[id(module), name][0].main_weight.dtype
-            for own_name, whole in draw_parameters(module, on_meta, device, reset_parameters, main_dtype).items():
+            for own_name, whole in draw_parameters(
+                module, on_meta, device, reset_parameters, main_dtype
+            ).items():
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, whole)
     for parameter in owned:
@@ -429,7 +472,9 @@ def _fill(
 def _check_buffers(module: nn.Module) -> None:
     on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if on_meta:
-        raise RuntimeError(f"Expected buffers with storage, which nothing would fill, got {on_meta} on meta.")
+        raise RuntimeError(
+            f"Expected buffers with storage, which nothing would fill, got {on_meta} on meta."
+        )
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

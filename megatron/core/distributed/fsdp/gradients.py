@@ -57,7 +57,9 @@ class _Step:
     source_rows: Sequence[torch.Tensor]
     target: DBuffer
     target_rows: Sequence[torch.Tensor]
-    kept: Collection[int]  # parameters whose sum so far, in `target`, is added to; the others' is junk
+    kept: Collection[
+        int
+    ]  # parameters whose sum so far, in `target`, is added to; the others' is junk
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
 
@@ -72,7 +74,9 @@ class Reduction(NamedTuple):
     """What `GroupGradients.reduce` has prepared."""
 
     work: Callable[[], None]
-    notes: Sequence[Sequence[int]]  # of its collectives, or of those that it tells the others not to expect
+    notes: Sequence[
+        Sequence[int]
+    ]  # of its collectives, or of those that it tells the others not to expect
 
 
 class GroupGradients:
@@ -166,7 +170,9 @@ class GroupGradients:
         joins = self.takes_memory_to_reduce(parameters)
         received, self._received = frozenset(self._received), set()
         takes_part = bool(received) or joins
-        in_partial = [index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)]
+        in_partial = [
+            index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)
+        ]
         in_main = [
             index
             for index, parameter in enumerate(parameters)
@@ -184,7 +190,9 @@ class GroupGradients:
         steps: list[_Step] = []
         folded: list[int] = []
         told: list[int] = []
-        if self.partial is None or (is_last and not in_partial and not self._axes_to_reduce(is_last=False)):
+        if self.partial is None or (
+            is_last and not in_partial and not self._axes_to_reduce(is_last=False)
+        ):
             steps.append(self._step(self.unsharded, self.main, in_main, received))
             shown, grads = received, self._main_grads
         else:
@@ -216,7 +224,9 @@ class GroupGradients:
         """Frees what the last `reduce` has read, after its work is done."""
         if not self._received:
             self.unsharded.release_storage()
-        if self.partial is not None and not any(is_partial(parameter.grad) for parameter in parameters):
+        if self.partial is not None and not any(
+            is_partial(parameter.grad) for parameter in parameters
+        ):
             self.partial.release_storage()
 
     def forget(self) -> None:
@@ -233,7 +243,9 @@ class GroupGradients:
         Ranks that exchange notes tell the others so. Without notes, collectives that only some ranks issue would wait
         for ever, or take part of the next one's. Parameters that have been frozen get a gradient on no rank.
         """
-        return not self._exchanges_notes and any(parameter.requires_grad for parameter in parameters)
+        return not self._exchanges_notes and any(
+            parameter.requires_grad for parameter in parameters
+        )
 
     def _notes(self, told: Collection[int], steps: Iterable[_Step]) -> list[Sequence[int]]:
         """In the order in which the work will have them. A sum over no axis is this rank's own business."""
@@ -246,13 +258,17 @@ class GroupGradients:
         axes = reversed(range(len(placements)))
         return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
 
-    def _step(self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]) -> _Step:
+    def _step(
+        self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]
+    ) -> _Step:
         source_rows = self._slots if source is self.unsharded else self._partial_rows
         target_rows = self._main_rows if target is self.main else self._partial_rows
         divisor = self._divisor if source is self.unsharded else 1.0
         return _Step(source, source_rows, target, target_rows, kept, received, divisor)
 
-    def _take_over(self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]) -> None:
+    def _take_over(
+        self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]
+    ) -> None:
         """Copies gradients that somebody has put in the place of ours into our buffers."""
         for index in indices:
             gradient = parameters[index].grad
@@ -293,10 +309,16 @@ class GroupGradients:
     def _fold(self, index: int) -> None:
         """Writes the sum of an earlier step, which has been reduced, as a partial sum that would reduce to it."""
         scale = 1.0
-        for axis, (own, reduced) in enumerate(zip(self._placements.gradient, self.main.placements, strict=True)):
+        for axis, (own, reduced) in enumerate(
+            zip(self._placements.gradient, self.main.placements, strict=True)
+        ):
             if isinstance(own, Partial) and isinstance(reduced, Shard) and own.reduce_op == "avg":
                 scale *= self._mesh.size(axis)
-            if isinstance(own, Partial) and isinstance(reduced, Replicate) and own.reduce_op == "sum":
+            if (
+                isinstance(own, Partial)
+                and isinstance(reduced, Replicate)
+                and own.reduce_op == "sum"
+            ):
                 scale *= float(self._mesh.get_local_rank(axis) == 0)
         self._partial_rows[index].zero_()
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
@@ -314,7 +336,9 @@ class GroupGradients:
             placement, is_final = target.placements[axis], number == len(axes) - 1
             out = target if is_final else None
             if not is_final and not accumulates:
-                out = target.part_for([*source.placements[:axis], placement, *source.placements[axis + 1 :]])
+                out = target.part_for(
+                    [*source.placements[:axis], placement, *source.placements[axis + 1 :]]
+                )
             move = source.allreduce
             if isinstance(placement, Shard):
                 move = partial(source.reduce_scatter, placement=placement)

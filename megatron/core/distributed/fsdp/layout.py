@@ -103,7 +103,9 @@ class GlobalLayout:
     @cached_property
     def _by_offset(self) -> tuple[list[int], list[int]]:
         """Where tensors with elements begin, ascending, and which these are."""
-        taken = sorted((offset, i) for i, offset in enumerate(self.tensor_to_offset) if self.numel(i))
+        taken = sorted(
+            (offset, i) for i, offset in enumerate(self.tensor_to_offset) if self.numel(i)
+        )
         return [offset for offset, _ in taken], [i for _, i in taken]
 
     def numel(self, tensor: int) -> int:
@@ -127,7 +129,9 @@ class GlobalLayout:
             ValueError: if the buffer cannot be cut so; its layout was built for another number of ranks.
         """
         piece = FlatRange(0, self.size)
-        for axis_size, cuts, place in reversed(list(zip(mesh_shape, is_sharded, coordinate, strict=True))):
+        for axis_size, cuts, place in reversed(
+            list(zip(mesh_shape, is_sharded, coordinate, strict=True))
+        ):
             if not cuts:
                 continue
             numel = piece.numel // axis_size
@@ -176,7 +180,9 @@ class _Packer:
         self.numels = [math.prod(shape) for shape in shapes]
         self.alignment = math.lcm(*self.rows)
         self.offsets = [0] * len(shapes)
-        self.end = 0  # behind everything placed so far, aligned while large tensors are being placed
+        self.end = (
+            0  # behind everything placed so far, aligned while large tensors are being placed
+        )
         self._large = [i for i, numel in enumerate(self.numels) if numel >= self.alignment]
         small = [i for i, numel in enumerate(self.numels) if numel < self.alignment]
         self._small = sorted(small, key=lambda i: -self.numels[i])
@@ -222,7 +228,9 @@ def row_numel(shape: Sequence[int]) -> int:
     """Elements of one row: the product of all dims but the first. ValueError for scalars and empty rows."""
     row = math.prod(shape[1:]) if len(shape) else 0
     if row < 1:
-        raise ValueError(f"Expected a tensor with rows of at least one element, got shape {tuple(shape)}.")
+        raise ValueError(
+            f"Expected a tensor with rows of at least one element, got shape {tuple(shape)}."
+        )
     return row
 
 

@@ -67,9 +67,13 @@ class FsdpModule(nn.Module):
     phase: FsdpModule.Phase
     reshard_after_forward: bool
 
-    _fsdp_calls: weakref.WeakSet[_Call]  # whose backward has not come yet; those whose graph is gone vanish
+    _fsdp_calls: weakref.WeakSet[
+        _Call
+    ]  # whose backward has not come yet; those whose graph is gone vanish
     _fsdp_call: _Call | None  # under way, where there will be a graph
-    _fsdp_will_be_recomputed: bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
+    _fsdp_will_be_recomputed: (
+        bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
+    )
     _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
 
     def is_root(self) -> bool:
@@ -93,7 +97,9 @@ class FsdpModule(nn.Module):
             return  # a backward inside another, which has not come to this module yet
         self._fsdp_rest()
         self._fsdp_reduce()
-        self._fsdp_calls = weakref.WeakSet(call for call in self._fsdp_calls if not call.has_backward)
+        self._fsdp_calls = weakref.WeakSet(
+            call for call in self._fsdp_calls if not call.has_backward
+        )
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
@@ -103,12 +109,16 @@ class FsdpModule(nn.Module):
         self._fsdp_calls = weakref.WeakSet()
         self._fsdp_will_be_recomputed = False
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FsdpModule:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> FsdpModule:
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
         for module in self.modules():
             for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
                 # Where the compute weights are: main weights in host memory stay there whatever happens.
-                probe = torch.empty(0, dtype=group.main_weight.dtype, device=group.model_weight.device)
+                probe = torch.empty(
+                    0, dtype=group.main_weight.dtype, device=group.model_weight.device
+                )
                 changed = fn(probe)
                 if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                     raise RuntimeError(
@@ -121,7 +131,9 @@ class FsdpModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: Any) -> FsdpModule:
-        raise NotImplementedError(f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}.")
+        raise NotImplementedError(
+            f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}."
+        )
 
     def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         is_recomputation = is_backward_running()
@@ -159,12 +171,16 @@ class FsdpModule(nn.Module):
         if call is None:
             reshard(self)
             return
-        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf]
+        outputs = [
+            tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf
+        ]
         if outputs:
             # Who changes a view in place takes its hooks away, but not those of what it is a view of.
             bases = [tensor._base for tensor in outputs if tensor._base is not None]
             watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
-            register_multi_grad_hook(watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any")
+            register_multi_grad_hook(
+                watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any"
+            )
         if is_backward_running():
             self.context.keep_recomputed(self)
             return
@@ -182,7 +198,9 @@ class FsdpModule(nn.Module):
             for group in self.parameter_groups
             if group.is_gathered
         }
-        if any(tensor.untyped_storage()._cdata in storages for tensor in _tensors(output) if storages):
+        if any(
+            tensor.untyped_storage()._cdata in storages for tensor in _tensors(output) if storages
+        ):
             raise RuntimeError(
                 f"Expected outputs of {type(self).__name__} that have memory of their own, got one of its weights or a "
                 "view of one, which is whole only while the module runs. Return a clone."
@@ -196,12 +214,21 @@ class FsdpModule(nn.Module):
         """
         views: dict[int, torch.Tensor] = {}
 
-        watched = _viewed(args, views), {name: _viewed(value, views) for name, value in kwargs.items()}
+        watched = (
+            _viewed(args, views),
+            {name: _viewed(value, views) for name, value in kwargs.items()},
+        )
         inputs = list(views.values())
         if not inputs:
-            inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
+            inputs = [
+                tensor
+                for tensor in _tensors((args, kwargs))
+                if tensor.requires_grad and not tensor.is_leaf
+            ]
         if inputs:
-            register_multi_grad_hook(inputs, _weakly(self, FsdpModule._fsdp_after_backward, call), mode="all")
+            register_multi_grad_hook(
+                inputs, _weakly(self, FsdpModule._fsdp_after_backward, call), mode="all"
+            )
         return watched if views else None
 
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
@@ -233,7 +260,9 @@ class FsdpModule(nn.Module):
         if gradient is None or group.gradients is None:
             return
         if gradient.layout is not torch.strided:
-            raise NotImplementedError(f"Expected a dense gradient for {group.names[index]}, got {gradient.layout}.")
+            raise NotImplementedError(
+                f"Expected a dense gradient for {group.names[index]}, got {gradient.layout}."
+            )
         if not group.gradients.received:
             self.context.make_room(group)
         group.gradients.collect(index, gradient.detach())
@@ -268,7 +297,10 @@ class FsdpModule(nn.Module):
 
 
 def attach(
-    module: nn.Module, context: FsdpContext, groups: list[FsdpParameterGroup], reshard_after_forward: bool
+    module: nn.Module,
+    context: FsdpContext,
+    groups: list[FsdpParameterGroup],
+    reshard_after_forward: bool,
 ) -> FsdpModule:
     """Makes `module` an `FsdpModule`, in place and at rest."""
     module.__class__ = _sharded_class(type(module))
@@ -295,7 +327,9 @@ def attach(
 
 def names_taken(module: nn.Module) -> list[str]:
     """The attributes of a module that stand in the way of those that `attach` gives it."""
-    return [name for name in (*FsdpModule.__annotations__, *vars(FsdpModule)) if _is_taken(module, name)]
+    return [
+        name for name in (*FsdpModule.__annotations__, *vars(FsdpModule)) if _is_taken(module, name)
+    ]
 
 
 def _is_taken(module: nn.Module, name: str) -> bool:
@@ -310,7 +344,9 @@ def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
     module._fsdp_after_forward(output)
 
 
-def _weakly(module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T) -> Callable[[Any], None]:
+def _weakly(
+    module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T
+) -> Callable[[Any], None]:
     """`method`, with an argument, of a module that autograd must not keep alive."""
     reference = weakref.ref(module)
 

@@ -53,7 +53,9 @@ class NoteHistory:
         return int.from_bytes(self._hash.digest(), "little")
 
     @waits_for_ranks
-    def first_difference(self, group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, ...]]:
+    def first_difference(
+        self, group: dist.ProcessGroup | None, device: torch.device
+    ) -> list[tuple[int, ...]]:
         """Every rank's note, by rank in the group, where they first differ. All ranks of the group call it together.
 
         A rank that had done everything by then has a note of zeros. If all notes that are kept are the same, so are
@@ -98,6 +100,10 @@ def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, 
 
     said = []
     for note, those in ranks.items():
-        who = f"rank {those[0]} was" if len(those) == 1 else f"ranks {', '.join(map(str, those))} were"
+        who = (
+            f"rank {those[0]} was"
+            if len(those) == 1
+            else f"ranks {', '.join(map(str, those))} were"
+        )
         said.append(f"{who} about to {describe(note) if any(note) else 'do nothing more'}")
     return "; ".join(said)

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
@@ -21,7 +24,9 @@ RECUTS_ON_LOAD = "recuts_states_on_load"
 
 def follow_optimizers() -> tuple[RemovableHandle, RemovableHandle]:
     """Registers the hooks on all optimizers there are and will be; they do nothing for plain parameters."""
-    return register_optimizer_step_pre_hook(_recut_states), register_optimizer_step_post_hook(_mark_updated)
+    return register_optimizer_step_pre_hook(_recut_states), register_optimizer_step_post_hook(
+        _mark_updated
+    )
 
 
 def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -47,12 +52,18 @@ def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
     """RuntimeError where torch's own optimizers would fail on gradients of another dtype, with a word of what to do."""
-    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(optimizer):
+    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(
+        optimizer
+    ):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is not None and gradient.dtype != parameter.dtype and group_of(parameter) is not None:
+            if (
+                gradient is not None
+                and gradient.dtype != parameter.dtype
+                and group_of(parameter) is not None
+            ):
                 raise RuntimeError(
                     f"Expected gradients in {parameter.dtype}, as the main weights, got {gradient.dtype}: call "
                     "fully_shard_optimizer(optimizer), or choose MixedPrecisionPolicy's dtypes alike."

@@ -76,7 +76,9 @@ class FsdpParameter:
         """Whether the owning modules have one of the two, and nothing that somebody has put in their place."""
         modules = [(owner(), name) for owner, name in self.owners]
         own = (id(self.full), id(self.sharded))
-        return all(module is None or id(module._parameters.get(name)) in own for module, name in modules)
+        return all(
+            module is None or id(module._parameters.get(name)) in own for module, name in modules
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,26 +135,36 @@ class FsdpParameterGroup:
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
-        self.layout = GlobalLayout.build([parameter.original.shape for parameter in owned], mesh.size())
+        self.layout = GlobalLayout.build(
+            [parameter.original.shape for parameter in owned], mesh.size()
+        )
         self._device = device
-        self._is_on_host = self.requires_grad and offload is not None and offload.main_weights_on_host
+        self._is_on_host = (
+            self.requires_grad and offload is not None and offload.main_weights_on_host
+        )
         self._deliverer: weakref.ref[object] | None = None
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
-        self.fsdp_parameters = [self._make_parameter(index, parameter) for index, parameter in enumerate(owned)]
+        self.fsdp_parameters = [
+            self._make_parameter(index, parameter) for index, parameter in enumerate(owned)
+        ]
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         if self.is_gathered:
             # Once there are views: of released storage none can be made.
             self.unsharded_weight.release_storage()
         self._is_unsharded = False
         self._weights_ready: Event | None = None
-        self._reserved: Event | None = None  # after which the full parameters' memory may be written to
+        self._reserved: Event | None = (
+            None  # after which the full parameters' memory may be written to
+        )
         self._is_updated = True
         self._seen_versions = 0
         self._delivery: Event | None = None
         self._failure: tuple[Exception, TracebackType | None] | None = None
         self._before_use: Callable[[], None] | None = None  # of the delivery
-        self._before_wait: Callable[[], None] | None = None  # of the delivery that the weights in the making wait for
+        self._before_wait: Callable[[], None] | None = (
+            None  # of the delivery that the weights in the making wait for
+        )
         self._main_weight_ready: Event | None = None
         self._send_down: Callable[[Event], Event] | None = None
         self._main_grad_read: Event | None = None
@@ -231,7 +243,9 @@ class FsdpParameterGroup:
         """What this thread does from here on comes after the updates of the main weights that are under way."""
         if self._main_weight_ready is not None:
             self._main_weight_ready.synchronize()
-            self._main_weight_ready = None  # not before: who has failed here must not get through the second time
+            self._main_weight_ready = (
+                None  # not before: who has failed here must not get through the second time
+            )
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
         """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are there.
@@ -284,13 +298,19 @@ class FsdpParameterGroup:
         is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         if self.is_gathered or is_stale or is_scattered or delivery is not None:
-            ready = self._device.event() if self._reserved is None or is_overwritten else self._reserved
+            ready = (
+                self._device.event() if self._reserved is None or is_overwritten else self._reserved
+            )
             after = [ready] if delivery is None else [ready, delivery]
             notes = [self._gather_note] if self.is_gathered or is_scattered else []
-            self._weights_ready = lane.enqueue(lambda: self._gather(is_stale, is_scattered), after, notes)
+            self._weights_ready = lane.enqueue(
+                lambda: self._gather(is_stale, is_scattered), after, notes
+            )
         if has_changed:
             # For autograd, what it has saved of these weights is no longer what they are.
-            torch.autograd.graph.increment_version([parameter.full for parameter in self.fsdp_parameters])
+            torch.autograd.graph.increment_version(
+                [parameter.full for parameter in self.fsdp_parameters]
+            )
         if delivery is not None:
             self._before_wait, self._before_use = self._before_use, None
         self._is_updated, self._seen_versions, self._delivery = False, versions, None
@@ -321,7 +341,11 @@ class FsdpParameterGroup:
 
     def index_of(self, sharded: torch.Tensor) -> int:
         """The place of one of the group's sharded parameters among them, which is that of its tensor in the layout."""
-        return next(index for index, parameter in enumerate(self.fsdp_parameters) if parameter.sharded is sharded)
+        return next(
+            index
+            for index, parameter in enumerate(self.fsdp_parameters)
+            if parameter.sharded is sharded
+        )
 
     def show_full(self) -> None:
         """Modules have the full parameters, which require a gradient where the sharded ones do.
@@ -345,7 +369,9 @@ class FsdpParameterGroup:
         if self._main_grad_read is not None:
             event, self._main_grad_read = self._main_grad_read, None
             event.wait()
-        work, notes = self.gradients.reduce([parameter.sharded for parameter in self.fsdp_parameters], is_last)
+        work, notes = self.gradients.reduce(
+            [parameter.sharded for parameter in self.fsdp_parameters], is_last
+        )
         reduced = lane.enqueue(work, [self._device.event()], notes)
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
@@ -355,7 +381,9 @@ class FsdpParameterGroup:
     def reduction_takes_memory(self) -> bool:
         """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
-        return self.gradients.takes_memory_to_reduce([parameter.sharded for parameter in self.fsdp_parameters])
+        return self.gradients.takes_memory_to_reduce(
+            [parameter.sharded for parameter in self.fsdp_parameters]
+        )
 
     def release_gradients(self) -> None:
         """Frees what `reduce` has read. Call it after the event that it answered."""
@@ -375,8 +403,12 @@ class FsdpParameterGroup:
         module = self.name or "the model"
         if note[0] == _GATHER:
             return f"gather {module}"
-        without = [name for index, name in enumerate(self.names) if not _is_in_mask(note[2:], index)]
-        return f"reduce the gradients of {module}" + (f", which has none for {', '.join(without)}" if without else "")
+        without = [
+            name for index, name in enumerate(self.names) if not _is_in_mask(note[2:], index)
+        ]
+        return f"reduce the gradients of {module}" + (
+            f", which has none for {', '.join(without)}" if without else ""
+        )
 
     @property
     def names(self) -> list[str]:
@@ -400,7 +432,9 @@ class FsdpParameterGroup:
         elif self.main_weight is not self.model_weight:
             # Gathering the rest of the model weights is no change of the main weights.
             part = apart(self.main_weight.local_buffer)
-            self.main_weight = DBuffer.from_local(part, self.mesh, self.placements.optimizer, self.layout)
+            self.main_weight = DBuffer.from_local(
+                part, self.mesh, self.placements.optimizer, self.layout
+            )
             self.post_optimizer_model_weight = self.main_weight
         self.unsharded_weight = self.model_weight
         if self.model_weight.range.numel < self.layout.size:
@@ -424,12 +458,16 @@ class FsdpParameterGroup:
     def _host_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
         numel = DBuffer(self.mesh, placements, self.layout, dtype, "meta").range.numel
         # What never travels need not be pinned.
-        slab = HostSlab(numel * dtype.itemsize, self._device, is_pinned=False, purpose="main weights")
+        slab = HostSlab(
+            numel * dtype.itemsize, self._device, is_pinned=False, purpose="main weights"
+        )
         return DBuffer.from_local(slab.tensor(0, numel, dtype), self.mesh, placements, self.layout)
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # What gathers write must not count as a change of what autograd has saved.
-        full = nn.Parameter(apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad)
+        full = nn.Parameter(
+            apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
+        )
         sharded = self._make_sharded(index)
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
@@ -455,7 +493,9 @@ class FsdpParameterGroup:
         sharded = parameter.sharded
         local, buffer = local_tensor(sharded), self.main_weight.local_buffer
         place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
-        is_other = group_of(sharded) is not self or (local.numel() > 0 and local.data_ptr() != place)
+        is_other = group_of(sharded) is not self or (
+            local.numel() > 0 and local.data_ptr() != place
+        )
         if is_other or not parameter.is_shown():
             raise RuntimeError(
                 f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, got another tensor; "
@@ -481,9 +521,13 @@ class FsdpParameterGroup:
         if is_stale:
             self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
         if is_scattered:
-            self.post_optimizer_model_weight.redistribute(self.placements.parameter, out=self.model_weight, note=note)
+            self.post_optimizer_model_weight.redistribute(
+                self.placements.parameter, out=self.model_weight, note=note
+            )
         if self.is_gathered:
-            self.model_weight.redistribute(self.unsharded_weight.placements, out=self.unsharded_weight, note=note)
+            self.model_weight.redistribute(
+                self.unsharded_weight.placements, out=self.unsharded_weight, note=note
+            )
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees: through the parameters, or through the buffer."""

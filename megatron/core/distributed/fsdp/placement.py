@@ -43,14 +43,20 @@ def check_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
     for axis, placement in enumerate(checked):
         if isinstance(placement, Shard):
             if placement.dim != 0:
-                raise NotImplementedError(f"Expected shards of dim 0, got {placement} on axis {axis}.")
+                raise NotImplementedError(
+                    f"Expected shards of dim 0, got {placement} on axis {axis}."
+                )
             is_cut = True
         elif is_cut:
             raise ValueError(f"Expected the sharded axes to be the last ones, got {checked}.")
         elif not isinstance(placement, (Replicate, Partial)):
-            raise TypeError(f"Expected Replicate, Partial or Flat, got {placement!r} on axis {axis}.")
+            raise TypeError(
+                f"Expected Replicate, Partial or Flat, got {placement!r} on axis {axis}."
+            )
         elif isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
-            raise TypeError(f"Expected Partial('sum') or Partial('avg'), got {placement!r} on axis {axis}.")
+            raise TypeError(
+                f"Expected Partial('sum') or Partial('avg'), got {placement!r} on axis {axis}."
+            )
     return checked
 
 
@@ -96,11 +102,17 @@ class Placements:
                 raise ValueError(
                     f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got {len(placements)}."
                 )
-            if name != "gradient" and any(isinstance(placement, Partial) for placement in placements):
-                raise ValueError(f"Expected {name} buffers that are replicated or sharded, got {placements}.")
+            if name != "gradient" and any(
+                isinstance(placement, Partial) for placement in placements
+            ):
+                raise ValueError(
+                    f"Expected {name} buffers that are replicated or sharded, got {placements}."
+                )
             object.__setattr__(self, name, placements)
         for coarse, fine in (("parameter", "gradient"), ("gradient", "optimizer")):
-            pairs = zip(sharded_axes(getattr(self, coarse)), sharded_axes(getattr(self, fine)), strict=True)
+            pairs = zip(
+                sharded_axes(getattr(self, coarse)), sharded_axes(getattr(self, fine)), strict=True
+            )
             if any(is_coarse_cut and not is_fine_cut for is_coarse_cut, is_fine_cut in pairs):
                 raise ValueError(
                     f"Expected {fine} placements that are cut wherever {coarse} placements are, "

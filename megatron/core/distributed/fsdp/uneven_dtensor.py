@@ -19,14 +19,24 @@ import torch
 from torch import nn
 from torch._library.simple_registry import singleton as operator_registry
 from torch.autograd.function import once_differentiable
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.uneven_operators as operators
-from megatron.core.distributed.fsdp.uneven_rows import CopyOfView, UnevenRows, gathered, replicated, whole_tensor
+from megatron.core.distributed.fsdp.uneven_rows import (
+    CopyOfView,
+    UnevenRows,
+    gathered,
+    replicated,
+    whole_tensor,
+)
 from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
 
 
@@ -85,7 +95,9 @@ class UnevenDTensor(UnevenRows):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError("Expected a leaf to deep-copy, got a tensor with a graph. Detach it first.")
+            raise RuntimeError(
+                "Expected a leaf to deep-copy, got a tensor with a graph. Detach it first."
+            )
 
         copied: Any = self.detach().clone()
         if isinstance(self, nn.Parameter):
@@ -144,7 +156,11 @@ class UnevenDTensor(UnevenRows):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return operators.run(func, args, kwargs or {})
 
@@ -182,7 +198,9 @@ class _ToLocal(torch.autograd.Function):
     """The local rows as a plain tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: UnevenDTensor, grad_placements: Sequence[Placement] | None
+    ) -> torch.Tensor:
         ctx.like, ctx.grad_placements = tensor.detach(), grad_placements
         ctx.set_materialize_grads(False)
         return tensor._local_tensor.view_as(tensor._local_tensor)
@@ -214,7 +232,9 @@ def _rebuild(
     return tensor.requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
 
-def _rule_of_copies(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def _rule_of_copies(
+    _: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
     return CopyOfView.__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -195,18 +195,27 @@ def _elementwise(func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mappin
 
     outer: dict[int, torch.Tensor] = {}
     own_args = [_local_argument(value, traits, references, outer, func) for value in args]
-    own_kwargs = {name: _local_argument(value, traits, references, outer, func) for name, value in kwargs.items()}
+    own_kwargs = {
+        name: _local_argument(value, traits, references, outer, func)
+        for name, value in kwargs.items()
+    }
     result = func(*own_args, **own_kwargs)
 
     # Operations on lists move no version counters, and compute weights would not follow.
     if traits.is_on_lists and written:
-        changed = [tensor for tensor in written if isinstance(tensor, UnevenRows) and not tensor.is_inference()]
+        changed = [
+            tensor
+            for tensor in written
+            if isinstance(tensor, UnevenRows) and not tensor.is_inference()
+        ]
         torch.autograd.graph.increment_version(changed)
 
     if not isinstance(result, (list, tuple)):
         return _outer_result(result, references[0] if references else None, outer)
     cuts = references if traits.is_on_lists else references * len(result)
-    return type(result)([_outer_result(item, cut, outer) for item, cut in zip(result, cuts, strict=True)])
+    return type(result)(
+        [_outer_result(item, cut, outer) for item, cut in zip(result, cuts, strict=True)]
+    )
 
 
 def _columns(traits: _Traits, values: Sequence[Any]) -> Any:
@@ -217,7 +226,11 @@ def _columns(traits: _Traits, values: Sequence[Any]) -> Any:
     lists = [value for value in values if isinstance(value, (list, tuple)) and value]
     lists = [value for value in lists if isinstance(value[0], torch.Tensor)]
     if not traits.is_on_lists:
-        return NotImplemented if lists else [[value for value in values if isinstance(value, torch.Tensor)]]
+        return (
+            NotImplemented
+            if lists
+            else [[value for value in values if isinstance(value, torch.Tensor)]]
+        )
     if any(len(items) != len(lists[0]) for items in lists):
         return NotImplemented
 
@@ -261,12 +274,18 @@ def _can_stay_local(
     return True
 
 
-def _check_partial(func: Any, traits: _Traits, column: Sequence[torch.Tensor], reference: UnevenRows) -> None:
+def _check_partial(
+    func: Any, traits: _Traits, column: Sequence[torch.Tensor], reference: UnevenRows
+) -> None:
     """RuntimeError if an operation on partial sums would not give those of the result."""
-    is_scaled = traits.name in _SCALING and "mode" not in func._overloadname and column[0] is reference
+    is_scaled = (
+        traits.name in _SCALING and "mode" not in func._overloadname and column[0] is reference
+    )
     is_scaled = is_scaled and all(tensor.dim() == 0 for tensor in column[1:])
     is_added = traits.name in _ADDING and len(column) > 1
-    is_added = is_added and all(isinstance(each, UnevenRows) and each.is_cut_as(reference) for each in column)
+    is_added = is_added and all(
+        isinstance(each, UnevenRows) and each.is_cut_as(reference) for each in column
+    )
 
     if not is_scaled and not is_added:
         reference.check_whole(str(func))
@@ -281,7 +300,10 @@ def _local_argument(
 ) -> Any:
     """An argument with local tensors for distributed ones, which `outer` then finds by the ids of the local ones."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        found = [_localised(item, reference, func) for item, reference in zip(value, references, strict=True)]
+        found = [
+            _localised(item, reference, func)
+            for item, reference in zip(value, references, strict=True)
+        ]
         outer.update(zip(map(id, found), value, strict=True))
         return found
     if not isinstance(value, torch.Tensor):
@@ -294,7 +316,9 @@ def _local_argument(
     return own
 
 
-def _outer_result(value: Any, reference: UnevenRows | None, outer: Mapping[int, torch.Tensor]) -> Any:
+def _outer_result(
+    value: Any, reference: UnevenRows | None, outer: Mapping[int, torch.Tensor]
+) -> Any:
     """What the operation has written to, or a new tensor cut as `reference`."""
     if id(value) in outer:
         return outer[id(value)]
@@ -308,7 +332,9 @@ def _localised(tensor: torch.Tensor, reference: UnevenRows | None, func: Any) ->
     if isinstance(tensor, UnevenRows) and reference is not None and tensor.is_cut_as(reference):
         return tensor._local_tensor
     if not isinstance(tensor, DTensor):
-        is_source = func is aten.copy_.default and reference is not None and tensor.shape == reference.shape
+        is_source = (
+            func is aten.copy_.default and reference is not None and tensor.shape == reference.shape
+        )
         if is_source:
             assert reference is not None, "just asked"
             return reference.own_rows(tensor)
@@ -352,7 +378,12 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
     aten.is_pinned.default: _is_pinned,
     **{
         func: _new(func)
-        for func in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
+        for func in (
+            aten.new_empty.default,
+            aten.new_full.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+        )
     },
 }
 
@@ -419,7 +450,9 @@ def _put_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor._local_tensor.copy_(own._local_tensor)
 
 
-def _whole_result(value: Any, *, mesh: DeviceMesh, originals: Mapping[int, torch.Tensor], kind: type[DTensor]) -> Any:
+def _whole_result(
+    value: Any, *, mesh: DeviceMesh, originals: Mapping[int, torch.Tensor], kind: type[DTensor]
+) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return originals[id(value)] if id(value) in originals else replicated(value, mesh, kind)

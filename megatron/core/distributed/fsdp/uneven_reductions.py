@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, replicated, tensors_among, uneven_among
+from megatron.core.distributed.fsdp.uneven_rows import (
+    UnevenRows,
+    replicated,
+    tensors_among,
+    uneven_among,
+)
 
 aten = torch.ops.aten
 
@@ -25,7 +30,9 @@ def can_reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     """Whether `reduction` computes this: one of REDUCTIONS, over all elements."""
     if func not in _NORMS:
         return True
-    dims = kwargs.get("dim", args[2] if len(args) > 2 and func is aten.linalg_vector_norm.default else None)
+    dims = kwargs.get(
+        "dim", args[2] if len(args) > 2 and func is aten.linalg_vector_norm.default else None
+    )
     tensors: list[Any] = list(tensors_among(args, {}))
     meshes = [tensor.device_mesh if isinstance(tensor, UnevenRows) else None for tensor in tensors]
     is_of_one_mesh = None not in meshes and all(mesh == meshes[0] for mesh in meshes)

@@ -69,13 +69,22 @@ class UnevenRows(DTensor):
             shape, strides: of the whole tensor.
             device: where the tensor says it is; default: where `local` is.
         """
-        rows = {placement.whole.num_rows for placement in placements if isinstance(placement, UnevenShard)}
+        rows = {
+            placement.whole.num_rows
+            for placement in placements
+            if isinstance(placement, UnevenShard)
+        }
         if rows != {shape[0]}:
-            raise ValueError(f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}.")
+            raise ValueError(
+                f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}."
+            )
 
         # DTensor's own code reads the spec, and caches by specs: what it caches for one tensor must be true
         # for every tensor with an equal spec. So the spec says Shard(0), and `placements` says which rows.
-        plain = [Shard(0) if isinstance(placement, UnevenShard) else placement for placement in placements]
+        plain = [
+            Shard(0) if isinstance(placement, UnevenShard) else placement
+            for placement in placements
+        ]
         meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
         spec = DTensorSpec(mesh, tuple(plain), tensor_meta=meta)
 
@@ -122,7 +131,9 @@ class UnevenRows(DTensor):
             found = self._over(local, self._spec, self._placements)
         else:
             shape = (self.shape[0], *local.shape[1:])
-            found = self.over(local, self.device_mesh, self._placements, shape, _strides(local, shape))
+            found = self.over(
+                local, self.device_mesh, self._placements, shape, _strides(local, shape)
+            )
 
         # Whatever updates these rows in the background updates them for a view as well.
         if self._before_use is not None and _is_same_storage(local, own):
@@ -138,7 +149,9 @@ class UnevenRows(DTensor):
         ]
         return self.recut_view(local, placements, (self.shape[0] * factor, *local.shape[1:]))
 
-    def recut_view(self: T, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> T:
+    def recut_view(
+        self: T, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]
+    ) -> T:
         """A view of this tensor whose rows are others, over the local ones."""
         found = self.over(local, self.device_mesh, placements, shape, _strides(local, shape))
         found._before_use = self._before_use
@@ -160,7 +173,9 @@ class UnevenRows(DTensor):
 
     def is_partial(self) -> bool:
         """Whether the rows are sums that have still to be reduced over an axis."""
-        return len(self._placements) > 1 and any(placement.is_partial() for placement in self._placements)
+        return len(self._placements) > 1 and any(
+            placement.is_partial() for placement in self._placements
+        )
 
     def wait_until_usable(self) -> None:
         """Waits for the updates of these rows that are under way on other threads, where there are any."""
@@ -208,7 +223,9 @@ def gathered(tensor: UnevenRows) -> torch.Tensor:
     return rows.to(device)
 
 
-def _gather_axis(rows: torch.Tensor, shard: UnevenShard, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+def _gather_axis(
+    rows: torch.Tensor, shard: UnevenShard, mesh: DeviceMesh, axis: int
+) -> torch.Tensor:
     """The rows of all ranks of one axis."""
     counts = [len(shard.cut.rows(place)) for place in range(shard.cut.num_pieces)]
     most, tail = max(counts), rows.shape[1:]
@@ -219,7 +236,9 @@ def _gather_axis(rows: torch.Tensor, shard: UnevenShard, mesh: DeviceMesh, axis:
     # As bytes: backends do not know all dtypes. The lanes may be exchanging parts meanwhile.
     if parts.numel():
         sent, received = own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
-        collectives.all_gather(received, sent, mesh.get_group(axis), tag=collectives.WHOLE_TENSOR_TAG)
+        collectives.all_gather(
+            received, sent, mesh.get_group(axis), tag=collectives.WHOLE_TENSOR_TAG
+        )
 
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
@@ -232,7 +251,11 @@ class CopyOfView(DTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         for argument, value in itertools.chain(
@@ -292,7 +315,11 @@ def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     PyTorch's helpers distribute what they are given whole as `torch.chunk` would. Then all ranks of the mesh bring the
     rows where they belong, together.
     """
-    if not isinstance(like, UnevenRows) or not isinstance(tensor, DTensor) or tensor.shape != like.shape:
+    if (
+        not isinstance(like, UnevenRows)
+        or not isinstance(tensor, DTensor)
+        or tensor.shape != like.shape
+    ):
         return tensor
     if isinstance(tensor, UnevenRows) and tensor.is_cut_as(like):
         return tensor

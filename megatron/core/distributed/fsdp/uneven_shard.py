@@ -44,7 +44,9 @@ class RowCut(NamedTuple):
     num_pieces: int
 
     @classmethod
-    def of(cls, layout: GlobalLayout, tensor: int, flat_range: FlatRange, num_pieces: int) -> RowCut:
+    def of(
+        cls, layout: GlobalLayout, tensor: int, flat_range: FlatRange, num_pieces: int
+    ) -> RowCut:
         """The cut of a layout's tensor where `flat_range` is divided into `num_pieces`."""
         chunk = layout.chunk(tensor, flat_range)
         shape = layout.tensor_shapes[tensor]
@@ -154,7 +156,10 @@ class UnevenShard(Shard):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, UnevenShard):
             return False
-        axis, other_axis = (self.cut.num_pieces, self.is_leftmost), (other.cut.num_pieces, other.is_leftmost)
+        axis, other_axis = (
+            (self.cut.num_pieces, self.is_leftmost),
+            (other.cut.num_pieces, other.is_leftmost),
+        )
         if axis != other_axis:
             return False
 
@@ -169,14 +174,18 @@ class UnevenShard(Shard):
 
     __str__ = __repr__
 
-    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
         """The number of rows at place `rank` of the axis, and the first of them; for PyTorch.
 
         Raises:
             ValueError: for a tensor of another size, or another number of ranks, than was cut.
         """
         if num_chunks != self.cut.num_pieces:
-            raise ValueError(f"Expected {self.cut.num_pieces} ranks, as {self} has, got {num_chunks}.")
+            raise ValueError(
+                f"Expected {self.cut.num_pieces} ranks, as {self} has, got {num_chunks}."
+            )
         if not self.is_leftmost:
             return curr_local_size, 0
 

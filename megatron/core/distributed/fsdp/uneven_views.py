@@ -48,7 +48,13 @@ def _grouped(tensor: UnevenRows, shape: Sequence[int]) -> Any:
     return tensor.recut_view(local.view(local.shape[0] // factor, *shape[1:]), placements, shape)
 
 
-def _slice(tensor: UnevenRows, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(
+    tensor: UnevenRows,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
     is_everything = not start and (end is None or end >= tensor.shape[dim]) and step == 1
     if dim % tensor.dim() == 0 and not is_everything:
         return NotImplemented
@@ -93,7 +99,9 @@ def _squeeze(tensor: UnevenRows, dims: Sequence[int] | int | None = None) -> Any
 def _expand(tensor: UnevenRows, size: Sequence[int], *, implicit: bool = False) -> Any:
     if len(size) != tensor.dim() or size[0] not in (-1, tensor.shape[0]):
         return NotImplemented
-    return tensor.with_local(aten.expand.default(tensor._local_tensor, [-1, *size[1:]], implicit=implicit))
+    return tensor.with_local(
+        aten.expand.default(tensor._local_tensor, [-1, *size[1:]], implicit=implicit)
+    )
 
 
 def _split(tensor: UnevenRows, sizes: int | Sequence[int], dim: int = 0) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from megatron.core.transformer.config import TransformerConfig
 
 
-def num_floating_point_operations(config: TransformerConfig, vocab_size: int, seq_length: int, batch: int = 1) -> int:
+def num_floating_point_operations(
+    config: TransformerConfig, vocab_size: int, seq_length: int, batch: int = 1
+) -> int:
     """Operations of forward and backward over `batch` sequences of `seq_length` tokens.
 
     Counted as Megatron does: the matrix products only, two operations per multiply-add; backward is twice forward
@@ -18,7 +20,9 @@ def num_floating_point_operations(config: TransformerConfig, vocab_size: int, se
         seq_length: tokens per sequence.
         batch: sequences.
     """
-    forward_per_token = config.num_layers * _layer_forward(config, seq_length) + 2 * config.hidden_size * vocab_size
+    forward_per_token = (
+        config.num_layers * _layer_forward(config, seq_length) + 2 * config.hidden_size * vocab_size
+    )
     return 3 * forward_per_token * seq_length * batch
 
 

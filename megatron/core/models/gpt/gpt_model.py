@@ -33,7 +33,9 @@ class LanguageModelEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
-        self.word_embeddings = WordEmbeddings(vocab_size, config.hidden_size, config.init_method_std)
+        self.word_embeddings = WordEmbeddings(
+            vocab_size, config.hidden_size, config.init_method_std
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, seq] int64 -> [batch, seq, hidden]."""
@@ -113,9 +115,15 @@ class GPTModel(nn.Module):
 
     def _check_inputs(self, tokens: Tensor, labels: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
-            raise ValueError(f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}.")
+            raise ValueError(
+                f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
+            )
         longest = self.config.max_position_embeddings
         if longest is not None and tokens.shape[1] > longest:
-            raise ValueError(f"Expected at most --max-position-embeddings {longest} tokens, got {tokens.shape[1]}.")
+            raise ValueError(
+                f"Expected at most --max-position-embeddings {longest} tokens, got {tokens.shape[1]}."
+            )
         if labels is not None and labels.shape != tokens.shape:
-            raise ValueError(f"Expected labels of shape {tuple(tokens.shape)}, got {tuple(labels.shape)}.")
+            raise ValueError(
+                f"Expected labels of shape {tuple(tokens.shape)}, got {tuple(labels.shape)}."
+            )

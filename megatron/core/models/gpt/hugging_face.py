@@ -33,7 +33,11 @@ _LAYER_NAMES = {
     "self_attention.linear_proj": "self_attn.o_proj",
     "pre_mlp_layernorm": "post_attention_layernorm",
 }
-_GATED_MLP = {"mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
+_GATED_MLP = {
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,13 @@ _LLAMA_BIASES = {
 }
 _ARCHITECTURES = (
     _Architecture(
-        "llama", "LlamaForCausalLM", "RMSNorm", "rms_norm_eps", _GATED_MLP, _LLAMA_BIASES, has_even_heads=True
+        "llama",
+        "LlamaForCausalLM",
+        "RMSNorm",
+        "rms_norm_eps",
+        _GATED_MLP,
+        _LLAMA_BIASES,
+        has_even_heads=True,
     ),
     _Architecture(
         "qwen3",
@@ -96,7 +106,13 @@ _ARCHITECTURES = (
     ),
     _Architecture("qwen2", "Qwen2ForCausalLM", "RMSNorm", "rms_norm_eps", _GATED_MLP, {_QKV: {}}),
     _Architecture(
-        "smollm3", "SmolLM3ForCausalLM", "RMSNorm", "rms_norm_eps", _GATED_MLP, _LLAMA_BIASES, position="none"
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        "RMSNorm",
+        "rms_norm_eps",
+        _GATED_MLP,
+        _LLAMA_BIASES,
+        position="none",
     ),
     _Architecture(
         "stablelm",
@@ -163,7 +179,9 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
     if config.max_position_embeddings is not None:
         content["max_position_embeddings"] = config.max_position_embeddings
     if config.position_embedding_type == "none":
-        content["no_rope_layers"] = [0] * config.num_layers  # of which 1 would have rotary positions
+        content["no_rope_layers"] = [
+            0
+        ] * config.num_layers  # of which 1 would have rotary positions
     return content
 
 
@@ -204,7 +222,9 @@ def _biases_of(config: TransformerConfig) -> str:
 
 def _architecture_of(config: TransformerConfig) -> _Architecture:
     """The one that computes what a GPT of this config does, or ConfigError."""
-    candidates = [(_differences(config, architecture), architecture) for architecture in _ARCHITECTURES]
+    candidates = [
+        (_differences(config, architecture), architecture) for architecture in _ARCHITECTURES
+    ]
     differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
     if not differences:
         return nearest
@@ -227,7 +247,9 @@ class _Difference(NamedTuple):
 
 def _distance(differences: list[_Difference]) -> tuple[int, int]:
     """Of another kind of layer comes first: it is the last thing that anybody would change."""
-    return sum(difference.flag in ("--normalization", "--swiglu") for difference in differences), len(differences)
+    return sum(
+        difference.flag in ("--normalization", "--swiglu") for difference in differences
+    ), len(differences)
 
 
 def _differences(config: TransformerConfig, architecture: _Architecture) -> list[_Difference]:
@@ -237,16 +259,24 @@ def _differences(config: TransformerConfig, architecture: _Architecture) -> list
         _Difference("--normalization", architecture.normalization, config.normalization),
         _Difference("--swiglu", architecture.is_gated, config.swiglu),
         _Difference("--qk-layernorm", architecture.qk_layernorm, config.qk_layernorm),
-        _Difference("--position-embedding-type", architecture.position, config.position_embedding_type),
+        _Difference(
+            "--position-embedding-type", architecture.position, config.position_embedding_type
+        ),
     ]
     found = [difference for difference in found if difference.expected != difference.got]
     if biases not in architecture.biases:
         expected = f"for biases {' or '.join(architecture.biases)}"
-        found.append(_Difference("--disable-bias-linear and --add-qkv-bias", expected, f"biases {biases}"))
+        found.append(
+            _Difference("--disable-bias-linear and --add-qkv-bias", expected, f"biases {biases}")
+        )
     if is_rotated and config.rotary_dim != config.head_dim and not architecture.is_partly_rotated:
         found.append(_Difference("--rotary-percent", 1.0, config.rotary_percent))
     if architecture.has_even_heads and config.hidden_size % heads:
-        found.append(_Difference("--hidden-size", f"a multiple of {heads} heads", config.hidden_size))
+        found.append(
+            _Difference("--hidden-size", f"a multiple of {heads} heads", config.hidden_size)
+        )
     if not architecture.has_own_head_dim and config.query_size != config.hidden_size:
-        found.append(_Difference("--kv-channels", f"{config.hidden_size / heads:g}", config.head_dim))
+        found.append(
+            _Difference("--kv-channels", f"{config.hidden_size / heads:g}", config.head_dim)
+        )
     return found

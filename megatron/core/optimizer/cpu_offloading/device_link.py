@@ -144,7 +144,9 @@ class GroupLink:
 
     def fetch(self, grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         assert self.group.gradients is not None, "checked when this was made"
-        indices = {id(slot.parameter): index for slot, index in zip(self.slots, self._indices, strict=True)}
+        indices = {
+            id(slot.parameter): index for slot, index in zip(self.slots, self._indices, strict=True)
+        }
         others = [
             (slot, gradient)
             for slot, gradient in gradients
@@ -158,17 +160,23 @@ class GroupLink:
     def send(self, weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
         target = self.group.post_optimizer_model_weight.local_buffer
         for offset, numel in _ranges(stepped):
-            target.narrow(0, offset, numel).copy_(weight.narrow(0, offset, numel), non_blocking=True)
+            target.narrow(0, offset, numel).copy_(
+                weight.narrow(0, offset, numel), non_blocking=True
+            )
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return self._as_buffer(flat).get_dtensor(self._indices[index])
 
     def _as_buffer(self, flat: torch.Tensor) -> DBuffer:
-        return DBuffer.from_local(flat, self.group.mesh, self.group.placements.optimizer, self.group.layout)
+        return DBuffer.from_local(
+            flat, self.group.mesh, self.group.placements.optimizer, self.group.layout
+        )
 
     def _slot(self, index: int) -> Slot:
         parameter = self.group.fsdp_parameters[index].sharded
-        return Slot(parameter, self.group.main_weight.chunk(index).offset, local_tensor(parameter).numel())
+        return Slot(
+            parameter, self.group.main_weight.chunk(index).offset, local_tensor(parameter).numel()
+        )
 
 
 class TensorLink:
@@ -223,7 +231,9 @@ class TensorLink:
                 self._versions[id(slot.parameter)] = version
                 own, given = slot.of(main_weight), _flat(slot.parameter)
                 # What has only been loaded beside its main weight is that, rounded, and says less than it.
-                if own.dtype == given.dtype or not torch.equal(own.to(given.dtype), given.to(own.device)):
+                if own.dtype == given.dtype or not torch.equal(
+                    own.to(given.dtype), given.to(own.device)
+                ):
                     own.copy_(given)
 
     def fetch_early(self, grad: torch.Tensor, seen_versions: int | None = None) -> None:

@@ -25,7 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.dtensors import local_tensor
-from megatron.core.host_memory import HostMemoryError, HostNeed, HostSlab, SlabBuilder, check_host_memory, format_bytes
+from megatron.core.host_memory import (
+    HostMemoryError,
+    HostNeed,
+    HostSlab,
+    SlabBuilder,
+    check_host_memory,
+    format_bytes,
+)
 from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
@@ -44,7 +51,11 @@ class BucketArrays:
     """
 
     def __init__(
-        self, link: DeviceLink, main_weight: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor | None
+        self,
+        link: DeviceLink,
+        main_weight: torch.Tensor,
+        grad: torch.Tensor,
+        weight: torch.Tensor | None,
     ) -> None:
         self.link = link
         self.main_weight = main_weight
@@ -68,18 +79,29 @@ class BucketArrays:
 class HostAllocator:
     """See the module's docstring."""
 
-    def __init__(self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool) -> None:
+    def __init__(
+        self, device: Device, pins_grads: bool, pins_params: bool, has_moments: bool
+    ) -> None:
         self._device = device
-        self._pins = {"gradients": pins_grads, "compute weights": pins_params, "main weights": False, "states": False}
+        self._pins = {
+            "gradients": pins_grads,
+            "compute weights": pins_params,
+            "main weights": False,
+            "states": False,
+        }
         self._has_moments = has_moments
         self._builders = {purpose: SlabBuilder() for purpose in self._pins}
-        self._places: dict[tuple[int, str], tuple[str, int, int, torch.dtype]] = {}  # by id of the link, and what
+        self._places: dict[
+            tuple[int, str], tuple[str, int, int, torch.dtype]
+        ] = {}  # by id of the link, and what
         self._slabs: dict[str, HostSlab] = {}
         self._own: dict[int, torch.Tensor] = {}  # by id of the link: main weights that are there
         self._widest: DeviceLink | None = None
         self.needs: list[HostNeed] = []
 
-    def plan(self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    def plan(
+        self, links: Sequence[DeviceLink], moment_dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> None:
         """Takes in what every bucket needs, one kind of array after the other."""
         self._own = {id(link): own for link in links if (own := link.own_main_weight()) is not None}
         new = [link for link in links if id(link) not in self._own]
@@ -91,9 +113,13 @@ class HostAllocator:
         if not self._has_moments:
             # What other optimizers are given has the main weights' dtype; buckets are updated one after the other.
             narrow = [link for link in links if link.grad_dtype != link.main_dtype]
-            self._widest = max(narrow, key=lambda link: link.numel * link.main_dtype.itemsize, default=None)
+            self._widest = max(
+                narrow, key=lambda link: link.numel * link.main_dtype.itemsize, default=None
+            )
             if self._widest is not None:
-                self._add_each("widened gradients", "states", [self._widest], lambda link: link.main_dtype)
+                self._add_each(
+                    "widened gradients", "states", [self._widest], lambda link: link.main_dtype
+                )
         others = [link for link in links if not self._shares(link)]
         self._add_each("compute weights", "compute weights", others, lambda link: link.weight_dtype)
 
@@ -121,7 +147,9 @@ class HostAllocator:
         """
         try:
             for purpose, builder in self._builders.items():
-                self._slabs[purpose] = builder.build(self._device, is_pinned=self._pins[purpose], purpose=purpose)
+                self._slabs[purpose] = builder.build(
+                    self._device, is_pinned=self._pins[purpose], purpose=purpose
+                )
         except BaseException:
             # The traceback keeps this allocator. Whoever catches the error, to go on unpinned, needs the memory now.
             self._slabs.clear()
@@ -143,10 +171,19 @@ class HostAllocator:
         return None if self._widest is None else self._array(self._widest, "widened gradients")
 
     def _shares(self, link: DeviceLink) -> bool:
-        return shares_memory(link.grad_dtype, link.weight_dtype, self._pins["gradients"], self._pins["compute weights"])
+        return shares_memory(
+            link.grad_dtype,
+            link.weight_dtype,
+            self._pins["gradients"],
+            self._pins["compute weights"],
+        )
 
     def _add_each(
-        self, what: str, purpose: str, links: Iterable[DeviceLink], dtype_of: Callable[[DeviceLink], torch.dtype]
+        self,
+        what: str,
+        purpose: str,
+        links: Iterable[DeviceLink],
+        dtype_of: Callable[[DeviceLink], torch.dtype],
     ) -> None:
         before = self._builders[purpose].nbytes
         for link in links:
@@ -167,13 +204,17 @@ def _same(dtype: torch.dtype, _: DeviceLink) -> torch.dtype:
     return dtype
 
 
-def shares_memory(grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads: bool, pins_params: bool) -> bool:
+def shares_memory(
+    grad_dtype: torch.dtype, weight_dtype: torch.dtype, pins_grads: bool, pins_params: bool
+) -> bool:
     """Whether weights on their way up are written over the gradients that they came from."""
     return grad_dtype == weight_dtype and pins_grads == pins_params
 
 
 @waits_for_ranks
-def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None) -> None:
+def check_memory_on_all_ranks(
+    needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None
+) -> None:
     """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look.
 
     Raises:
@@ -187,7 +228,9 @@ def check_memory_on_all_ranks(needs: Sequence[HostNeed], num_local_ranks: int | 
     except HostMemoryError as error:
         failure = error
     failed_bytes = 0 if failure is None else sum(need.nbytes for need in needs) * num_local_ranks
-    most = torch.tensor(failed_bytes, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type)
+    most = torch.tensor(
+        failed_bytes, dtype=torch.int64, device="cpu" if mesh is None else mesh.device_type
+    )
     if mesh is not None:
         for axis in range(mesh.ndim):
             with issuing("all-reduce of the host memory that is missing", most):

@@ -47,7 +47,9 @@ def host_threads(
     return HostThreads(share if number is None else number, cores)
 
 
-def _share_and_cores(device: Device, num_local_ranks: int, nodes: Path) -> tuple[int, list[int] | None]:
+def _share_and_cores(
+    device: Device, num_local_ranks: int, nodes: Path
+) -> tuple[int, list[int] | None]:
     """A rank's share of the cores, and the ones they may run on, as in `HostThreads`."""
     allowed, num_sharing = allowed_cores(), num_sharing_ranks(num_local_ranks)
     if not device.is_accelerator:
@@ -72,4 +74,6 @@ def _num_ranks_near(device: Device, node: int, num_local_ranks: int, nodes: Path
     if driver_of(device.kind).device_count() < num_local_ranks:
         # Each process sees its own device only: they are spread evenly, most likely.
         return -(-num_local_ranks // numa.num_nodes(nodes))
-    return sum(Device(device.kind, index).numa_node == node for index in range(num_local_ranks)) or 1
+    return (
+        sum(Device(device.kind, index).numa_node == node for index in range(num_local_ranks)) or 1
+    )

@@ -36,7 +36,9 @@ class Prepared(NamedTuple):
 class HostUpdate(Protocol):
     """See the module's docstring."""
 
-    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
+    def prepare(
+        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]
+    ) -> Prepared:
         """The step of the slots (with their numbers) that have a gradient. ValueError for options it cannot honour."""
 
     def states(self, index: int) -> dict[str, Any]:
@@ -69,20 +71,28 @@ class FlatAdam:
         self._adam = adam
         self._states = [self._make_states(index) for index in range(len(bucket.link.slots))]
 
-    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
+    def prepare(
+        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]
+    ) -> Prepared:
         counters = [self._states[index]["step"] for index, _ in stepped]
         steps = [
             AdamStep.of(options(slot.parameter), int(counter) + 1, 1.0, self._adam_w_mode)
             for (_, slot), counter in zip(stepped, counters, strict=True)
         ]
-        pieces = merged(self._piece(slot, step) for (_, slot), step in zip(stepped, steps, strict=True) if slot.numel)
+        pieces = merged(
+            self._piece(slot, step)
+            for (_, slot), step in zip(stepped, steps, strict=True)
+            if slot.numel
+        )
 
         def begin() -> None:
             for counter, step in zip(counters, steps, strict=True):
                 counter.fill_(step.step)
 
         nbytes = sum(map(_traffic, pieces))
-        return Prepared(begin, lambda grad_scale: self._adam.run(with_grad_scale(pieces, grad_scale)), nbytes)
+        return Prepared(
+            begin, lambda grad_scale: self._adam.run(with_grad_scale(pieces, grad_scale)), nbytes
+        )
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
@@ -132,11 +142,17 @@ class TorchUpdate:
         self._widened = None if widened is None else widened.view(bucket.main_weight.dtype)
         self._parameters = [self._view(slot) for slot in bucket.link.slots]
         # A group for each, so that every parameter keeps the options of the group it has outside.
-        self._optimizer = cls([{"params": [parameter]} for parameter in self._parameters], **options)
+        self._optimizer = cls(
+            [{"params": [parameter]} for parameter in self._parameters], **options
+        )
         self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
-        self._inner: list[dict[str, Any]] = [{} for _ in self._parameters]  # what _states was made from
+        self._inner: list[dict[str, Any]] = [
+            {} for _ in self._parameters
+        ]  # what _states was made from
 
-    def prepare(self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]) -> Prepared:
+    def prepare(
+        self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]
+    ) -> Prepared:
         known = self._optimizer.defaults
         values = {
             index: {name: value for name, value in options(slot.parameter).items() if name in known}
@@ -174,7 +190,9 @@ class TorchUpdate:
         inner = {name: value for name, value in states.items() if name != MASTER}
         load_torch_states(self._optimizer, self._parameters[index], inner)
 
-    def _step(self, stepped: Sequence[tuple[int, Slot]], values: Mapping[int, Options], grad_scale: float) -> None:
+    def _step(
+        self, stepped: Sequence[tuple[int, Slot]], values: Mapping[int, Options], grad_scale: float
+    ) -> None:
         bucket = self._bucket
         for parameter in self._parameters:
             parameter.grad = None
@@ -193,7 +211,9 @@ class TorchUpdate:
             slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
 
     def _view(self, slot: Slot) -> nn.Parameter:
-        return nn.Parameter(slot.of(self._bucket.main_weight).view(local_tensor(slot.parameter).shape))
+        return nn.Parameter(
+            slot.of(self._bucket.main_weight).view(local_tensor(slot.parameter).shape)
+        )
 
     def _as_state(self, index: int, value: Any) -> Any:
         parameter = self._bucket.link.slots[index].parameter
@@ -204,4 +224,8 @@ class TorchUpdate:
 def _traffic(piece: AdamPiece) -> int:
     """Bytes that a pass over these arrays reads and writes: weight and moments both, the others one of the two."""
     both = (piece.weight, piece.exp_avg, piece.exp_avg_sq)
-    return 2 * sum(array.nbytes for array in both) + piece.grad.nbytes + (0 if piece.out is None else piece.out.nbytes)
+    return (
+        2 * sum(array.nbytes for array in both)
+        + piece.grad.nbytes
+        + (0 if piece.out is None else piece.out.nbytes)
+    )

@@ -28,14 +28,25 @@ from megatron.core.dtensors import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.clip_grads import scale_grads
-from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, GroupLink, Slot, TensorLink
+from megatron.core.optimizer.cpu_offloading.device_link import (
+    DeviceLink,
+    GroupLink,
+    Slot,
+    TensorLink,
+)
 from megatron.core.optimizer.cpu_offloading.host_arrays import (
     BucketArrays,
     HostAllocator,
     check_memory_on_all_ranks,
 )
 from megatron.core.optimizer.cpu_offloading.host_threads import host_threads
-from megatron.core.optimizer.cpu_offloading.host_update import FlatAdam, HostUpdate, Options, Prepared, TorchUpdate
+from megatron.core.optimizer.cpu_offloading.host_update import (
+    FlatAdam,
+    HostUpdate,
+    Options,
+    Prepared,
+    TorchUpdate,
+)
 from megatron.core.optimizer.cpu_offloading.issuing_lane import IssuingLane
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.side_options import (
@@ -135,13 +146,17 @@ class _Bucket:
                 mine, lane = bucket(), lane_of()
                 if mine is None or lane is None:
                     return reduced
-                assert isinstance(mine.link, GroupLink), "a bucket keeps its link, and this one had a group's"
+                assert isinstance(mine.link, GroupLink), (
+                    "a bucket keeps its link, and this one had a group's"
+                )
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
                 # The reduction has been issued, and has counted its writes. The copy comes behind it, not behind what
                 # this thread issues until the worker gets to it.
                 seen = link.main_versions() if isinstance(lane, IssuingLane) else None
-                return mine.fetch(lane, _timed(step, D2H, lambda: link.fetch_early(grad, seen)), [reduced])
+                return mine.fetch(
+                    lane, _timed(step, D2H, lambda: link.fetch_early(grad, seen)), [reduced]
+                )
 
             self.link.group.send_main_grad(send_down)
 
@@ -244,15 +259,23 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         check_moment_dtypes(moment_dtypes, self._is_flat, is_flat_adam(device_cls, kwargs))
         super().__init__(params, common_defaults(host_cls, device_cls, kwargs))
-        if (overlap_step_with_forward or fetch_during_backward) and not overlap_cpu_optimizer_d2h_h2d:
-            raise ValueError("Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off.")
+        if (
+            overlap_step_with_forward or fetch_during_backward
+        ) and not overlap_cpu_optimizer_d2h_h2d:
+            raise ValueError(
+                "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
+            )
         if use_decoupled_grad and not (self._is_flat and is_flat_adam(device_cls, kwargs)):
             classes = f"{host_cls.__name__} and {device_cls.__name__}"
-            raise NotImplementedError(f"Expected FusedAdam on both sides with use_decoupled_grad, got {classes}.")
+            raise NotImplementedError(
+                f"Expected FusedAdam on both sides with use_decoupled_grad, got {classes}."
+            )
         self.use_decoupled_grad = use_decoupled_grad
         self._fetches_early = fetch_during_backward
         self._overlaps_forward = overlap_step_with_forward
-        self._device = device_of([parameter for group in self.param_groups for parameter in group["params"]])
+        self._device = device_of(
+            [parameter for group in self.param_groups for parameter in group["params"]]
+        )
         self._make_lanes(overlap_cpu_optimizer_d2h_h2d, pin_cpu_grads)
         self._timings: TimingRecorder | None = None
         if records_timings:
@@ -267,10 +290,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of([*on_device, *on_host]))
         adam = None
         if self._is_flat and links:
-            threads = host_threads(self._device, num_local_ranks or local_world_size(), num_host_threads)
+            threads = host_threads(
+                self._device, num_local_ranks or local_world_size(), num_host_threads
+            )
             adam = HostAdam(threads.number, cores=threads.cores)
         # The device's first: what it refuses must leave the host's groups where they are.
-        fused: dict[str, Any] = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True))
+        fused: dict[str, Any] = dict(
+            zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moment_dtypes, strict=True)
+        )
         fused |= {"master_weights": param_update_in_fp32, "num_host_threads": num_host_threads}
         fused |= {"use_decoupled_grad": use_decoupled_grad}
         self._make_device_side(on_device, device_cls, known_to(device_cls, kwargs), fused)
@@ -289,7 +316,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         if self._host is not None:
-            raise RuntimeError("Expected states to come by load_state_dict, which knows where they lie, got others.")
+            raise RuntimeError(
+                "Expected states to come by load_state_dict, which knows where they lie, got others."
+            )
         self._state = state
 
     @torch.no_grad()
@@ -313,14 +342,20 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.link.check(self)
 
-        options = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        options = {
+            id(parameter): group for group in self.param_groups for parameter in group["params"]
+        }
         planned = [_plan_bucket(bucket, options) for bucket in self._buckets]
         on_host = [step for step in planned if step is not None]
         return HybridStep(inputs, on_host, self._plan_on_device())
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0, planned: HybridStep | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        planned: HybridStep | None = None,
     ) -> Any:
         """Steps every parameter that has a gradient.
 
@@ -417,10 +452,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups = [own | loaded for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=False)]
+        groups = [
+            own | loaded
+            for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=False)
+        ]
         for group in groups if self._is_flat else ():
             AdamStep.of(group, 1, 1.0, True)
-        saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for group in self.param_groups for p in group["params"]}
+        saved: dict[torch.Tensor, Mapping[str, Any]] = {
+            p: {} for group in self.param_groups for p in group["params"]
+        }
         saved.update(states_by_parameter(self.param_groups, state_dict))
         self._wait_until_free()
         self.init_state()
@@ -440,7 +480,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 bucket.update.load(index, states)
             elif optimizer is not None and not isinstance(optimizer, FusedAdam):
                 load_torch_states(optimizer, parameter, states)
-        for group, other in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
+        for group, other in zip(
+            self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True
+        ):
             group.update({name: value for name, value in other.items() if name not in IDENTITIES})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -448,11 +490,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, while the optimizer is made. NotImplementedError later: the sides are planned once."""
         if self._host is not None:
-            raise NotImplementedError("Expected all parameters when the optimizer is made, got another group.")
+            raise NotImplementedError(
+                "Expected all parameters when the optimizer is made, got another group."
+            )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("Expected state_dict() to be used, got an attempt to copy or pickle an offloaded optimizer.")
+        raise TypeError(
+            "Expected state_dict() to be used, got an attempt to copy or pickle an offloaded optimizer."
+        )
 
     # Building
 
@@ -515,7 +561,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if adam is None:
                 update = TorchUpdate(arrays, cls, options, allocator.widened())
             else:
-                update = FlatAdam(arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True))
+                update = FlatAdam(
+                    arrays, *allocator.moments(link), adam, options.get("adam_w_mode", True)
+                )
             buckets.append(_Bucket(arrays, update, self._timings, self.use_decoupled_grad))
             if self._fetches_early:
                 buckets[-1].fetch_early(self._d2h)
@@ -524,7 +572,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._host = _Host(allocator.nbytes, allocator.nbytes_by_state, buckets)
         # What the lanes work on must outlast their work. At the program's end nothing is given back, and a lane may
         # wait for a peer that is gone.
-        weakref.finalize(self, _release, (self._update_lane, self._d2h, self._h2d), self._host).atexit = False
+        weakref.finalize(
+            self, _release, (self._update_lane, self._d2h, self._h2d), self._host
+        ).atexit = False
         self._slots = {id(s.parameter): (b, n) for b in buckets for n, s in enumerate(b.link.slots)}
 
     def _make_device_side(
@@ -538,7 +588,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             return
         if is_flat_adam(cls, options):
             cls = FusedAdam
-            options = {name: value for name, value in options.items() if name in ADAM_OPTIONS} | fused_options
+            options = {
+                name: value for name, value in options.items() if name in ADAM_OPTIONS
+            } | fused_options
         mine = {id(parameter) for unit in units for parameter in unit.parameters}
         known = defaults_of(cls, options)
         groups = [
@@ -566,8 +618,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _check_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         found = difference(gradient, parameter)
-        if found is None and (gradient.layout is not torch.strided or not gradient.is_floating_point()):
-            found = Difference("a dense, floating-point tensor", f"{gradient.layout}, {gradient.dtype}")
+        if found is None and (
+            gradient.layout is not torch.strided or not gradient.is_floating_point()
+        ):
+            found = Difference(
+                "a dense, floating-point tensor", f"{gradient.layout}, {gradient.dtype}"
+            )
         if found is None and gradient.device != parameter.device:
             found = Difference(str(parameter.device), str(gradient.device))
         if found is None and id(parameter) in self._slots:
@@ -581,7 +637,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"{found.got}."
             )
 
-    def _begin(self, step: _BucketStep, grad_scale: float, now: Event, timings: StepTimings | None) -> Event:
+    def _begin(
+        self, step: _BucketStep, grad_scale: float, now: Event, timings: StepTimings | None
+    ) -> Event:
         """Queues a bucket's step. Answers the event after which its gradients have been read."""
         bucket, prepared, gradients = step
         link, arrays = bucket.link, bucket.arrays
@@ -610,7 +668,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if timings is None:
                 link.group.deliver(bucket.sent)
             else:
-                link.group.deliver(timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent))
+                link.group.deliver(
+                    timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent)
+                )
         return fetched
 
     def _plan_on_device(self) -> FusedStep | None:
@@ -620,7 +680,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
             # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
             names = group if isinstance(optimizer, FusedAdam) else own
-            own.update({name: group[name] for name in names if name not in IDENTITIES and name in group})
+            own.update(
+                {name: group[name] for name in names if name not in IDENTITIES and name in group}
+            )
         return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
 
     def _step_on_device(self, grad_scale: float, planned: FusedStep | None) -> None:
@@ -631,7 +693,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             optimizer.step(grad_scale=grad_scale, planned=planned)
             return
         if grad_scale != 1:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
         optimizer.step()
 
@@ -650,14 +714,20 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             del self._state[parameter]
         self._state.update(states)
 
-    def _load_fused_states(self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    def _load_fused_states(
+        self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> None:
         packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
         numbers = {
             parameter: number
             for group, own in zip(optimizer.param_groups, packed, strict=True)
             for parameter, number in zip(group["params"], own["params"], strict=True)
         }
-        states = {numbers[parameter]: value for parameter, value in saved.items() if value and parameter in numbers}
+        states = {
+            numbers[parameter]: value
+            for parameter, value in saved.items()
+            if value and parameter in numbers
+        }
         optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 

@@ -54,7 +54,12 @@ class OffloadPlan:
             if numel < 0:
                 raise ValueError(f"Expected at least 0 elements in group {name!r}, got {numel}.")
         first = _first_on_host([numel for _, numel in groups], _exact(fraction))
-        return cls(tuple(PlannedGroup(name, numel, index >= first) for index, (name, numel) in enumerate(groups)))
+        return cls(
+            tuple(
+                PlannedGroup(name, numel, index >= first)
+                for index, (name, numel) in enumerate(groups)
+            )
+        )
 
     def is_on_host(self, index: int) -> bool:
         """Whether the group with this number, in forward order, is on the host."""
@@ -82,12 +87,18 @@ class OffloadPlan:
 
     def table(self) -> str:
         """The plan for a log: a line a group, more than four in a row of one side as one line, and the totals."""
-        rows = [row for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host) for row in _rows([*run])]
+        rows = [
+            row
+            for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host)
+            for row in _rows([*run])
+        ]
         rows.append(_Row("on the device", self.device_numel, "device"))
         rows.append(_Row("on the host", self.host_numel, f"host, {self.host_fraction:.2%}"))
         name_width = max(len(row.name) for row in rows)
         numel_width = max(len(f"{row.numel:,}") for row in rows)
-        return "\n".join(f"{row.name:<{name_width}}  {row.numel:>{numel_width},}  {row.side}" for row in rows)
+        return "\n".join(
+            f"{row.name:<{name_width}}  {row.numel:>{numel_width},}  {row.side}" for row in rows
+        )
 
     def __str__(self) -> str:
         return self.table()

@@ -47,7 +47,9 @@ class StepTimings:
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
 
-    def timed(self, lane: str, work: Callable[[], object], host_bytes: int = 0) -> Callable[[], object]:
+    def timed(
+        self, lane: str, work: Callable[[], object], host_bytes: int = 0
+    ) -> Callable[[], object]:
         """The work, to be done on a lane, timed there.
 
         Args:
@@ -97,7 +99,9 @@ class StepTimings:
         sums = {"host_bytes": float(self._host_bytes)}
         for prefix, spans in (("", self._spans), ("waited_", self._waits)):
             for lane in LANES:
-                sums[prefix + lane] = sum(span.seconds or 0.0 for name, span in spans if name == lane)
+                sums[prefix + lane] = sum(
+                    span.seconds or 0.0 for name, span in spans if name == lane
+                )
         return sums
 
 
@@ -123,7 +127,9 @@ class _Awaited:
 class TimingRecorder:
     """The steps' timings, added up as they are complete. Any thread may call it; it keeps numbers and clocks only."""
 
-    def __init__(self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """
         Args:
             device: on which gradients and weights are.
@@ -169,7 +175,9 @@ class TimingRecorder:
             self._sums, self._num_steps = {}, 0
         if self._has_lanes:
             return timings
-        return timings._replace(waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d)
+        return timings._replace(
+            waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d
+        )
 
     def _end(self) -> None:
         if self._current is not None:

@@ -22,7 +22,9 @@ from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink, Group
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 
-_BUCKET_NUMEL = 4 << 20  # elements of a bucket of single tensors: enough that a pass costs more than starting it
+_BUCKET_NUMEL = (
+    4 << 20
+)  # elements of a bucket of single tensors: enough that a pass costs more than starting it
 
 
 class Owner(NamedTuple):
@@ -64,7 +66,9 @@ class Placed(NamedTuple):
 def device_of(parameters: Sequence[nn.Parameter]) -> Device:
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1:
-        raise ValueError(f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}.")
+        raise ValueError(
+            f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}."
+        )
     device = devices.pop()
     if device.type == "meta":
         raise ValueError("Expected parameters that have memory, got some on meta.")
@@ -127,7 +131,9 @@ def links_of(units: Sequence[Unit], in_fp32: bool, use_decoupled_grad: bool) -> 
             run.clear()
 
     for unit in units:
-        size = sum(local_tensor(parameter).numel() for other in run for parameter in other.parameters)
+        size = sum(
+            local_tensor(parameter).numel() for other in run for parameter in other.parameters
+        )
         is_other = bool(run) and unit.parameters[0].dtype != run[0].parameters[0].dtype
         if unit.groups or is_other or size >= _BUCKET_NUMEL:
             end_run()
@@ -152,9 +158,16 @@ def check_dtypes(links: Sequence[DeviceLink]) -> None:
     for link in links:
         for dtype in (link.main_dtype, link.grad_dtype, link.weight_dtype):
             if dtype not in FLOAT_DTYPES:
-                raise ValueError(f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for {link.name}.")
+                raise ValueError(
+                    f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for {link.name}."
+                )
 
 
 def mesh_of(units: Sequence[Unit]) -> DeviceMesh | None:
-    tensors = [parameter for unit in units for parameter in unit.parameters if isinstance(parameter, DTensor)]
+    tensors = [
+        parameter
+        for unit in units
+        for parameter in unit.parameters
+        if isinstance(parameter, DTensor)
+    ]
     return tensors[0].device_mesh if tensors else None

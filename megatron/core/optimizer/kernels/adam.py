@@ -33,7 +33,12 @@ import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-_OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")  # options of torch.optim.AdamW
+_OTHER_ALGORITHMS = (
+    "amsgrad",
+    "maximize",
+    "capturable",
+    "differentiable",
+)  # options of torch.optim.AdamW
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,24 @@ class AdamStep:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
-        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+        for name, value in (
+            ("lr", self.lr),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+        ):
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"Expected a finite {name} of at least 0, got {value}.")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool) -> AdamStep:
+    def of(
+        cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool
+    ) -> AdamStep:
         """From the options of a parameter group. ValueError for those that mean another algorithm."""
         others = [name for name in _OTHER_ALGORITHMS if options.get(name)]
         if others:
-            raise ValueError(f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set.")
+            raise ValueError(
+                f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set."
+            )
         beta1, beta2 = options["betas"]
         return cls(
             step=step,
@@ -158,7 +171,9 @@ class AdamPiece(NamedTuple):
                 and for an `out` that shares only a part of `grad`'s memory.
         """
         _check_dtype("grad", self.grad, FLOAT_DTYPES)
-        _check_dtype("weight", self.weight, FLOAT_DTYPES if self.remainder is None else (torch.bfloat16,))
+        _check_dtype(
+            "weight", self.weight, FLOAT_DTYPES if self.remainder is None else (torch.bfloat16,)
+        )
         _check_dtype("exp_avg", self.exp_avg, MOMENT_DTYPES)
         _check_dtype("exp_avg_sq", self.exp_avg_sq, (self.exp_avg.dtype,))
         if self.remainder is not None:
@@ -168,9 +183,13 @@ class AdamPiece(NamedTuple):
             self._check_overlap(self.out)
         for name, tensor in self.arrays().items():
             if tensor.numel() != self.numel:
-                raise ValueError(f"Expected {name} of {self.numel} elements as weight has, got {tensor.numel()}.")
+                raise ValueError(
+                    f"Expected {name} of {self.numel} elements as weight has, got {tensor.numel()}."
+                )
             if tensor.device != self.weight.device:
-                raise ValueError(f"Expected {name} on {self.weight.device} as weight is, got {tensor.device}.")
+                raise ValueError(
+                    f"Expected {name} on {self.weight.device} as weight is, got {tensor.device}."
+                )
             if not tensor.is_contiguous():
                 raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}.")
 
@@ -182,7 +201,9 @@ class AdamPiece(NamedTuple):
     def part(self, start: int, numel: int) -> AdamPiece:
         """The arrays' elements from `start` on, as views."""
         flat = {name: tensor.detach().view(-1) for name, tensor in self.arrays().items()}
-        return self.with_arrays({name: tensor[start : start + numel] for name, tensor in flat.items()})
+        return self.with_arrays(
+            {name: tensor[start : start + numel] for name, tensor in flat.items()}
+        )
 
     def with_arrays(self, arrays: Mapping[str, torch.Tensor]) -> AdamPiece:
         """The same step on other arrays, by name; those that are not named stay."""
@@ -221,7 +242,9 @@ def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
 
 def with_grad_scale(pieces: Iterable[AdamPiece], grad_scale: float) -> list[AdamPiece]:
     """The same pieces with another factor of the gradients, which is known last: it comes of all of them."""
-    steps: dict[int, AdamStep] = {}  # by the id of the step that is scaled: hashing takes longer than scaling
+    steps: dict[
+        int, AdamStep
+    ] = {}  # by the id of the step that is scaled: hashing takes longer than scaling
     scaled = []
     for piece in pieces:
         if id(piece.step) not in steps:
@@ -239,7 +262,9 @@ def _continues(piece: AdamPiece, following: AdamPiece) -> bool:
     if piece.step != following.step:
         return False
     ends, begins = piece.arrays(), following.arrays()
-    return ends.keys() == begins.keys() and all(_adjacent(ends[name], begins[name]) for name in ends)
+    return ends.keys() == begins.keys() and all(
+        _adjacent(ends[name], begins[name]) for name in ends
+    )
 
 
 def _adjacent(tensor: torch.Tensor, following: torch.Tensor) -> bool:
@@ -254,10 +279,14 @@ def _joined(run: list[AdamPiece]) -> AdamPiece:
     if len(run) == 1:
         return run[0]
     numel = sum(piece.numel for piece in run)
-    arrays = {name: tensor.detach().as_strided((numel,), (1,)) for name, tensor in run[0].arrays().items()}
+    arrays = {
+        name: tensor.detach().as_strided((numel,), (1,)) for name, tensor in run[0].arrays().items()
+    }
     return run[0].with_arrays(arrays)
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in allowed:
-        raise ValueError(f"Expected {name} of {' or '.join(map(str, allowed))}, got {tensor.dtype}.")
+        raise ValueError(
+            f"Expected {name} of {' or '.join(map(str, allowed))}, got {tensor.dtype}."
+        )

@@ -34,7 +34,9 @@ _BLOCK_NUMEL = 1024
 def check_available() -> None:
     """RuntimeError if there is no Triton."""
     if triton is None:
-        raise RuntimeError("Expected Triton, which steps GPU tensors, got none: `pip install triton`.")
+        raise RuntimeError(
+            "Expected Triton, which steps GPU tensors, got none: `pip install triton`."
+        )
 
 
 @torch.no_grad()
@@ -145,7 +147,9 @@ def _narrow(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        result = tl.where(values != values, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        result = (
+            tl.where(values != values, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        )
     else:
         result = values.to(dtype)
     return result

@@ -33,7 +33,12 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
-_TYPES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_TYPES: dict[torch.dtype | None, int] = {
+    None: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+}
 _SPLIT = 4  # the type of a bf16 weight with a remainder
 
 
@@ -85,7 +90,11 @@ class HostAdam:
     """
 
     def __init__(
-        self, num_threads: int | None = None, *, body: str = "auto", cores: Collection[int] | None = None
+        self,
+        num_threads: int | None = None,
+        *,
+        body: str = "auto",
+        cores: Collection[int] | None = None,
     ) -> None:
         """Starts the threads.
 
@@ -116,7 +125,9 @@ class HostAdam:
             with _running_on(cores):
                 self._pool = library.host_adam_pool_create(self._num_threads)
             if not self._pool:
-                raise RuntimeError(f"Expected to start {self._num_threads} threads, got none from the system.")
+                raise RuntimeError(
+                    f"Expected to start {self._num_threads} threads, got none from the system."
+                )
             # At the program's end, other threads may still hand it work.
             weakref.finalize(self, _close, library, self._pool, self._process).atexit = False
 
@@ -161,10 +172,14 @@ class HostAdam:
             torch_adam.run(pieces)
             return Ticket(None, (), self._process)
         structs = (_Piece * len(pieces))(*map(_described, pieces))
-        handle = library.host_adam_submit(self._pool, _BODIES[self._body], structs, len(pieces), touch)
+        handle = library.host_adam_submit(
+            self._pool, _BODIES[self._body], structs, len(pieces), touch
+        )
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
-        return Ticket(functools.partial(library.host_adam_wait, handle), (self, *pieces), self._process)
+        return Ticket(
+            functools.partial(library.host_adam_wait, handle), (self, *pieces), self._process
+        )
 
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
@@ -177,28 +192,38 @@ class HostAdam:
         """
         if tensor.device.type != "cpu" or tensor.dtype not in FLOAT_DTYPES:
             allowed = " or ".join(map(str, FLOAT_DTYPES))
-            raise ValueError(f"Expected a CPU tensor of {allowed}, got {tensor.dtype} on {tensor.device}.")
+            raise ValueError(
+                f"Expected a CPU tensor of {allowed}, got {tensor.dtype} on {tensor.device}."
+            )
         library = self._usable_library()
         if library is None:
             return torch_adam.squared_norm(tensor)
         flat = tensor.detach().contiguous()
         result = ctypes.c_double()
         body, kind = _BODIES[self._body], _TYPES[flat.dtype]
-        if not library.host_adam_squared_norm(self._pool, body, flat.data_ptr(), kind, flat.numel(), result):
-            raise MemoryError(f"Expected memory for the partial sums of {flat.numel()} elements, got none.")
+        if not library.host_adam_squared_norm(
+            self._pool, body, flat.data_ptr(), kind, flat.numel(), result
+        ):
+            raise MemoryError(
+                f"Expected memory for the partial sums of {flat.numel()} elements, got none."
+            )
         return torch.tensor(result.value, dtype=torch.float64)
 
     def _usable_library(self) -> ctypes.CDLL | None:
         """The library, or None for the torch body."""
         if os.getpid() != self._process:
-            raise RuntimeError(f"Expected process {self._process}, which made this pool, got its child {os.getpid()}.")
+            raise RuntimeError(
+                f"Expected process {self._process}, which made this pool, got its child {os.getpid()}."
+            )
         return None if self._pool is None else _library(LIBRARY)
 
 
 class Ticket:
     """Work under way. Letting go of it waits for it: its threads write the arrays until then."""
 
-    def __init__(self, wait: Callable[[], None] | None, keeps: tuple[object, ...], process: int) -> None:
+    def __init__(
+        self, wait: Callable[[], None] | None, keeps: tuple[object, ...], process: int
+    ) -> None:
         self._finish = None if wait is None else weakref.finalize(self, _wait, wait, keeps, process)
 
     def wait(self) -> None:
@@ -219,7 +244,10 @@ def available_bodies() -> list[str]:
     library = _library(LIBRARY)
     if library is None:
         return ["torch"]
-    return [*(name for name, number in _BODIES.items() if library.host_adam_has_body(number)), "torch"]
+    return [
+        *(name for name, number in _BODIES.items() if library.host_adam_has_body(number)),
+        "torch",
+    ]
 
 
 @functools.cache

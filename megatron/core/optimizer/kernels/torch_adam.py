@@ -93,7 +93,11 @@ def _scaled_grad(piece: AdamPiece, scratch: _Scratch) -> torch.Tensor:
 
 
 def _fused_step(
-    step: AdamStep, grad: torch.Tensor, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    step: AdamStep,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
 ) -> None:
     """torch's fused kernel on fp32 arrays of whole vectors."""
     fused = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_

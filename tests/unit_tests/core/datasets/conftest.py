@@ -12,7 +12,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
-def write_tokens(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint16) -> IndexedDataset:
+def write_tokens(
+    prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint16
+) -> IndexedDataset:
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
             builder.add_document(document)

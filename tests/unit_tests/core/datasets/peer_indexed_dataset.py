@@ -20,7 +20,9 @@ def write(prefix: str, spec: dict) -> None:
     builder = peer.IndexedDatasetBuilder(prefix + ".bin", dtype=getattr(numpy, spec["dtype"]))
     for sequences in spec["documents"]:
         tokens = [token for sequence in sequences for token in sequence]
-        builder.add_document(torch.tensor(tokens, dtype=torch.int64), [len(sequence) for sequence in sequences])
+        builder.add_document(
+            torch.tensor(tokens, dtype=torch.int64), [len(sequence) for sequence in sequences]
+        )
     builder.finalize(prefix + ".idx")
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder
 
-WEIGHTS = st.lists(st.one_of(st.floats(0.001, 1000), st.sampled_from([1.0, 2.0, 3.0, 0.5])), min_size=1, max_size=8)
+WEIGHTS = st.lists(
+    st.one_of(st.floats(0.001, 1000), st.sampled_from([1.0, 2.0, 3.0, 0.5])), min_size=1, max_size=8
+)
 
 
 class _Numbered:
@@ -75,7 +77,9 @@ def test_samples_come_from_the_located_dataset() -> None:
     order = BlendOrder([0.7, 0.3])
     blend = BlendedDataset([_Numbered(0, 70), _Numbered(1, 30)], [0.7, 0.3], 100)
     assert len(blend) == 100
-    assert [tuple(blend[index]["tokens"].tolist()) for index in range(100)] == [order.locate(i) for i in range(100)]
+    assert [tuple(blend[index]["tokens"].tolist()) for index in range(100)] == [
+        order.locate(i) for i in range(100)
+    ]
     with pytest.raises(IndexError, match=r"range\(100\), got 100"):
         blend[100]
 
@@ -86,12 +90,15 @@ def test_a_dataset_nothing_is_taken_from_may_be_missing() -> None:
 
 
 def test_a_dataset_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected at least 30 samples in dataset 1 of the blend, got 29"):
+    with pytest.raises(
+        ValueError, match="Expected at least 30 samples in dataset 1 of the blend, got 29"
+    ):
         BlendedDataset([_Numbered(0, 70), _Numbered(1, 29)], [0.7, 0.3], 100)
 
 
 @pytest.mark.parametrize(
-    "weights", [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")], [1e-300, 1e300], [1e308, 1e308]]
+    "weights",
+    [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")], [1e-300, 1e300], [1e308, 1e308]],
 )
 def test_impossible_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=r"Expected (positive weights|weights whose shares)"):

@@ -35,12 +35,24 @@ def test_mock_data_need_no_path() -> None:
 
 def test_split_shares_add_up_to_one() -> None:
     assert GPTDatasetConfig(seq_length=8, mock_data=True).split_fractions == (0.969, 0.03, 0.001)
-    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="2, 1,1").split_fractions == (0.5, 0.25, 0.25)
-    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="1,0,0").split_fractions == (1, 0, 0)
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="2, 1,1").split_fractions == (
+        0.5,
+        0.25,
+        0.25,
+    )
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="1,0,0").split_fractions == (
+        1,
+        0,
+        0,
+    )
 
 
 def test_split_shares_left_out_are_zero() -> None:
-    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="90,10").split_fractions == (0.9, 0.1, 0)
+    assert GPTDatasetConfig(seq_length=8, mock_data=True, split="90,10").split_fractions == (
+        0.9,
+        0.1,
+        0,
+    )
     assert GPTDatasetConfig(seq_length=8, mock_data=True, split="7").split_fractions == (1, 0, 0)
 
 
@@ -48,7 +60,9 @@ def test_split_shares_left_out_are_zero() -> None:
     "split", [",", "1,", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", "1e308,1e308"]
 )
 def test_a_bad_split_is_refused(split: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--split: expected up to three non-negative .*, got '{split}'"):
+    with pytest.raises(
+        ConfigError, match=f"^--split: expected up to three non-negative .*, got '{split}'"
+    ):
         GPTDatasetConfig(seq_length=8, mock_data=True, split=split)
 
 
@@ -70,12 +84,16 @@ def test_a_bad_blend_is_refused(prefix: str, blend: str, message: str) -> None:
 @pytest.mark.parametrize("missing", [".bin", ".idx"])
 def test_a_missing_file_is_named_with_the_flag(prefix: str, missing: str) -> None:
     Path(prefix + missing).unlink()
-    with pytest.raises(ConfigError, match=f"^--data-path: expected a PREFIX .*, got '{prefix}{missing}'"):
+    with pytest.raises(
+        ConfigError, match=f"^--data-path: expected a PREFIX .*, got '{prefix}{missing}'"
+    ):
         GPTDatasetConfig(seq_length=8, data_path=(prefix,))
 
 
 def test_exactly_one_source_is_wanted(prefix: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--data-path: expected a PREFIX, or --mock-data, got None"):
+    with pytest.raises(
+        ConfigError, match=r"^--data-path: expected a PREFIX, or --mock-data, got None"
+    ):
         GPTDatasetConfig(seq_length=8)
     with pytest.raises(ConfigError, match=r"^--data-path: expected nothing beside --mock-data"):
         GPTDatasetConfig(seq_length=8, data_path=(prefix,), mock_data=True)
@@ -89,7 +107,9 @@ def test_numbers_out_of_bounds_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "fifo", "/dev"])
-def test_a_prefix_that_can_name_no_file_is_refused_in_a_short_line(tmp_path: Path, name: str) -> None:
+def test_a_prefix_that_can_name_no_file_is_refused_in_a_short_line(
+    tmp_path: Path, name: str
+) -> None:
     for suffix in (".bin", ".idx"):
         os.mkfifo(tmp_path / f"fifo{suffix}")
     message = r"^--data-path: expected a PREFIX with files PREFIX.bin and PREFIX.idx"

@@ -28,7 +28,9 @@ def _tokens(dataset: SampleDataset | None) -> set[int]:
 def prefixes(tmp_path: Path, write_tokens: WriteTokens) -> list[str]:
     """Two corpora of 100 documents of 10 tokens; token = 1000 * corpus + document."""
     return [
-        write_tokens(tmp_path / f"part{part}", [[1000 * part + number] * 10 for number in range(100)]).prefix
+        write_tokens(
+            tmp_path / f"part{part}", [[1000 * part + number] * 10 for number in range(100)]
+        ).prefix
         for part in range(2)
     ]
 
@@ -43,7 +45,11 @@ def test_splits_are_disjoint_ranges_of_documents(prefixes: list[str]) -> None:
 
 
 def test_split_boundaries_are_rounded_cumulative_shares() -> None:
-    assert split_documents((0.969, 0.03, 0.001), 1000) == [range(969), range(969, 999), range(999, 1000)]
+    assert split_documents((0.969, 0.03, 0.001), 1000) == [
+        range(969),
+        range(969, 999),
+        range(999, 1000),
+    ]
     assert split_documents((0.5, 0.5, 0.0), 5) == [range(2), range(2, 5), range(5, 5)]
     assert split_documents((0.1, 0.2, 0.7), 10) == [range(1), range(1, 3), range(3, 10)]
 
@@ -57,14 +63,18 @@ def test_a_split_without_samples_or_share_is_none(prefixes: list[str]) -> None:
 
 
 def test_a_blend_draws_by_weight(prefixes: list[str]) -> None:
-    config = GPTDatasetConfig(seq_length=9, data_path=("3", prefixes[0], "1", prefixes[1]), split="1,0,0")
+    config = GPTDatasetConfig(
+        seq_length=9, data_path=("3", prefixes[0], "1", prefixes[1]), split="1,0,0"
+    )
     train = build_gpt_datasets(config, (100, 0, 0), vocab_size=2000, seed=1).train
     assert isinstance(train, BlendedDataset)
     from_first = sum(int(train[index]["tokens"][0]) < 1000 for index in range(100))
     assert from_first == 75
 
 
-def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     big = write_tokens(tmp_path / "big", [[1] * 100]).prefix
     tiny = write_tokens(tmp_path / "tiny", [[2]]).prefix
     config = GPTDatasetConfig(seq_length=9, data_path=("999", big, "1", tiny), split="1,0,0")
@@ -88,13 +98,19 @@ def test_lengths_are_summed_up_once(prefixes: list[str], monkeypatch: pytest.Mon
     assert len(summed) == 1
 
 
-def test_splits_and_seeds_have_orders_of_their_own(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_splits_and_seeds_have_orders_of_their_own(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     prefix = write_tokens(tmp_path / "twice", [[number % 50] * 10 for number in range(100)]).prefix
     config = GPTDatasetConfig(seq_length=9, data_path=(prefix,), split="1,1,0")
 
     def orders(seed: int) -> list[list[int]]:
         built = build_gpt_datasets(config, (50, 50, 0), vocab_size=2000, seed=seed)
-        return [[int(dataset[i]["tokens"][0]) for i in range(50)] for dataset in built if dataset is not None]
+        return [
+            [int(dataset[i]["tokens"][0]) for i in range(50)]
+            for dataset in built
+            if dataset is not None
+        ]
 
     train, valid = orders(1)
     assert train != valid

@@ -51,7 +51,9 @@ def _reference(
     epoch = 0
     while len(samples) < num_samples:
         order = RandomPermutation(len(documents), derive_key(seed, "documents", epoch))
-        stream = [token for place in range(len(documents)) for token in lists[documents[order(place)]]]
+        stream = [
+            token for place in range(len(documents)) for token in lists[documents[order(place)]]
+        ]
         num_windows = (len(stream) - 1) // seq_length
         windows = [stream[number * seq_length :][: seq_length + 1] for number in range(num_windows)]
         drawn = RandomPermutation(num_windows, derive_key(seed, "samples", epoch))
@@ -93,7 +95,9 @@ def test_samples_are_those_of_the_naive_reference(
 
 def test_an_epoch_covers_every_token_of_the_stream_once(corpus: IndexedDataset) -> None:
     dataset = GPTDataset(corpus, range(len(corpus)), num_samples=1, seq_length=16, seed=1)
-    dataset = GPTDataset(corpus, range(len(corpus)), dataset.samples_per_epoch, seq_length=16, seed=1)
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), dataset.samples_per_epoch, seq_length=16, seed=1
+    )
     drawn = RandomPermutation(dataset.samples_per_epoch, derive_key(1, "samples", 0))
     in_order = sorted(zip(drawn(np.arange(len(dataset))).tolist(), _windows(dataset), strict=True))
     windows = [window for _, window in in_order]
@@ -123,23 +127,37 @@ def test_epochs_seeds_and_splits_differ(corpus: IndexedDataset) -> None:
     assert max(max(window) for window in _windows(half)) < first_of_second_half
 
 
-def test_many_tiny_and_empty_documents_make_a_window(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_many_tiny_and_empty_documents_make_a_window(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     lists = [[number] if number % 3 == 0 else [] for number in range(3000)]
-    dataset = GPTDataset(write_tokens(tmp_path / "tokens", lists), range(3000), 3, seq_length=300, seed=5)
+    dataset = GPTDataset(
+        write_tokens(tmp_path / "tokens", lists), range(3000), 3, seq_length=300, seed=5
+    )
     assert _windows(dataset) == _reference(lists, range(3000), 3, 300, 5)
 
 
-def test_too_few_tokens_are_refused_with_the_numbers(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_too_few_tokens_are_refused_with_the_numbers(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     indexed = write_tokens(tmp_path / "tokens", [[1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"tokens: expected at least 5 tokens .* in documents 0 to 2, got 4"):
+    with pytest.raises(
+        ValueError, match=r"tokens: expected at least 5 tokens .* in documents 0 to 2, got 4"
+    ):
         GPTDataset(indexed, range(2), 1, seq_length=4, seed=0)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_a_token_beyond_the_vocabulary_is_refused(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     indexed = write_tokens(tmp_path / "web", [list(range(100))])
-    assert len(_windows(GPTDataset(indexed, range(1), 9, seq_length=11, seed=0, vocab_size=100))) == 9
+    assert (
+        len(_windows(GPTDataset(indexed, range(1), 9, seq_length=11, seed=0, vocab_size=100))) == 9
+    )
     dataset = GPTDataset(indexed, range(1), 1, seq_length=99, seed=0, vocab_size=99)
-    with pytest.raises(ValueError, match=r"web: expected token ids in range\(99\), the vocabulary size, got 99"):
+    with pytest.raises(
+        ValueError, match=r"web: expected token ids in range\(99\), the vocabulary size, got 99"
+    ):
         dataset[0]
 
 
@@ -176,14 +194,18 @@ def test_a_pickled_dataset_carries_no_index(corpus: IndexedDataset) -> None:
 def test_the_index_is_built_once_and_described(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = GPTDataset(corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+    )
     (file,) = (tmp_path / "cache").glob("*.npy")
     described = json.loads(file.with_suffix(".json").read_text())
     assert (described["documents"], described["seq_length"], described["seed"]) == ([0, 200], 8, 3)
     assert np.load(file).shape == (1, dataset.samples_per_epoch, 2)
     assert not list((tmp_path / "cache").glob("*.tmp"))
     monkeypatch.setattr(sample_index.SampleIndex, "_build", lambda _: pytest.fail("built again"))
-    again = GPTDataset(corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    again = GPTDataset(
+        corpus, range(len(corpus)), 200, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+    )
     assert _windows(again) == _windows(dataset)
 
 
@@ -200,7 +222,9 @@ def _rewrite(write_tokens: WriteTokens, prefix: Path, lists: list[list[int]]) ->
     return IndexedDataset(prefix)
 
 
-def test_rewritten_data_are_not_read_through_the_old_index(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_rewritten_data_are_not_read_through_the_old_index(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     lists = [[number] * 10 for number in range(20)]
     prefix = tmp_path / "tokens"
     GPTDataset(write_tokens(prefix, lists), range(20), 20, seq_length=9, seed=3)
@@ -224,7 +248,9 @@ def test_data_replaced_after_they_were_opened_do_not_get_the_old_datas_index(
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "other shape"])
 def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
-    dataset = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+    )
     windows = _windows(dataset)
     (file,) = (tmp_path / "cache").glob("*.npy")
     content = file.read_bytes()
@@ -232,8 +258,12 @@ def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, d
     if damage == "other shape":
         np.save(file, np.zeros((1, 1, 2), dtype=np.int64))
     else:
-        file.write_bytes({"truncated": content[:1000], "empty": b"", "foreign": b"x" * len(content)}[damage])
-    again = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+        file.write_bytes(
+            {"truncated": content[:1000], "empty": b"", "foreign": b"x" * len(content)}[damage]
+        )
+    again = GPTDataset(
+        corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+    )
     assert _windows(again) == windows
 
 
@@ -242,7 +272,9 @@ def test_a_failed_build_leaves_nothing_to_be_mistaken_for_an_index(
 ) -> None:
     monkeypatch.setattr(sample_index.EpochStream, "sample_starts", lambda *_: iter([1 / 0]))
     with pytest.raises(ZeroDivisionError):
-        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+        GPTDataset(
+            corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+        )
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
 
 
@@ -259,8 +291,12 @@ def test_a_folder_that_cannot_be_written_names_the_flag(
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", _refuse(number))
     reason = re.escape(os.strerror(number))
-    with pytest.raises(IndexedDatasetError, match=f"^--data-cache-path: expected a folder .*{reason}"):
-        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    with pytest.raises(
+        IndexedDatasetError, match=f"^--data-cache-path: expected a folder .*{reason}"
+    ):
+        GPTDataset(
+            corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+        )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
@@ -272,7 +308,9 @@ def test_a_file_system_without_locks_costs_a_warning(
     number: int,
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", _refuse(number))
-    dataset = GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+    )
     assert len(_windows(dataset)) == 50
     assert "cannot be locked" in caplog.text
 
@@ -282,13 +320,17 @@ def test_a_lock_that_fails_names_the_flag(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", _refuse(errno.EIO))
     with pytest.raises(IndexedDatasetError, match=r"^--data-cache-path: expected a folder"):
-        GPTDataset(corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache")
+        GPTDataset(
+            corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
+        )
 
 
 def test_an_index_that_points_beyond_the_data_is_named(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = GPTDataset(corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache")
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache"
+    )
     (file,) = (tmp_path / "cache").glob("*.npy")
     starts = np.load(file)
     starts[..., 0] = len(corpus) - 1
@@ -301,7 +343,9 @@ def test_an_index_that_points_beyond_the_data_is_named(
         return sequences(*arguments)
 
     monkeypatch.setattr(sample_index.EpochStream, "sequences", limited)
-    dataset = GPTDataset(corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache")
+    dataset = GPTDataset(
+        corpus, range(len(corpus)), 1, seq_length=500, seed=3, cache_path=tmp_path / "cache"
+    )
     with pytest.raises(
         IndexedDatasetError,
         match=rf"{file.name}: window \d+ of epoch 0: expected 501 tokens from document 199, token \d+ on, got \d+",
@@ -310,9 +354,13 @@ def test_an_index_that_points_beyond_the_data_is_named(
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader_workers_give_the_samples_that_this_process_gives(corpus: IndexedDataset, method: str) -> None:
+def test_data_loader_workers_give_the_samples_that_this_process_gives(
+    corpus: IndexedDataset, method: str
+) -> None:
     halves = (range(100), range(100, len(corpus)))
-    parts = [GPTDataset(corpus, half, 40, seq_length=32, seed=3, vocab_size=10_000) for half in halves]
+    parts = [
+        GPTDataset(corpus, half, 40, seq_length=32, seed=3, vocab_size=10_000) for half in halves
+    ]
     blend = BlendedDataset(parts, [3, 1], 40)
     loader = DataLoader(blend, batch_size=None, num_workers=2, multiprocessing_context=method)
     for index, sample in enumerate(loader):
@@ -335,7 +383,9 @@ def _count_builds(prefix: str, folder: str, barrier: object, counts: object) -> 
     GPTDataset(indexed, range(len(indexed)), 50, seq_length=8, seed=3, cache_path=folder)
 
 
-def test_processes_that_come_together_build_the_index_once(corpus: IndexedDataset, tmp_path: Path) -> None:
+def test_processes_that_come_together_build_the_index_once(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(4), context.Value("i", 0)
     arguments = (corpus.prefix, str(tmp_path / "cache"), barrier, counts)

@@ -27,7 +27,15 @@ from tests.special_files import SPECIAL_FILES
 
 WriteTokens = Callable[..., IndexedDataset]
 # Documents of one and of several sequences, empty ones among them.
-DOCUMENTS = [[[5, 6, 7]], [[], [8]], [[]], [[9, 10, 11, 12], [13, 14]], [[15]], [[16, 17, 18, 19, 20]], [[]]]
+DOCUMENTS = [
+    [[5, 6, 7]],
+    [[], [8]],
+    [[]],
+    [[9, 10, 11, 12], [13, 14]],
+    [[15]],
+    [[16, 17, 18, 19, 20]],
+    [[]],
+]
 VOCABULARY = 300
 LENGTHS_AT = 34
 
@@ -42,7 +50,9 @@ def _write(prefix: Path, dtype: Any = np.uint16) -> Path:
 def _windows(prefix: Path, seq_length: int = 2) -> list[list[int]]:
     """Two epochs of samples, as training reads them."""
     indexed = IndexedDataset(prefix)
-    dataset = GPTDataset(indexed, range(len(indexed)), 14, seq_length, seed=1, vocab_size=VOCABULARY)
+    dataset = GPTDataset(
+        indexed, range(len(indexed)), 14, seq_length, seed=1, vocab_size=VOCABULARY
+    )
     assert dataset.samples_per_epoch == 15 // seq_length
     return [_window(dataset, number) for number in range(len(dataset))]
 
@@ -104,7 +114,9 @@ def alterations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 def test_an_index_altered_anywhere_gives_an_error_or_the_same_tokens(
     alter: Callable[[bytes], bytes], dtype: Any
 ) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         prefix = _write(Path(folder) / "tokens", dtype)
         expected = _windows(prefix)
         shutil.rmtree(Path(folder) / "cache")
@@ -118,7 +130,9 @@ def test_an_index_altered_anywhere_gives_an_error_or_the_same_tokens(
 def test_a_cached_sample_index_altered_anywhere_gives_an_error_or_the_same_tokens(
     alter: Callable[[bytes], bytes], seq_length: int
 ) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         prefix = _write(Path(folder) / "tokens")
         expected = _windows(prefix, seq_length)
         (cached,) = (Path(folder) / "cache").rglob("*.npy")
@@ -135,7 +149,9 @@ def _spoil(prefix: Path, offset: int, packed: bytes) -> None:
     prefix.with_suffix(".idx").write_bytes(bytes(content))
 
 
-def test_two_kilobytes_that_claim_hundreds_of_gigabytes_are_refused_when_opened(tmp_path: Path) -> None:
+def test_two_kilobytes_that_claim_hundreds_of_gigabytes_are_refused_when_opened(
+    tmp_path: Path,
+) -> None:
     num_sequences = 150
     prefix = tmp_path / "lies"
     lengths = np.full(num_sequences, (1 << 31) - 1, dtype="<i4")
@@ -146,13 +162,19 @@ def test_two_kilobytes_that_claim_hundreds_of_gigabytes_are_refused_when_opened(
     assert len(index) < 4000
     prefix.with_suffix(".idx").write_bytes(index)
     prefix.with_suffix(".bin").write_bytes(bytes(1000))
-    with pytest.raises(IndexedDatasetError, match=r"lies.idx: expected sequence 1 to begin at byte 4294967294"):
+    with pytest.raises(
+        IndexedDatasetError, match=r"lies.idx: expected sequence 1 to begin at byte 4294967294"
+    ):
         IndexedDataset(prefix)
     # The same lies, consistently.
     ends = np.cumsum(lengths, dtype="<i8") * 2
     pointers[1:] = ends[:-1]
-    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes())
-    message = r"lies.bin: expected at least 4294967294 bytes for sequences 0 to 0 of .*lies.idx, got 1000"
+    prefix.with_suffix(".idx").write_bytes(
+        header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
+    )
+    message = (
+        r"lies.bin: expected at least 4294967294 bytes for sequences 0 to 0 of .*lies.idx, got 1000"
+    )
     with pytest.raises(IndexedDatasetError, match=message):
         IndexedDataset(prefix)
 
@@ -165,21 +187,57 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
 @pytest.mark.parametrize(
     ("offset", "number", "message"),
     [
-        (LENGTHS_AT, struct.pack("<i", 2), "expected sequence 1 to begin at byte 4, where .* got 6"),
+        (
+            LENGTHS_AT,
+            struct.pack("<i", 2),
+            "expected sequence 1 to begin at byte 4, where .* got 6",
+        ),
         (LENGTHS_AT, struct.pack("<i", -3), "expected a length >= 0 of sequence 0, got -3"),
-        (LENGTHS_AT + 4 * 7, struct.pack("<i", 4), "expected sequence 8 to begin at byte 30, where .* got 32"),
-        (LENGTHS_AT + 4 * 8, struct.pack("<i", 1), "expected at least 34 bytes for sequences 0 to 8 of .*, got 32"),
-        (POINTERS_AT, struct.pack("<q", 2), "expected sequence 0 to begin at byte 0, where .* got 2"),
-        (POINTERS_AT + 16, struct.pack("<q", -1), "expected sequence 2 to begin at byte 6, where .* got -1"),
-        (BOUNDARIES_AT, struct.pack("<q", 1), "expected the documents to begin with sequence 0, got 1"),
-        (BOUNDARIES_AT + 8, struct.pack("<q", -1), "expected document 1 to begin with sequence 0 or a later one, got"),
+        (
+            LENGTHS_AT + 4 * 7,
+            struct.pack("<i", 4),
+            "expected sequence 8 to begin at byte 30, where .* got 32",
+        ),
+        (
+            LENGTHS_AT + 4 * 8,
+            struct.pack("<i", 1),
+            "expected at least 34 bytes for sequences 0 to 8 of .*, got 32",
+        ),
+        (
+            POINTERS_AT,
+            struct.pack("<q", 2),
+            "expected sequence 0 to begin at byte 0, where .* got 2",
+        ),
+        (
+            POINTERS_AT + 16,
+            struct.pack("<q", -1),
+            "expected sequence 2 to begin at byte 6, where .* got -1",
+        ),
+        (
+            BOUNDARIES_AT,
+            struct.pack("<q", 1),
+            "expected the documents to begin with sequence 0, got 1",
+        ),
+        (
+            BOUNDARIES_AT + 8,
+            struct.pack("<q", -1),
+            "expected document 1 to begin with sequence 0 or a later one, got",
+        ),
         (
             BOUNDARIES_AT + 16,
             struct.pack("<q", 6),
             "expected document 3 to begin with sequence 6 or a later one, got 4",
         ),
-        (BOUNDARIES_AT + 56, struct.pack("<q", 8), "expected the documents to end with sequence 9, got 8"),
-        (26, struct.pack("<Q", 7), "expected 198 bytes for 9 sequences and 7 document boundaries, got 206"),
+        (
+            BOUNDARIES_AT + 56,
+            struct.pack("<q", 8),
+            "expected the documents to end with sequence 9, got 8",
+        ),
+        (
+            26,
+            struct.pack("<Q", 7),
+            "expected 198 bytes for 9 sequences and 7 document boundaries, got 206",
+        ),
         (18, struct.pack("<Q", 1 << 63), "document boundaries, got 206"),
     ],
 )
@@ -197,7 +255,9 @@ def test_an_index_without_boundaries_is_refused(tmp_path: Path) -> None:
     prefix = tmp_path / "tokens"
     prefix.with_suffix(".bin").touch()
     prefix.with_suffix(".idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0))
-    with pytest.raises(IndexedDatasetError, match="expected the documents to end with sequence 0, got None"):
+    with pytest.raises(
+        IndexedDatasetError, match="expected the documents to end with sequence 0, got None"
+    ):
         IndexedDataset(prefix)
 
 
@@ -208,13 +268,17 @@ def test_a_wrong_number_in_any_chunk_of_the_check_is_found(
     prefix = Path(write_tokens(tmp_path / "tokens", [[1]] * 100_000).prefix)
     _spoil(prefix, LENGTHS_AT + 4 * 100_000 + 8 * wrong, struct.pack("<q", 2 * wrong + 2))
     with pytest.raises(
-        IndexedDatasetError, match=rf"sequence {wrong} to begin at byte {2 * wrong}, .* {2 * wrong + 2}"
+        IndexedDatasetError,
+        match=rf"sequence {wrong} to begin at byte {2 * wrong}, .* {2 * wrong + 2}",
     ):
         IndexedDataset(prefix)
     _spoil(prefix, LENGTHS_AT + 4 * 100_000 + 8 * wrong, struct.pack("<q", 2 * wrong))
     IndexedDataset(prefix)
     _spoil(prefix, LENGTHS_AT + 12 * 100_000 + 8 * (wrong + 1), struct.pack("<q", -7))
-    with pytest.raises(IndexedDatasetError, match=rf"expected document {wrong + 1} to begin with sequence {wrong} or"):
+    with pytest.raises(
+        IndexedDatasetError,
+        match=rf"expected document {wrong + 1} to begin with sequence {wrong} or",
+    ):
         IndexedDataset(prefix)
 
 
@@ -222,7 +286,9 @@ def test_a_bin_with_more_than_its_index_says_is_refused(tmp_path: Path) -> None:
     prefix = _write(tmp_path / "tokens")
     with prefix.with_suffix(".bin").open("ab") as stream:
         stream.write(b"\1\0")
-    with pytest.raises(IndexedDatasetError, match=r"tokens.bin: expected 32 bytes, as .*tokens.idx says, got 34"):
+    with pytest.raises(
+        IndexedDatasetError, match=r"tokens.bin: expected 32 bytes, as .*tokens.idx says, got 34"
+    ):
         IndexedDataset(prefix)
 
 
@@ -232,22 +298,30 @@ def _read_what_is_cut(prefix: Path, cut: str) -> None:
     (file,) = prefix.parent.rglob(cut)
     os.truncate(file, 0)
     for number in range(14):
-        with pytest.raises(IndexedDatasetError, match=f"{file.name}: expected .* got .* cut while it was in use"):
+        with pytest.raises(
+            IndexedDatasetError, match=f"{file.name}: expected .* got .* cut while it was in use"
+        ):
             dataset[number]
 
 
 @pytest.mark.parametrize("cut", ["*.bin", "*.idx", "*.npy"])
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_kills_nobody(tmp_path: Path, cut: str) -> None:
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_kills_nobody(
+    tmp_path: Path, cut: str
+) -> None:
     prefix = _write(tmp_path / "tokens")
     # In a process of its own, which SIGBUS would kill.
-    process = multiprocessing.get_context("fork").Process(target=_read_what_is_cut, args=(prefix, cut))
+    process = multiprocessing.get_context("fork").Process(
+        target=_read_what_is_cut, args=(prefix, cut)
+    )
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_a_worker_reaches_the_rank_as_its_one_line(tmp_path: Path, num_workers: int) -> None:
+def test_an_error_of_a_worker_reaches_the_rank_as_its_one_line(
+    tmp_path: Path, num_workers: int
+) -> None:
     indexed = IndexedDataset(_write(tmp_path / "tokens"))
     dataset = GPTDataset(indexed, range(len(indexed)), 12, 2, seed=1, vocab_size=20)
     sampler = GlobalBatchSampler(12, 0, 2, 2, 0, 1)
@@ -267,7 +341,10 @@ def test_only_regular_files_are_opened(tmp_path: Path, suffix: str, kind: str) -
     path = prefix.with_suffix(suffix)
     path.unlink()
     SPECIAL_FILES[kind](path)
-    with _at_most(20), pytest.raises(IndexedDatasetError, match=rf"tokens{suffix}: Expected an? .*, got {kind}"):
+    with (
+        _at_most(20),
+        pytest.raises(IndexedDatasetError, match=rf"tokens{suffix}: Expected an? .*, got {kind}"),
+    ):
         IndexedDataset(prefix)
 
 
@@ -293,7 +370,10 @@ def test_the_lock_is_a_file_of_its_own(tmp_path: Path, kind: str) -> None:
         os.mkfifo(lock)
     else:
         lock.symlink_to(tmp_path / "elsewhere")
-    with _at_most(20), pytest.raises(IndexedDatasetError, match=r"^--data-cache-path: expected a folder to write"):
+    with (
+        _at_most(20),
+        pytest.raises(IndexedDatasetError, match=r"^--data-cache-path: expected a folder to write"),
+    ):
         _windows(prefix)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -321,7 +401,9 @@ def test_the_sample_index_of_other_data_is_named(tmp_path: Path, write_tokens: W
     (one,), (two,) = ((tmp_path / name).rglob("*.npy") for name in ("one", "two"))
     one.write_bytes(two.read_bytes())
     dataset = GPTDataset(datasets[0].indexed, range(19), 20, 8, seed=1)
-    with pytest.raises(IndexedDatasetError, match=r"window \d+ of epoch 0: expected .*not that of the data"):
+    with pytest.raises(
+        IndexedDatasetError, match=r"window \d+ of epoch 0: expected .*not that of the data"
+    ):
         list(map(dataset.__getitem__, range(20)))
 
 
@@ -329,6 +411,9 @@ def test_what_is_not_in_a_file_is_not_allocated(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(bytes(10))
     file = DataFile(tmp_path / "small", "a file")
     for offset, num_bytes in ((0, 1 << 50), (5, 6), (-1, 1), (11, 0), (0, -1)):
-        with pytest.raises(IndexedDatasetError, match=f"small: expected bytes {offset} to {offset + num_bytes} in it"):
+        with pytest.raises(
+            IndexedDatasetError,
+            match=f"small: expected bytes {offset} to {offset + num_bytes} in it",
+        ):
             file.read(offset, num_bytes)
     assert file.read(10, 0) == b""

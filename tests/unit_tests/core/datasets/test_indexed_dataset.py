@@ -30,7 +30,9 @@ def test_files_are_those_of_megatron_core_byte_for_byte(tmp_path: Path) -> None:
     spec = json.loads((GOLDEN / "spec.json").read_text())
     with IndexedDatasetBuilder(tmp_path / "ours", spec["dtype"]) as builder:
         for sequences in spec["documents"]:
-            builder.add_document(list(itertools.chain(*sequences)), [len(sequence) for sequence in sequences])
+            builder.add_document(
+                list(itertools.chain(*sequences)), [len(sequence) for sequence in sequences]
+            )
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (GOLDEN / f"small{suffix}").read_bytes()
 
@@ -49,8 +51,12 @@ def test_files_of_megatron_core_are_read() -> None:
     assert dataset.gather_lengths(np.array([3, 0, 5])).tolist() == [6, 3, 0]
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16])
-def test_every_dtype_of_the_format_comes_back(tmp_path: Path, write_tokens: WriteTokens, dtype: type) -> None:
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16]
+)
+def test_every_dtype_of_the_format_comes_back(
+    tmp_path: Path, write_tokens: WriteTokens, dtype: type
+) -> None:
     dataset = write_tokens(tmp_path / "tokens", [[1, 2, 127], [3]], dtype)
     assert dataset.dtype == dtype
     assert dataset.get(0).tolist() == [1, 2, 127]
@@ -73,7 +79,9 @@ def test_a_part_of_a_sequence_is_read() -> None:
     assert dataset.get(3, offset=6).tolist() == []
 
 
-@pytest.mark.parametrize(("index", "offset", "length"), [(7, 0, None), (-1, 0, None), (3, 7, None), (3, 4, 3)])
+@pytest.mark.parametrize(
+    ("index", "offset", "length"), [(7, 0, None), (-1, 0, None), (3, 7, None), (3, 4, 3)]
+)
 def test_a_part_outside_a_sequence_is_refused(index: int, offset: int, length: int | None) -> None:
     with pytest.raises(IndexError, match="Expected a"):
         IndexedDataset(GOLDEN / "small").get(index, offset, length)
@@ -86,11 +94,15 @@ def test_a_pickled_dataset_carries_no_tokens(tmp_path: Path, write_tokens: Write
     assert pickle.loads(pickled).get(0).tolist() == list(range(10_000))
 
 
-def test_a_pickled_dataset_is_not_opened_over_other_files(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_a_pickled_dataset_is_not_opened_over_other_files(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     pickled = pickle.dumps(write_tokens(tmp_path / "tokens", [[1, 2]]))
     replaced = write_tokens(tmp_path / "tokens", [[1], [2]])
     os.utime(replaced.bin_path, ns=(0, 0))
-    with pytest.raises(IndexedDatasetError, match=r"expected the \.idx and .bin the dataset was pickled with"):
+    with pytest.raises(
+        IndexedDatasetError, match=r"expected the \.idx and .bin the dataset was pickled with"
+    ):
         pickle.loads(pickled)
 
 
@@ -99,7 +111,9 @@ def test_optimal_dtype_is_megatrons() -> None:
     assert optimal_dtype(65500) == np.int32
 
 
-def test_a_dataset_of_nothing_is_written_and_read(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_a_dataset_of_nothing_is_written_and_read(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     assert len(write_tokens(tmp_path / "none", [])) == 0
     assert write_tokens(tmp_path / "empty", [[]]).get(0).tolist() == []
 
@@ -127,7 +141,10 @@ def test_only_the_two_files_stand_after_finalize(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "new" / "tokens", np.uint16)
     builder.add_document(np.array([1, 2], dtype=np.int64))
     builder.finalize()
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["tokens.bin", "tokens.idx"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "tokens.bin",
+        "tokens.idx",
+    ]
     with pytest.raises(RuntimeError, match="finalized"):
         builder.finalize()
 
@@ -143,7 +160,9 @@ def test_two_builders_of_one_name_do_not_write_into_each_other(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_files_have_the_permissions_of_any_new_file(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_files_have_the_permissions_of_any_new_file(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
     (tmp_path / "any").touch()
     dataset = write_tokens(tmp_path / "tokens", [[7]])
     for path in (dataset.bin_path, dataset.idx_path):
@@ -180,7 +199,9 @@ def test_a_token_that_is_no_number_is_refused_without_a_warning(tmp_path: Path) 
 @pytest.mark.parametrize("length", [1 << 31, 1 << 70])
 def test_a_length_beyond_31_bits_is_refused(tmp_path: Path, length: int) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
-    with pytest.raises(ValueError, match=f"Expected sequences of at most 2147483647 tokens, got {length}"):
+    with pytest.raises(
+        ValueError, match=f"Expected sequences of at most 2147483647 tokens, got {length}"
+    ):
         builder.add_document([1], [length, 1 - length])
     builder.abort()
 
@@ -201,7 +222,9 @@ def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, write_tokens: WriteTokens, missing: str) -> None:
     write_tokens(tmp_path / "tokens", [[1]])
     (tmp_path / f"tokens{missing}").unlink()
-    with pytest.raises(IndexedDatasetError, match=rf"tokens{missing}: expected a.*, got no such file"):
+    with pytest.raises(
+        IndexedDatasetError, match=rf"tokens{missing}: expected a.*, got no such file"
+    ):
         IndexedDataset(tmp_path / "tokens")
 
 
@@ -221,11 +244,17 @@ def test_a_foreign_index_is_refused_with_its_first_bytes(tmp_path: Path) -> None
     [
         (9, struct.pack("<Q", 2), "expected version 1, got 2"),
         (17, b"\x09", "expected a dtype code from 1 to 8, got 9"),
-        (18, struct.pack("<Q", 9), "expected 182 bytes for 9 sequences and 5 document boundaries, got 158"),
+        (
+            18,
+            struct.pack("<Q", 9),
+            "expected 182 bytes for 9 sequences and 5 document boundaries, got 158",
+        ),
         (150, struct.pack("<q", 6), "expected the documents to end with sequence 7, got 6"),
     ],
 )
-def test_a_wrong_number_in_the_index_is_refused(tmp_path: Path, offset: int, packed: bytes, message: str) -> None:
+def test_a_wrong_number_in_the_index_is_refused(
+    tmp_path: Path, offset: int, packed: bytes, message: str
+) -> None:
     content = bytearray((GOLDEN / "small.idx").read_bytes())
     content[offset : offset + len(packed)] = packed
     with pytest.raises(IndexedDatasetError, match=message):
@@ -248,5 +277,7 @@ def test_a_bin_shorter_than_the_index_says_is_refused(tmp_path: Path) -> None:
     prefix = _with_index(tmp_path, (GOLDEN / "small.idx").read_bytes())
     whole = (GOLDEN / "small.bin").read_bytes()
     prefix.with_suffix(".bin").write_bytes(whole[:-1])
-    with pytest.raises(IndexedDatasetError, match=f"expected at least {len(whole)} bytes.* got {len(whole) - 1}"):
+    with pytest.raises(
+        IndexedDatasetError, match=f"expected at least {len(whole)} bytes.* got {len(whole) - 1}"
+    ):
         IndexedDataset(prefix)

@@ -22,9 +22,13 @@ SCRIPT = Path(__file__).with_name("peer_indexed_dataset.py")
 
 def _peer(action: str, prefix: Path, path: Path) -> None:
     python = os.environ.get("MEGATRON_PEER_PYTHON", str(ROOT / ".venv-peer" / "bin" / "python"))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     command = [python, str(SCRIPT), action, str(prefix), str(path)]
-    ran = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -40,20 +44,28 @@ def _spec(dtype: str) -> dict[str, Any]:
 def _write_ours(prefix: Path, spec: dict[str, Any]) -> None:
     with IndexedDatasetBuilder(prefix, spec["dtype"]) as builder:
         for sequences in spec["documents"]:
-            builder.add_document(list(itertools.chain(*sequences)), [len(sequence) for sequence in sequences])
+            builder.add_document(
+                list(itertools.chain(*sequences)), [len(sequence) for sequence in sequences]
+            )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_what_megatron_core_writes_is_read_and_written_again_to_the_byte(tmp_path: Path, dtype: str) -> None:
+def test_what_megatron_core_writes_is_read_and_written_again_to_the_byte(
+    tmp_path: Path, dtype: str
+) -> None:
     spec = _spec(dtype)
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     _peer("write", tmp_path / "theirs", tmp_path / "spec.json")
     dataset = IndexedDataset(tmp_path / "theirs")
     assert dataset.dtype == dtype
-    assert [dataset.get(index).tolist() for index in range(len(dataset))] == list(itertools.chain(*spec["documents"]))
+    assert [dataset.get(index).tolist() for index in range(len(dataset))] == list(
+        itertools.chain(*spec["documents"])
+    )
     _write_ours(tmp_path / "ours", spec)
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])

@@ -47,12 +47,16 @@ print(json.dumps({"cpu": cpu, "mb": peak - before, "samples": dataset.samples_pe
 
 def _write_index(prefix: Path, num_documents: int) -> None:
     """An index of documents of 0 to 599 uint16 tokens, and a .bin of the size it says that takes no space."""
-    pieces = [(begin, min(_PIECE, num_documents - begin)) for begin in range(0, num_documents, _PIECE)]
+    pieces = [
+        (begin, min(_PIECE, num_documents - begin)) for begin in range(0, num_documents, _PIECE)
+    ]
     lengths = np.random.default_rng(0).integers(0, 600, _PIECE).astype("<i4")
     offsets = 2 * (np.cumsum(lengths, dtype=np.int64) - lengths)
     per_piece = 2 * int(lengths.sum())
     with Path(f"{prefix}.idx").open("wb") as index:
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, num_documents, num_documents + 1))
+        index.write(
+            struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, num_documents, num_documents + 1)
+        )
         for _, count in pieces:
             index.write(lengths[:count].tobytes())
         for number, (_, count) in enumerate(pieces):
@@ -69,15 +73,26 @@ def _measure(folder: Path, num_documents: int) -> dict[str, Any]:
     prefix = folder / "large"
     _write_index(prefix, num_documents)
     try:
-        ran = subprocess.run([sys.executable, "-c", _MEASURE, str(prefix)], capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", _MEASURE, str(prefix)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     finally:
-        for path in [prefix.with_suffix(".idx"), prefix.with_suffix(".bin"), *folder.rglob("*.npy")]:
+        for path in [
+            prefix.with_suffix(".idx"),
+            prefix.with_suffix(".bin"),
+            *folder.rglob("*.npy"),
+        ]:
             path.unlink(missing_ok=True)
     measured: dict[str, Any] = json.loads(ran.stdout)
     return measured
 
 
-def test_an_index_of_one_gigabyte_is_cut_in_seconds_and_in_the_memory_of_a_small_one(tmp_path: Path) -> None:
+def test_an_index_of_one_gigabyte_is_cut_in_seconds_and_in_the_memory_of_a_small_one(
+    tmp_path: Path,
+) -> None:
     small = _measure(tmp_path, 500_000)
     large = _measure(tmp_path, 50_000_000)
     assert large["samples"] > 90 * small["samples"]

@@ -19,7 +19,9 @@ def test_permutation_is_a_bijection(size: int, key: int) -> None:
     assert np.array_equal(np.sort(permuted), np.arange(size))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 257, 511, 512, 513, (1 << 17) - 1, 1 << 17, 300_001])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 255, 256, 257, 511, 512, 513, (1 << 17) - 1, 1 << 17, 300_001]
+)
 def test_permutation_is_a_bijection_around_powers_of_two(size: int) -> None:
     permuted = RandomPermutation(size, 42)(np.arange(size))
     assert np.array_equal(np.bincount(permuted, minlength=size), np.ones(size))
@@ -58,7 +60,16 @@ def test_values_stay_those_of_this_version() -> None:
     # A run that is resumed with a later version of the code must see the same samples.
     assert derive_key(1234, "documents", 0) == 6627909991493420777
     assert RandomPermutation(8, derive_key(2))(np.arange(8)).tolist() == [5, 4, 0, 2, 1, 3, 7, 6]
-    assert RandomPermutation(1000, derive_key(1))(np.arange(8)).tolist() == [328, 507, 238, 684, 275, 151, 76, 219]
+    assert RandomPermutation(1000, derive_key(1))(np.arange(8)).tolist() == [
+        328,
+        507,
+        238,
+        684,
+        275,
+        151,
+        76,
+        219,
+    ]
 
 
 def test_keys_depend_on_every_part_its_type_and_its_place() -> None:
@@ -81,7 +92,9 @@ def test_every_position_goes_everywhere_equally_often(size: int) -> None:
 @pytest.mark.parametrize("size", [1000, 100_003, 50_000_000])
 def test_neighbours_do_not_stay_near_each_other(size: int) -> None:
     for key in range(20):
-        permuted = RandomPermutation(size, derive_key("neighbours", key))(np.arange(min(size, 100_000)))
+        permuted = RandomPermutation(size, derive_key("neighbours", key))(
+            np.arange(min(size, 100_000))
+        )
         for distance in (1, 2, 64):
             gaps = (permuted[distance:] - permuted[:-distance]) % size
             counts = np.bincount(gaps * 16 // size, minlength=16)
@@ -90,5 +103,7 @@ def test_neighbours_do_not_stay_near_each_other(size: int) -> None:
 
 
 def test_mixed_bits_are_half_ones() -> None:
-    bits = np.unpackbits(mix64(np.arange(20_000, dtype=np.uint64), 3).view(np.uint8).reshape(-1, 8), axis=1)
+    bits = np.unpackbits(
+        mix64(np.arange(20_000, dtype=np.uint64), 3).view(np.uint8).reshape(-1, 8), axis=1
+    )
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.02

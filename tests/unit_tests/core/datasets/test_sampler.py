@@ -13,18 +13,30 @@ from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
 
 
-def _global_batches(num_samples: int, consumed: int, micro: int, batch: int, size: int) -> list[list[int]]:
+def _global_batches(
+    num_samples: int, consumed: int, micro: int, batch: int, size: int
+) -> list[list[int]]:
     """All global batches, each put together from what the ranks read, rank by rank within each micro-batch."""
-    samplers = [GlobalBatchSampler(num_samples, consumed, micro, batch, rank, size) for rank in range(size)]
+    samplers = [
+        GlobalBatchSampler(num_samples, consumed, micro, batch, rank, size) for rank in range(size)
+    ]
     for sampler in samplers:
         assert len(list(sampler)) == len(sampler)
     passes = [list(itertools.chain(*parts)) for parts in zip(*samplers, strict=True)]
     per_batch = samplers[0].num_microbatches
-    return [list(itertools.chain(*passes[begin : begin + per_batch])) for begin in range(0, len(passes), per_batch)]
+    return [
+        list(itertools.chain(*passes[begin : begin + per_batch]))
+        for begin in range(0, len(passes), per_batch)
+    ]
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
-@given(micro=st.integers(1, 4), passes=st.integers(1, 3), num_batches=st.integers(0, 5), rest=st.integers(0, 11))
+@given(
+    micro=st.integers(1, 4),
+    passes=st.integers(1, 3),
+    num_batches=st.integers(0, 5),
+    rest=st.integers(0, 11),
+)
 def test_a_global_batch_is_the_same_at_every_data_parallel_size(
     micro: int, passes: int, num_batches: int, rest: int
 ) -> None:
@@ -37,7 +49,9 @@ def test_a_global_batch_is_the_same_at_every_data_parallel_size(
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(size=st.sampled_from([1, 2, 4]), rank=st.integers(0, 3), done=st.integers(0, 6))
-def test_a_resumed_sampler_gives_the_tail_of_the_uninterrupted_sequence(size: int, rank: int, done: int) -> None:
+def test_a_resumed_sampler_gives_the_tail_of_the_uninterrupted_sequence(
+    size: int, rank: int, done: int
+) -> None:
     whole = GlobalBatchSampler(100, 0, 2, 16, rank % size, size)
     resumed = GlobalBatchSampler(100, 16 * done, 2, 16, rank % size, size)
     assert list(resumed) == list(whole)[done * whole.num_microbatches :]
@@ -67,7 +81,9 @@ def test_loading_draws_nothing_from_the_global_generator(num_workers: int) -> No
     dataset = MockGPTDataset(100, 8, 32, seed=1)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    loader = build_data_loader(dataset, GlobalBatchSampler(32, 8, 2, 8, 0, 2), num_workers, pin_memory=False)
+    loader = build_data_loader(
+        dataset, GlobalBatchSampler(32, 8, 2, 8, 0, 2), num_workers, pin_memory=False
+    )
     batches = list(loader)
     assert torch.equal(torch.get_rng_state(), before)
     samples = [dataset[index] for index in itertools.chain(*GlobalBatchSampler(32, 8, 2, 8, 0, 2))]

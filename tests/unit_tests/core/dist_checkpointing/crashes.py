@@ -40,7 +40,9 @@ from unittest import mock
 
 import cloudpickle
 
-PIECE_BYTES = 64 << 10  # the most that a watched file writes at once: a multiple of what direct I/O wants
+PIECE_BYTES = (
+    64 << 10
+)  # the most that a watched file writes at once: a multiple of what direct I/O wants
 DEFAULT_TIMEOUT = 60.0  # seconds
 KILLED = "killed"
 
@@ -118,15 +120,25 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
 
         def write(self, buffer: Any) -> int:
             piece = memoryview(buffer).cast("B")[:PIECE_BYTES]
-            note("write", Path(str(self.name)), write_some=lambda nbytes: self._write_some(piece[:nbytes]))
+            note(
+                "write",
+                Path(str(self.name)),
+                write_some=lambda nbytes: self._write_some(piece[:nbytes]),
+            )
             return super().write(piece)
 
         def _write_some(self, part: memoryview) -> None:
             # Direct I/O takes whole blocks alone.
-            fcntl.fcntl(self.fileno(), fcntl.F_SETFL, fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT)
+            fcntl.fcntl(
+                self.fileno(),
+                fcntl.F_SETFL,
+                fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT,
+            )
             super().write(part)
 
-    def watched_open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
+    def watched_open(
+        file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any
+    ) -> Any:
         if not set(mode) & set("wxa+"):
             if looks_too and not isinstance(file, int):
                 note("read", Path(file))
@@ -201,7 +213,12 @@ class Fault:
     """
 
     def __init__(
-        self, number: int, code: int = errno.ENOSPC, *, lasts: bool = False, is_carried_out: bool = False
+        self,
+        number: int,
+        code: int = errno.ENOSPC,
+        *,
+        lasts: bool = False,
+        is_carried_out: bool = False,
     ) -> None:
         self._number = number
         self._code = code
@@ -246,7 +263,9 @@ class _Folder:
 
     seen: dict[str, _File | _Folder] = field(default_factory=dict)
     synced: dict[str, _File | _Folder] = field(default_factory=dict)
-    steps: list[tuple[list[str], dict[str, _File | _Folder]]] = field(default_factory=list)  # names gone, and new
+    steps: list[tuple[list[str], dict[str, _File | _Folder]]] = field(
+        default_factory=list
+    )  # names gone, and new
 
     def change(self, gone: list[str], new: dict[str, _File | _Folder]) -> None:
         self.steps.append((gone, new))
@@ -323,7 +342,12 @@ class PowerCut:
         return node
 
 
-_NEWNS, _NEWUSER, _PRIVATE, _REMOUNT = 0x20000, 0x10000000, 0x44000, 0x20  # <linux/sched.h>, <linux/mount.h>
+_NEWNS, _NEWUSER, _PRIVATE, _REMOUNT = (
+    0x20000,
+    0x10000000,
+    0x44000,
+    0x20,
+)  # <linux/sched.h>, <linux/mount.h>
 _CAPABILITY_VERSION = 0x20080522
 
 
@@ -333,7 +357,11 @@ def mount_small_disk(folder: Path, nbytes: int) -> bool:
     if libc.unshare(_NEWNS) != 0:
         if libc.unshare(_NEWNS | _NEWUSER) != 0:
             return False
-        for file, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for file, line in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{file}").write_text(line)
     return libc.mount(None, b"/", None, _PRIVATE, None) == 0 and _mount(folder, nbytes, 0)
 
@@ -345,7 +373,9 @@ def resize_disk(folder: Path, nbytes: int) -> None:
 
 def _mount(folder: Path, nbytes: int, flags: int) -> bool:
     mount = ctypes.CDLL(None).mount
-    return bool(mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={nbytes}".encode()) == 0)
+    return bool(
+        mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={nbytes}".encode()) == 0
+    )
 
 
 def give_up_privileges() -> None:
@@ -403,7 +433,9 @@ class Child:
     def _read(self, timeout: float) -> bytes:
         deadline, content = time.monotonic() + timeout, b""
         while True:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 os.kill(self.pid, signal.SIGKILL)
                 raise DiedError(f"Expected an answer within {timeout} s, got none.")
@@ -436,7 +468,9 @@ class Forks:
         self._process.start()
         theirs.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    ) -> Any:
         """Calls `function(*args)` in a fork, and returns what it returned: nothing of a class of the test's own."""
         # Test files cannot be imported there.
         module = sys.modules.get(function.__module__)

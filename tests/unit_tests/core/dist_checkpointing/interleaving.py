@@ -66,7 +66,9 @@ class Outcome(NamedTuple):
 
     endings: list[str | None]  # of each rank: its error; None: published
     operations: list[list[str]]  # what each has done
-    num_in_pause: int  # operations of the other rank by the time the pause ended; -1: the pause never began
+    num_in_pause: (
+        int  # operations of the other rank by the time the pause ended; -1: the pause never began
+    )
     seconds: float  # on the clock of the rank that waited longest
 
 
@@ -108,7 +110,11 @@ class _Schedule:
         self._num_changes += operation.is_change
 
         fault = self._fault
-        if fault is not None and fault.rank == number and fault.strikes(len(rank.operations) - 1, operation):
+        if (
+            fault is not None
+            and fault.rank == number
+            and fault.strikes(len(rank.operations) - 1, operation)
+        ):
             if fault.is_carried_out and operation.carry_out is not None:
                 operation.carry_out()
             raise OSError(errno.EIO, os.strerror(errno.EIO), operation.where)
@@ -132,7 +138,9 @@ class _Schedule:
             self.ranks[number].state = state
             self._next()
             if not self._changed.wait_for(lambda: self._turn == number, _STUCK):
-                raise AssertionError(f"Expected rank {number} to have its turn, got {[vars(r) for r in self.ranks]}.")
+                raise AssertionError(
+                    f"Expected rank {number} to have its turn, got {[vars(r) for r in self.ranks]}."
+                )
             self._turn = None
 
     def _next(self) -> None:
@@ -178,7 +186,9 @@ class _Schedule:
     def _can_go_on(self, number: int) -> bool:
         """A rank that has looked in vain need not look again before something has changed."""
         rank = self.ranks[number]
-        return rank.state == "ready" or (rank.state == "waits" and rank.num_changes_seen != self._num_changes)
+        return rank.state == "ready" or (
+            rank.state == "waits" and rank.num_changes_seen != self._num_changes
+        )
 
 
 class _Closing(threading.Event):
@@ -212,7 +222,12 @@ class Interleaved:
             managers = [
                 stack.enter_context(
                     CheckpointManager(
-                        LocalStore(self._root), CPU, rank, self._world_size, "abcd", timeout_seconds=TIMEOUT
+                        LocalStore(self._root),
+                        CPU,
+                        rank,
+                        self._world_size,
+                        "abcd",
+                        timeout_seconds=TIMEOUT,
                     )
                 )
                 for rank in range(self._world_size)
@@ -226,7 +241,9 @@ class Interleaved:
                     manager.save(NEW, self._contents[rank], self._state.train_state)
                     manager._lane.enqueue(lambda rank=rank: schedule.end(rank))
                 endings = [ending_of(manager) for manager in managers]
-            assert [manager.num_failed for manager in managers] == [ending is not None for ending in endings]
+            assert [manager.num_failed for manager in managers] == [
+                ending is not None for ending in endings
+            ]
         return Outcome(
             endings,
             [rank.operations for rank in schedule.ranks],
@@ -240,5 +257,7 @@ def _clock(now: Callable[[], float]) -> Iterator[None]:
     """The ranks' clocks in the place of the machine's, and buffers that are made quickly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher_module, "time", SimpleNamespace(monotonic=now))
-        patch.setattr(manager_module, "BufferPool", lambda device, **_: BufferPool(device, 2, BLOCK_BYTES))
+        patch.setattr(
+            manager_module, "BufferPool", lambda device, **_: BufferPool(device, 2, BLOCK_BYTES)
+        )
         yield

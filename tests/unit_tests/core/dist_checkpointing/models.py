@@ -27,7 +27,11 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.state.collect import (
+    PARAM_GROUPS,
+    collect,
+    install_param_groups,
+)
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.distributed import megatron_fsdp
@@ -74,7 +78,9 @@ class Setting(NamedTuple):
     """What a checkpoint must not depend on, but for `is_tied` and the optimizer."""
 
     strategy: str = "optim_grads_params"
-    fraction: float | None = None  # that is offloaded; None: by another optimizer, which offloads nothing
+    fraction: float | None = (
+        None  # that is offloaded; None: by another optimizer, which offloads nothing
+    )
     is_fused: bool = True
     is_tied: bool = True
     compute_dtype: torch.dtype = torch.float32
@@ -82,7 +88,10 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         parts = [self.strategy, f"offload={self.fraction}", "fused" if self.is_fused else "unfused"]
-        parts += ["tied" if self.is_tied else "untied", str(self.compute_dtype).removeprefix("torch.")]
+        parts += [
+            "tied" if self.is_tied else "untied",
+            str(self.compute_dtype).removeprefix("torch."),
+        ]
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.optimizer)])
 
 
@@ -120,7 +129,9 @@ class UnfusedMLP(MLP):
         super().__init__(config)
         del self.linear_fc1
         std = config.init_method_std
-        self.gate = Linear(config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std)
+        self.gate = Linear(
+            config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std
+        )
         self.up = Linear(config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -155,7 +166,9 @@ def data_parallel(strategy: str) -> DataParallelConfig:
     if strategy in SHARDING_STRATEGIES:
         return DataParallelConfig(data_parallel_sharding_strategy=strategy)
     outer = {HSDP: "no_shard", HFSDP: "optim"}[strategy]
-    return DataParallelConfig(num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer)
+    return DataParallelConfig(
+        num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer
+    )
 
 
 def optimizer_config(setting: Setting) -> OptimizerConfig:
@@ -178,7 +191,9 @@ class Trained:
         optimizer: a DistributedOptimizer.
     """
 
-    def __init__(self, setting: Setting, seed: int, *, lr: float = 1e-2, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, setting: Setting, seed: int, *, lr: float = 1e-2, model: nn.Module | None = None
+    ) -> None:
         """
         Args:
             seed: of the weights.
@@ -217,7 +232,13 @@ class Trained:
             self.optimizer.optimizer._update_lane.enqueue(lambda: time.sleep(DELAY))
 
     def contents(self, **options: Any) -> Contents:
-        return collect(self.model, self.optimizer.optimizer, rank=self.rank, world_size=self.world_size, **options)
+        return collect(
+            self.model,
+            self.optimizer.optimizer,
+            rank=self.rank,
+            world_size=self.world_size,
+            **options,
+        )
 
     def save(self, root: str, **options: Any) -> None:
         """Publishes a checkpoint."""
@@ -232,14 +253,18 @@ class Trained:
         checkpoint = open_checkpoint(root)
         contents = self.contents()
         num_bytes = load_entries(checkpoint, contents, check_contents(checkpoint, contents, skip))
-        install_param_groups(self.optimizer.optimizer, contents.names, checkpoint.read_plain(PARAM_GROUPS))
+        install_param_groups(
+            self.optimizer.optimizer, contents.names, checkpoint.read_plain(PARAM_GROUPS)
+        )
         return num_bytes
 
 
 def manager_of(root: str | Store, trained: Trained, token: str = "test") -> CheckpointManager:
     """A manager that needed no other rank to be made."""
     store = open_store(root) if isinstance(root, str) else root
-    return CheckpointManager(store, DEVICE, trained.rank, trained.world_size, token, timeout_seconds=60.0)
+    return CheckpointManager(
+        store, DEVICE, trained.rank, trained.world_size, token, timeout_seconds=60.0
+    )
 
 
 def open_checkpoint(root: str) -> PublishedCheckpoint:
@@ -286,7 +311,8 @@ def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
         for name, state in optimizer.state.get(parameter, {}).items():
             if state.shape != parameter.shape:
                 found |= {
-                    f"optimizer.state.{own}.{name}": state.clone() for own, _ in canonical(fqn, parameter.shape[0])
+                    f"optimizer.state.{own}.{name}": state.clone()
+                    for own, _ in canonical(fqn, parameter.shape[0])
                 }
                 continue
             if isinstance(optimizer, FusedAdam) and is_scaled(state.dtype):
@@ -296,7 +322,9 @@ def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
         prefix, suffix = ("optimizer.state.", f".{name}") if name else ("model.", "")
         for parameter, whole in gathered(parts):
             sections = canonical(fqns[parameter], parameter.shape[0])
-            for (own, _), rows in zip(sections, whole.split([num for _, num in sections]), strict=True):
+            for (own, _), rows in zip(
+                sections, whole.split([num for _, num in sections]), strict=True
+            ):
                 found[f"{prefix}{own}{suffix}"] = rows.clone()
     return found
 
@@ -315,7 +343,9 @@ def canonical(fqn: str, num_rows: int) -> list[tuple[str, int]]:
     ]
 
 
-def gathered(parts: dict[nn.Parameter, torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def gathered(
+    parts: dict[nn.Parameter, torch.Tensor],
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Whole tensors, of what each rank has of them, which lies as the parameter does."""
     groups: dict[FsdpParameterGroup | None, list[nn.Parameter]] = {}
     for parameter in parts:
@@ -341,7 +371,10 @@ def local_values(trained: Trained) -> dict[str, torch.Tensor]:
     found = {name: buffer.clone() for name, buffer in trained.model.named_buffers()}
     for name, parameter in trained.model.named_parameters():
         states = trained.optimizer.optimizer.state.get(parameter, {})
-        found |= {f"{name}.{state}": local_tensor(value).detach().clone() for state, value in states.items()}
+        found |= {
+            f"{name}.{state}": local_tensor(value).detach().clone()
+            for state, value in states.items()
+        }
         found[name] = local_tensor(parameter).detach().clone()
     return found
 
@@ -356,4 +389,6 @@ def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return torch.equal(
+        *(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    )

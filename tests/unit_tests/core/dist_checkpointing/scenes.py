@@ -19,11 +19,19 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    latest_iteration,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.state.collect import (
+    PARAM_GROUPS,
+    collect,
+    install_param_groups,
+)
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -76,7 +84,9 @@ class State:
         self.iteration = iteration
         self.run = run
         self.model = Model(size)
-        self.optimizer = FusedAdam(self.model.parameters(), lr=0.0 if iteration is None else iteration + run / 10)
+        self.optimizer = FusedAdam(
+            self.model.parameters(), lr=0.0 if iteration is None else iteration + run / 10
+        )
         self.optimizer.init_state()
         self.private = [torch.zeros(3, dtype=torch.uint8) for _ in range(_MOST_RANKS)]
         generator = torch.Generator().manual_seed(1000 * run + (iteration or 0))
@@ -87,15 +97,22 @@ class State:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, live."""
-        found = {**self.model.state_dict(), **{f"rng {rank}": tensor for rank, tensor in enumerate(self.private)}}
+        found = {
+            **self.model.state_dict(),
+            **{f"rng {rank}": tensor for rank, tensor in enumerate(self.private)},
+        }
         for name, parameter in self.model.named_parameters():
-            found |= {f"{name} {key}": value for key, value in self.optimizer.state[parameter].items()}
+            found |= {
+                f"{name} {key}": value for key, value in self.optimizer.state[parameter].items()
+            }
         return found
 
     def contents(self, rank: int = 0, world_size: int = 1) -> Contents:
         """What a rank saves of it."""
         private = {"rng.torch": self.private[rank]}
-        return collect(self.model, self.optimizer, private=private, rank=rank, world_size=world_size)
+        return collect(
+            self.model, self.optimizer, private=private, rank=rank, world_size=world_size
+        )
 
     @property
     def train_state(self) -> dict[str, Any]:
@@ -107,7 +124,9 @@ class State:
         own, others = self.tensors(), other.tensors()
         assert own.keys() == others.keys()
         found = [name for name, value in others.items() if not torch.equal(own[name], value)]
-        return found + ["lr"] * (self.optimizer.param_groups[0]["lr"] != other.optimizer.param_groups[0]["lr"])
+        return found + ["lr"] * (
+            self.optimizer.param_groups[0]["lr"] != other.optimizer.param_groups[0]["lr"]
+        )
 
 
 def save_by_two(root: Path, iteration: int, size: Size = WHOLE) -> None:
@@ -115,7 +134,9 @@ def save_by_two(root: Path, iteration: int, size: Size = WHOLE) -> None:
     state = State(iteration, size=size)
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(CheckpointManager(open_store(root), CPU, rank, 2, f"token{iteration}"))
+            stack.enter_context(
+                CheckpointManager(open_store(root), CPU, rank, 2, f"token{iteration}")
+            )
             for rank in range(2)
         ]
         for rank, manager in enumerate(ranks):
@@ -166,13 +187,17 @@ def go_on(root: Path, size: Size = WHOLE) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
-def outcome_of_save(root: Path, before: Before | None = None, *, run: int = 0, size: Size = WHOLE) -> str | None:
+def outcome_of_save(
+    root: Path, before: Before | None = None, *, run: int = 0, size: Size = WHOLE
+) -> str | None:
     """One rank saves the new checkpoint, and keeps no other. Returns the error, if there is one."""
     state = State(NEW, run, size)
     store = open_store(root)
     with (
         nullcontext() if before is None else watched(root, before),
-        CheckpointManager(store, CPU, 0, 1, f"abc{run}", retention=Retention(keep_last=1)) as manager,
+        CheckpointManager(
+            store, CPU, 0, 1, f"abc{run}", retention=Retention(keep_last=1)
+        ) as manager,
     ):
         manager.save(NEW, state.contents(), state.train_state)
         try:
@@ -185,14 +210,18 @@ def outcome_of_save(root: Path, before: Before | None = None, *, run: int = 0, s
 def make_old(root: Path, size: Size = WHOLE) -> None:
     """A folder with the old checkpoint, and the draft of a run that has died."""
     save_by_two(root, OLD, size)
-    shutil.copytree(root / checkpoint_name(OLD), root / f"{checkpoint_name(ABANDONED)}.dead1.saving")
+    shutil.copytree(
+        root / checkpoint_name(OLD), root / f"{checkpoint_name(ABANDONED)}.dead1.saving"
+    )
 
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
     """A folder in memory, if there is any for files: there, thousands of fsyncs take no time."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=memory if memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="checkpoints-", dir=memory if memory.is_dir() else None
+    ) as folder:
         yield Path(folder)
 
 
@@ -262,7 +291,9 @@ def _comes_to(child: Child, log: int, operation: str) -> bool:
         time.sleep(0.001)
 
 
-def _save_as_rank(root: Path, rank: int, before: Before | None, log: int, stop: int, size: Size) -> str | None:
+def _save_as_rank(
+    root: Path, rank: int, before: Before | None, log: int, stop: int, size: Size
+) -> str | None:
     def note(operation: Operation) -> None:
         os.write(log, f"{operation}\n".encode())
         if before is not None:
@@ -273,7 +304,9 @@ def _save_as_rank(root: Path, rank: int, before: Before | None, log: int, stop: 
         store = open_store(root)
         if rank == 0:
             store.sweep()
-        with CheckpointManager(store, CPU, rank, 2, "abcd", retention=Retention(keep_last=1)) as manager:
+        with CheckpointManager(
+            store, CPU, rank, 2, "abcd", retention=Retention(keep_last=1)
+        ) as manager:
             manager.save(NEW, state.contents(rank, 2), state.train_state)
             while manager.is_busy:
                 if select.select([stop], [], [], 0.002)[0]:

@@ -41,7 +41,9 @@ def _failing_on(rank: int, error: Exception) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.parametrize("error", [CheckpointDamagedError("a bit"), CheckpointError("a key"), ConfigError("--x: y")])
+@pytest.mark.parametrize(
+    "error", [CheckpointDamagedError("a bit"), CheckpointError("a key"), ConfigError("--x: y")]
+)
 def test_what_fails_on_one_rank_fails_on_all_in_the_same_way(error):
     first, second = run_ranks(2, _failing_on, 1, error)
     prefix = "" if isinstance(error, ConfigError) else "rank 1: "
@@ -67,7 +69,10 @@ def _differently() -> str:
 
 
 def test_ranks_that_fail_differently_all_take_the_way_of_the_first():
-    assert run_ranks(2, _differently) == ["CheckpointError: a key", "CheckpointError: rank 0: a key"]
+    assert run_ranks(2, _differently) == [
+        "CheckpointError: a key",
+        "CheckpointError: rank 0: a key",
+    ]
 
 
 PLAIN = {"a": [1, -(2**80), 2.5, None, True, "\u2028é\ud800"], "b": {}}
@@ -87,7 +92,9 @@ def _answers_to(value: object) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("value", "name"), [((1, 2), "tuple"), ({1: 2}, "dict"), ({"a"}, "set"), ([b"x"], "list")])
+@pytest.mark.parametrize(
+    ("value", "name"), [((1, 2), "tuple"), ({1: 2}, "dict"), ({"a"}, "set"), ([b"x"], "list")]
+)
 def test_what_json_would_change_is_refused_on_all_ranks_also_in_a_world_of_one(value, name):
     expected = f"looking: TypeError: Expected plain data that JSON keeps as it is, got {name}."
     assert run_ranks(2, _answers_to, value) == [expected, expected]
@@ -126,7 +133,10 @@ def _receive(size: int, content: bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"\x80\x04K\x01.", "Expected an answer of another rank as JSON, got b'\\x80\\x04K\\x01.'."),
+        (
+            b"\x80\x04K\x01.",
+            "Expected an answer of another rank as JSON, got b'\\x80\\x04K\\x01.'.",
+        ),
         (b"[" * 10**5, "Expected an answer of another rank as JSON, got b'[["),
         (b"[1]", "Expected an answer of another rank as JSON, got b'[1]'."),
         (b'{"error": ["SystemExit", "x"]}', "Expected a result or an error of another rank, got"),
@@ -144,7 +154,11 @@ def test_a_size_without_bounds_is_refused_before_anything_is_allocated(size):
 
 
 def test_a_group_whose_backend_takes_no_cpu_tensors_is_served_on_its_own_device(monkeypatch):
-    for config, device in [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("xpu:xccl", "xpu")]:
+    for config, device in [
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda"),
+        ("xpu:xccl", "xpu"),
+    ]:
         monkeypatch.setattr(dist, "get_backend_config", lambda config=config: config)
         assert agreement._device_of_group() == torch.device(device)
 
@@ -156,6 +170,7 @@ def test_no_pickle_travels_between_the_ranks_of_a_run():
         str(path.relative_to(root))
         for path in sorted(root.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+_object_list|(all_)?gather_object", node.attr)
+        if isinstance(node, ast.Attribute)
+        and re.fullmatch(r"\w+_object_list|(all_)?gather_object", node.attr)
     ]
     assert callers == []

@@ -83,7 +83,9 @@ def _load(root: str, setting: Setting, num_steps_before: int) -> Loaded:
         trained.step(100 + number)
     trained.load(root)
     found = differences(full_tensors(trained), torch.load(f"{root}/expected.pt", weights_only=True))
-    return Loaded(found, [trained.step(number) for number in range(ITERATION, ITERATION + NUM_LOSSES)])
+    return Loaded(
+        found, [trained.step(number) for number in range(ITERATION, ITERATION + NUM_LOSSES)]
+    )
 
 
 class Sources:
@@ -104,9 +106,14 @@ class Sources:
         root = self.root(source)
         losses = json.loads((root / "losses.json").read_text())
         assert len(set(losses)) == NUM_LOSSES
-        for loaded in run_ranks(target.world_size, _load, str(root), target.setting, num_steps_before):
+        for loaded in run_ranks(
+            target.world_size, _load, str(root), target.setting, num_steps_before
+        ):
             assert loaded.differences == []
-            if source.topology == target.topology and source.setting.is_fused == target.setting.is_fused:
+            if (
+                source.topology == target.topology
+                and source.setting.is_fused == target.setting.is_fused
+            ):
                 assert loaded.losses == losses
             else:
                 assert loaded.losses == pytest.approx(losses, rel=1e-5)
@@ -131,14 +138,33 @@ FUSED, UNFUSED = True, False
 TIED, UNTIED = True, False
 # (ranks, strategy, offloaded, fused, tied) -> [(ranks, strategy, offloaded, fused)]
 _CUT = {
-    (1, "no_shard", None, FUSED, TIED): [(1, "no_shard", 0.5, FUSED), (2, "optim_grads_params", None, UNFUSED)],
-    (1, "optim_grads_params", 0.5, UNFUSED, UNTIED): [(3, "optim_grads_params", 0.0, UNFUSED), (4, HFSDP, 0.5, FUSED)],
+    (1, "no_shard", None, FUSED, TIED): [
+        (1, "no_shard", 0.5, FUSED),
+        (2, "optim_grads_params", None, UNFUSED),
+    ],
+    (1, "optim_grads_params", 0.5, UNFUSED, UNTIED): [
+        (3, "optim_grads_params", 0.0, UNFUSED),
+        (4, HFSDP, 0.5, FUSED),
+    ],
     (2, "optim", 1.0, UNFUSED, TIED): [(2, "optim", 0.5, UNFUSED), (3, "optim_grads", 1.0, FUSED)],
-    (2, "optim_grads_params", 0.0, FUSED, UNTIED): [(4, "optim_grads_params", 1.0, FUSED), (1, "optim", 0.0, UNFUSED)],
+    (2, "optim_grads_params", 0.0, FUSED, UNTIED): [
+        (4, "optim_grads_params", 1.0, FUSED),
+        (1, "optim", 0.0, UNFUSED),
+    ],
     (3, "no_shard", 0.5, FUSED, UNTIED): [(3, "no_shard", None, FUSED), (4, HSDP, 1.0, UNFUSED)],
-    (3, "optim_grads", None, UNFUSED, TIED): [(1, "no_shard", 0.0, FUSED), (2, "optim_grads", 1.0, UNFUSED)],
-    (4, HSDP, 0.0, UNFUSED, UNTIED): [(4, HSDP, 0.5, UNFUSED), (1, "optim_grads_params", None, FUSED)],
-    (4, HFSDP, 1.0, FUSED, TIED): [(4, HFSDP, None, FUSED), (2, "no_shard", None, FUSED), (3, "optim", 0.0, UNFUSED)],
+    (3, "optim_grads", None, UNFUSED, TIED): [
+        (1, "no_shard", 0.0, FUSED),
+        (2, "optim_grads", 1.0, UNFUSED),
+    ],
+    (4, HSDP, 0.0, UNFUSED, UNTIED): [
+        (4, HSDP, 0.5, UNFUSED),
+        (1, "optim_grads_params", None, FUSED),
+    ],
+    (4, HFSDP, 1.0, FUSED, TIED): [
+        (4, HFSDP, None, FUSED),
+        (2, "no_shard", None, FUSED),
+        (3, "optim", 0.0, UNFUSED),
+    ],
 }
 
 
@@ -159,9 +185,14 @@ def _all_topologies() -> list[Way]:
     kinds = list(itertools.product(FRACTIONS, (FUSED, UNFUSED), (TIED, UNTIED)))
     others = list(itertools.product(FRACTIONS, (FUSED, UNFUSED)))
     ways = []
-    for (i, (size, strategy)), (j, (other_size, other)) in itertools.product(enumerate(TOPOLOGIES), repeat=2):
+    for (i, (size, strategy)), (j, (other_size, other)) in itertools.product(
+        enumerate(TOPOLOGIES), repeat=2
+    ):
         # 3 has no divisor in common with the number of others: each topology comes to know all of them.
-        (fraction, is_fused, is_tied), target = kinds[i % len(kinds)], others[(i + 3 * j) % len(others)]
+        (fraction, is_fused, is_tied), target = (
+            kinds[i % len(kinds)],
+            others[(i + 3 * j) % len(others)],
+        )
         source = Place(size, Setting(strategy, fraction, is_fused, is_tied))
         ways.append(Way(source, Place(other_size, Setting(other, *target, is_tied))))
     return ways
@@ -175,17 +206,26 @@ def _all_options() -> list[Way]:
             Place(size, Setting(strategy, fraction, is_fused, is_tied)),
             Place(other_size, Setting(other, other_fraction, is_other_fused, is_tied)),
         )
-        for size, strategy, other_size, other in ((3, "optim_grads_params", 2, "optim"), (4, HFSDP, 4, HSDP))
-        for (fraction, is_fused), (other_fraction, is_other_fused) in itertools.product(models, models)
+        for size, strategy, other_size, other in (
+            (3, "optim_grads_params", 2, "optim"),
+            (4, HFSDP, 4, HSDP),
+        )
+        for (fraction, is_fused), (other_fraction, is_other_fused) in itertools.product(
+            models, models
+        )
         for is_tied in (TIED, UNTIED)
     ]
 
 
 def test_the_few_ways_that_are_always_tried_cover_all_pairs_of_ranks_and_of_options():
     ways = _cut()
-    assert {(w.source.world_size, w.target.world_size) for w in ways} == set(itertools.product((1, 2, 3, 4), repeat=2))
+    assert {(w.source.world_size, w.target.world_size) for w in ways} == set(
+        itertools.product((1, 2, 3, 4), repeat=2)
+    )
     settings = [(way.source.setting, way.target.setting) for way in ways]
-    assert {(a.fraction, b.fraction) for a, b in settings} == set(itertools.product(FRACTIONS, repeat=2))
+    assert {(a.fraction, b.fraction) for a, b in settings} == set(
+        itertools.product(FRACTIONS, repeat=2)
+    )
     kinds = {(a.is_fused, b.is_fused, a.is_tied) for a, b in settings}
     assert kinds == set(itertools.product((True, False), repeat=3))
     for side in (0, 1):
@@ -208,7 +248,12 @@ def test_ranks_cut_fused_weights_inside_their_sections():
                     if begin < chunk.first_row < begin + num_rows and section != name:
                         found.add(section)
                     begin += num_rows
-    assert found == {"self_attention.key.weight", "self_attention.value.weight", "mlp.gate.weight", "mlp.up.weight"}
+    assert found == {
+        "self_attention.key.weight",
+        "self_attention.value.weight",
+        "mlp.gate.weight",
+        "mlp.up.weight",
+    }
 
 
 @pytest.mark.parametrize("way", _cut(), ids=str)

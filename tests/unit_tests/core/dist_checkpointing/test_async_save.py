@@ -55,7 +55,9 @@ from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore, memory_f
 CPU = Device("cpu")
 DIM = 64  # a rank's part of each matrix is more than what a save may copy, on 2 ranks too
 FRACTIONS = (None, 0.0, 0.5, 1.0)
-Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]  # by key: what this rank has, and where it begins
+Parts = dict[
+    str, tuple[tuple[int, ...], torch.Tensor]
+]  # by key: what this rank has, and where it begins
 
 
 class Layer(nn.Module):
@@ -128,7 +130,10 @@ class Training:
 
 
 def parts_of(contents: Contents) -> Parts:
-    return {entry.key: (entry.offsets, entry.part_of(entry.values.read()).clone()) for entry in contents.entries}
+    return {
+        entry.key: (entry.offsets, entry.part_of(entry.values.read()).clone())
+        for entry in contents.entries
+    }
 
 
 def is_same(parts: Parts, others: Parts) -> bool:
@@ -140,7 +145,9 @@ def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
     """What a checkpoint has where this rank has its parts."""
     checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(iteration))
     assert set(checkpoint.tensors()) == set(like)
-    found = {key: (offsets, torch.full_like(part, torch.nan)) for key, (offsets, part) in like.items()}
+    found = {
+        key: (offsets, torch.full_like(part, torch.nan)) for key, (offsets, part) in like.items()
+    }
     for key, (offsets, part) in found.items():
         checkpoint.read(key, offsets, part)
     return found
@@ -179,7 +186,10 @@ def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed:
     """Every save begins while updates are under way, and reads nothing before the next update has begun."""
     training, gate = Training(fraction, with_states=with_states), threading.Event()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with delays(seed), CheckpointManager(LocalStore(root), CPU, rank, world_size, "abcd") as manager:
+    with (
+        delays(seed),
+        CheckpointManager(LocalStore(root), CPU, rank, world_size, "abcd") as manager,
+    ):
         for number in range(1, NUM_STEPS + 1):
             training.backward(number)
             assert manager.is_busy or number - 1 not in SAVED_AFTER
@@ -196,14 +206,20 @@ def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed:
     return training.parts()
 
 
-def _saves_what_there_was(fraction: float | None, with_states: bool, root: Path, seeds: Sequence[int]) -> None:
+def _saves_what_there_was(
+    fraction: float | None, with_states: bool, root: Path, seeds: Sequence[int]
+) -> None:
     expected = _train(fraction, with_states)
     assert not is_same(expected.saved[0], expected.saved[1])
     large = [part for _, part in expected.last.values() if part.nbytes > 4096]
-    assert sum(part.nbytes for part in large) > 0.9 * sum(part.nbytes for _, part in expected.last.values())
+    assert sum(part.nbytes for part in large) > 0.9 * sum(
+        part.nbytes for _, part in expected.last.values()
+    )
     for seed in seeds:
         own = root / f"{seed}"
-        assert is_same(_train_and_save(fraction, with_states, own, seed), expected.last), "saving changes nothing"
+        assert is_same(_train_and_save(fraction, with_states, own, seed), expected.last), (
+            "saving changes nothing"
+        )
         for number, parts in zip(SAVED_AFTER, expected.saved, strict=True):
             assert is_same(saved_parts(own, number, parts), parts), seed
             checkpoint = PublishedCheckpoint.open(LocalStore(own), checkpoint_name(number))
@@ -227,13 +243,17 @@ DELAYED = [
     [
         *(pytest.param(*case, id=f"{case[0]}-{case[1]}-{len(case[2])}") for case in DELAYED),
         *(
-            pytest.param(world_size, fraction, MANY, id=f"{world_size}-{fraction}-20", marks=pytest.mark.wide)
+            pytest.param(
+                world_size, fraction, MANY, id=f"{world_size}-{fraction}-20", marks=pytest.mark.wide
+            )
             for world_size, fraction in itertools.product((1, 2), FRACTIONS)
             if (world_size, fraction, MANY) not in DELAYED
         ),
     ],
 )
-def test_a_save_beside_the_training_is_what_there_was_whatever_is_delayed(home, world_size, fraction, seeds):
+def test_a_save_beside_the_training_is_what_there_was_whatever_is_delayed(
+    home, world_size, fraction, seeds
+):
     root = home / f"{fraction}_{world_size}_{len(seeds)}"
     run_ranks(world_size, _saves_what_there_was, fraction, True, root, seeds, timeout=300)
 
@@ -249,16 +269,22 @@ SOON = 0.3  # seconds, in which what is not held back would have happened
 
 
 @contextlib.contextmanager
-def saving(root: Path, store: LocalStore | None = None, **settings: Any) -> Iterator[CheckpointManager]:
+def saving(
+    root: Path, store: LocalStore | None = None, **settings: Any
+) -> Iterator[CheckpointManager]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with CheckpointManager(store or LocalStore(root), CPU, rank, world_size, "abcd", **settings) as manager:
+    with CheckpointManager(
+        store or LocalStore(root), CPU, rank, world_size, "abcd", **settings
+    ) as manager:
         yield manager
 
 
 def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]:
     """Has one unit of the states not be read before an event. Returns it, and the keys of the unit's tensors."""
     gate = threading.Event()
-    return gate, _hold_back([group for group in contents.groups if group.unit is not None][unit].entries, gate)
+    return gate, _hold_back(
+        [group for group in contents.groups if group.unit is not None][unit].entries, gate
+    )
 
 
 def hold_all_back(contents: Contents, gate: threading.Event) -> None:
@@ -316,7 +342,9 @@ def _one_bucket_is_held_back(fraction: float, root: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_a_buckets_next_update_waits_until_that_bucket_has_been_read_and_no_others_does(home, fraction):
+def test_a_buckets_next_update_waits_until_that_bucket_has_been_read_and_no_others_does(
+    home, fraction
+):
     run_ranks(1, _one_bucket_is_held_back, fraction, home / f"held_{fraction}")
 
 
@@ -325,7 +353,11 @@ def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> N
     training.backward(1)
     training.update(1)
     before, contents = training.parts(), training.contents()
-    on_device = [group.unit for group in contents.groups if group.unit is not None and group.unit.updated is None]
+    on_device = [
+        group.unit
+        for group in contents.groups
+        if group.unit is not None and group.unit.updated is None
+    ]
     assert len(on_device) == (4 if fraction is None else 2), "the layers, and what the root has"
     gate, held = hold_back(contents, unit)
     with saving(root) as manager:
@@ -348,7 +380,9 @@ def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> N
 
 
 @pytest.mark.parametrize(("fraction", "unit"), [(None, 0), (None, 3), (0.5, 0), (0.5, 1)])
-def test_the_update_of_a_group_on_the_device_waits_until_that_group_has_been_read(home, fraction, unit):
+def test_the_update_of_a_group_on_the_device_waits_until_that_group_has_been_read(
+    home, fraction, unit
+):
     run_ranks(1, _the_device_is_held_back, fraction, unit, home / f"device_{fraction}_{unit}")
 
 
@@ -426,7 +460,9 @@ def _steps_while_the_disk_does_nothing(options: dict[str, Any], root: Path) -> N
             assert is_same(saved_parts(root, number, before), before)
             assert not is_same(training.parts(), before)
             before = training.parts()
-        assert 0 < pools[0].staged_bytes <= nbytes + BLOCK_BYTES, "the second save takes what the first has taken"
+        assert 0 < pools[0].staged_bytes <= nbytes + BLOCK_BYTES, (
+            "the second save takes what the first has taken"
+        )
 
 
 @pytest.mark.parametrize("options", [PLAIN, SCALED], ids=["plain", "scaled"])
@@ -454,8 +490,12 @@ def _steps_when_the_disk_has_done_something(available: int, share: float, root: 
 
 
 @pytest.mark.parametrize(("available", "share"), [(BLOCK_BYTES, 0.5), (1 << 30, 0.0)])
-def test_where_states_on_the_device_find_no_room_to_be_staged_the_step_waits_for_the_disk(home, available, share):
-    run_ranks(1, _steps_when_the_disk_has_done_something, available, share, home / f"unstaged_{share}")
+def test_where_states_on_the_device_find_no_room_to_be_staged_the_step_waits_for_the_disk(
+    home, available, share
+):
+    run_ranks(
+        1, _steps_when_the_disk_has_done_something, available, share, home / f"unstaged_{share}"
+    )
 
 
 def test_what_an_update_waits_for_is_written_before_what_nothing_changes():
@@ -506,7 +546,11 @@ def _peak_growth(work: Callable[[], object]) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
     work()
-    (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (peak,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return 1024 * int(peak.split()[1]) - before
 
 
@@ -530,7 +574,10 @@ def _takes_memory(on_host: bool, root: Path) -> tuple[int, int]:
             manager.finish()
 
         growth = _peak_growth(save)
-        assert _peak_growth(lambda: [entry.values.read().clone() for entry in contents.entries]) > 0.9 * nbytes
+        assert (
+            _peak_growth(lambda: [entry.values.read().clone() for entry in contents.entries])
+            > 0.9 * nbytes
+        )
     return nbytes, growth
 
 
@@ -566,7 +613,9 @@ class SlowStore(LocalStore):
         return sink
 
 
-def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(tmp_path, caplog, monkeypatch):
+def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     store, model = SlowStore(tmp_path), nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
     manager = CheckpointManager(store, CPU, 0, 1, "abcd")
@@ -576,12 +625,16 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(tmp_pat
     closing.join(SOON)
     store.gate.set()
     closing.join(60)
-    assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, "what was in the buffers, and one share"
+    assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, (
+        "what was in the buffers, and one share"
+    )
     assert "Expected time to finish the save, got the end of the run." in caplog.text
     assert published_iterations(store) == []
 
 
-def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(tmp_path, monkeypatch):
+def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(
+    tmp_path, monkeypatch
+):
     store, model, is_read = SlowStore(tmp_path), nn.Linear(1024, 2048), threading.Event()
     finish = DataFileWriter.finish
 
@@ -668,7 +721,9 @@ def _an_update_fails(root: Path) -> None:
         patch.setattr(HostAdam, "run", lambda *_: 1 / 0)
         training.update(1)
         manager.save(1, training.contents(), {})
-        with pytest.raises(CheckpointError, match=r"got: ZeroDivisionError: division by zero \(1 failed") as failure:
+        with pytest.raises(
+            CheckpointError, match=r"got: ZeroDivisionError: division by zero \(1 failed"
+        ) as failure:
             manager.finish()
         assert isinstance(failure.value.__cause__, ZeroDivisionError)
     assert published_iterations(LocalStore(root)) == []
@@ -694,14 +749,22 @@ class BrokenStore(LocalStore):
 
 def _saves_fail(fraction: float | None, root: Path) -> None:
     expected = _train(fraction, True)
-    for error in (OSError("no disk"), RuntimeError("no driver"), KeyboardInterrupt(), MemoryError()):
+    for error in (
+        OSError("no disk"),
+        RuntimeError("no driver"),
+        KeyboardInterrupt(),
+        MemoryError(),
+    ):
         training = Training(fraction)
         with saving(root, BrokenStore(root, error)) as manager:
             for number in range(1, NUM_STEPS + 1):
                 training.backward(number)
                 training.update(number)
                 manager.save(number, training.contents(), {})
-                with pytest.raises(CheckpointError, match=rf"iter_000000{number} .* got: .*\({number} failed so far"):
+                with pytest.raises(
+                    CheckpointError,
+                    match=rf"iter_000000{number} .* got: .*\({number} failed so far",
+                ):
                     manager.finish()
         assert is_same(training.parts(), expected.last)
 
@@ -720,12 +783,16 @@ def test_saves_that_fail_change_nothing_of_the_training(home, fraction):
     st.none() | st.integers(1, 9),
     st.data(),
 )
-def test_what_is_superseded_is_older_than_the_last_few_and_no_multiple(published, keep_last, interval, data):
+def test_what_is_superseded_is_older_than_the_last_few_and_no_multiple(
+    published, keep_last, interval, data
+):
     newest = data.draw(st.sampled_from(published))
     superseded = Retention(keep_last, interval).superseded(published, newest)
     kept = [iteration for iteration in published if iteration not in superseded]
     assert newest in kept
-    assert all(iteration in kept for iteration in published if iteration > newest), "they are not this run's"
+    assert all(iteration in kept for iteration in published if iteration > newest), (
+        "they are not this run's"
+    )
     if keep_last is None and interval is None:
         assert superseded == []
         return
@@ -758,7 +825,9 @@ class Notes(LocalStore):
             self.events.append(f"-{name[-1]}")
 
 
-def test_checkpoints_are_deleted_once_the_next_is_published_and_what_failed_does_not_count(tmp_path):
+def test_checkpoints_are_deleted_once_the_next_is_published_and_what_failed_does_not_count(
+    tmp_path,
+):
     store, contents = Notes(tmp_path), collect(nn.Linear(8, 8))
     with CheckpointManager(store, CPU, 0, 1, "abcd", retention=Retention(2, 4)) as manager:
         for iteration in range(1, 10):
@@ -772,7 +841,9 @@ def test_checkpoints_are_deleted_once_the_next_is_published_and_what_failed_does
     assert published_iterations(store) == [4, 8, 9]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_goes_with_the_next(tmp_path, caplog, monkeypatch):
+def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_goes_with_the_next(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     store, contents = LocalStore(tmp_path), collect(nn.Linear(8, 8))
     with CheckpointManager(store, CPU, 0, 1, "abcd", retention=Retention(1)) as manager:
@@ -789,14 +860,20 @@ def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_goes_with_the_nex
 def _starts(root: Path) -> str:
     """All ranks begin, and save."""
     with CheckpointManager.start(str(root), CPU, dist.get_rank(), dist.get_world_size()) as manager:
-        manager.save(3, collect(nn.Linear(64, 64), rank=dist.get_rank(), world_size=dist.get_world_size()), {})
+        manager.save(
+            3,
+            collect(nn.Linear(64, 64), rank=dist.get_rank(), world_size=dist.get_world_size()),
+            {},
+        )
         manager.finish()
     marker = json.loads((root / "iter_0000003" / "published.json").read_text())
     return str(marker["save_id"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_sweeps_what_was_never_published_when_it_begins_and_nothing_else(tmp_path, world_size):
+def test_a_run_sweeps_what_was_never_published_when_it_begins_and_nothing_else(
+    tmp_path, world_size
+):
     for iteration in (1, 2):
         with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "abcd") as manager:
             manager.save(iteration, collect(nn.Linear(8, 8)), {})
@@ -821,4 +898,6 @@ def _cannot_start(root: Path) -> str:
 def test_a_run_that_cannot_begin_says_why_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
     for message in run_ranks(2, _cannot_start, tmp_path / "file"):
-        assert message.startswith(f"Expected a folder of checkpoints at {tmp_path}/file, got NotADirectoryError")
+        assert message.startswith(
+            f"Expected a folder of checkpoints at {tmp_path}/file, got NotADirectoryError"
+        )

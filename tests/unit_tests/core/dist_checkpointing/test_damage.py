@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, Manifest, data_file, files_of
+from megatron.core.dist_checkpointing.format.manifest import (
+    MARKER_FILE,
+    METADATA_FILE,
+    Manifest,
+    data_file,
+    files_of,
+)
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import Store, open_store
@@ -116,7 +122,9 @@ def read_small_files(store: Store) -> list[Manifest]:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_flipped_bit_in_a_chunk_is_damage_that_names_it_and_around_the_chunks_is_none(damaged, rank):
+def test_a_flipped_bit_in_a_chunk_is_damage_that_names_it_and_around_the_chunks_is_none(
+    damaged, rank
+):
     store, lot = open_store(damaged.parent), random.Random(rank)
     manifest = read_small_files(store)[rank]
     file, end = damaged / data_file(rank), 0
@@ -138,7 +146,9 @@ def test_a_flipped_bit_in_a_chunk_is_damage_that_names_it_and_around_the_chunks_
             position, bit = lot.randrange(begin, stop), lot.randrange(8)
             flip(file, position, bit)
             if chunk.data_offset <= position < data_end:
-                with pytest.raises(CheckpointDamagedError, match=f"{chunk.key!r} .*{re.escape(str(file))}"):
+                with pytest.raises(
+                    CheckpointDamagedError, match=f"{chunk.key!r} .*{re.escape(str(file))}"
+                ):
                     load(store, NEW, SMALL)
             else:
                 assert check_loads(store, NEW, SMALL) == 0

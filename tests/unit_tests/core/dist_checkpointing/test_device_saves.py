@@ -24,12 +24,22 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import run_ranks
-from tests.simulated_accelerator.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour, all_behaviours
+from tests.simulated_accelerator.behaviours import (
+    DEFAULT_LAST,
+    LANES_LAST,
+    Behaviour,
+    all_behaviours,
+)
 from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore
 
 pytestmark = pytest.mark.sim
 
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+MOMENTS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 class Training:
@@ -39,7 +49,9 @@ class Training:
         torch.manual_seed(0)
         convolution = nn.Conv2d(16, 32, 5).to(memory_format=torch.channels_last)
         self.model = nn.Sequential(nn.Linear(300, 500), convolution, nn.BatchNorm2d(32)).to("sim")
-        self.optimizer = FusedAdam(self.model.parameters(), exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+        self.optimizer = FusedAdam(
+            self.model.parameters(), exp_avg_dtype=moments, exp_avg_sq_dtype=moments
+        )
         assert not self.model[1].weight.is_contiguous()
 
     def step(self, number: int) -> None:
@@ -56,7 +68,10 @@ class Training:
         """Copies of all there is now, on the host."""
         torch.accelerator.synchronize()
         entries = self.contents().entries
-        return {entry.key: entry.part_of(entry.values.read()).detach().cpu().contiguous().clone() for entry in entries}
+        return {
+            entry.key: entry.part_of(entry.values.read()).detach().cpu().contiguous().clone()
+            for entry in entries
+        }
 
 
 def wrong_in(root: Path, iteration: int, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -97,7 +112,9 @@ def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path
     training = Training(moments)
     with (
         behaving(behaviour),
-        CheckpointManager(LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5) as manager,
+        CheckpointManager(
+            LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5
+        ) as manager,
     ):
         for number in STEPS:
             training.step(number)
@@ -123,7 +140,11 @@ def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None
     assert sum(values.nbytes for values in expected.values()) > 4 * BLOCK_BYTES
     with pytest.MonkeyPatch.context() as patch, behaving(DEFAULT_LAST):
         # So few and small that the states do not fit.
-        patch.setattr(manager_module, "BufferPool", lambda *args, **named: BufferPool(*args, 2, BLOCK_BYTES, **named))
+        patch.setattr(
+            manager_module,
+            "BufferPool",
+            lambda *args, **named: BufferPool(*args, 2, BLOCK_BYTES, **named),
+        )
         with CheckpointManager(store, Device("sim"), 0, 1, "abcd", staging_share=0.5) as manager:
             manager.save(1, training.contents(), {})
             stepping = threading.Thread(target=training.step, args=(2,))
@@ -138,7 +159,9 @@ def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None
 
 @pytest.mark.parametrize("moments", ["fp32", "fp16"])
 def test_a_step_waits_until_states_are_in_host_memory_and_for_no_disk(tmp_path, moments):
-    run_ranks(1, _steps_while_the_disk_does_nothing, MOMENTS[moments], tmp_path / "saved", device="sim")
+    run_ranks(
+        1, _steps_while_the_disk_does_nothing, MOMENTS[moments], tmp_path / "saved", device="sim"
+    )
 
 
 def _loads_on_this_threads_stream(root: Path) -> None:
@@ -160,7 +183,9 @@ def _loads_on_this_threads_stream(root: Path) -> None:
             after = model.weight + 1
         stream.synchronize()
 
-    assert torch.equal(before.cpu(), torch.ones(500, 300)), "issued before the load, whatever it wrote when"
+    assert torch.equal(before.cpu(), torch.ones(500, 300)), (
+        "issued before the load, whatever it wrote when"
+    )
     assert torch.equal(after.cpu(), saved + 1)
 
 

@@ -17,7 +17,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file
+from megatron.core.dist_checkpointing.format.manifest import (
+    MARKER_FILE,
+    METADATA_FILE,
+    TRAIN_STATE_FILE,
+    manifest_file,
+)
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
@@ -29,7 +34,14 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
-from tests.unit_tests.core.dist_checkpointing.scenes import CPU, SMALL, Size, State, check_loads, ending_of
+from tests.unit_tests.core.dist_checkpointing.scenes import (
+    CPU,
+    SMALL,
+    Size,
+    State,
+    check_loads,
+    ending_of,
+)
 
 AT_ONCE = 10.0  # seconds: a sixtieth of what a rank would wait for another
 
@@ -95,12 +107,16 @@ def _error_of(path: str) -> OSError:
 class Ranks:
     """Managers of ranks that save together."""
 
-    def __init__(self, root: Path, stack: ExitStack, world_size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, root: Path, stack: ExitStack, world_size: int, timeout_seconds: float
+    ) -> None:
         self.all = range(world_size)
         self.stores = [FaultyStore(root) for _ in self.all]
         self.managers = [
             stack.enter_context(
-                CheckpointManager(store, CPU, rank, world_size, "abcd", timeout_seconds=timeout_seconds)
+                CheckpointManager(
+                    store, CPU, rank, world_size, "abcd", timeout_seconds=timeout_seconds
+                )
             )
             for rank, store in enumerate(self.stores)
         ]
@@ -109,7 +125,9 @@ class Ranks:
         """Some ranks begin to save; default: all."""
         for rank in ranks or self.all:
             state = State(iteration, size=size)
-            self.managers[rank].save(iteration, state.contents(rank, len(self.managers)), state.train_state)
+            self.managers[rank].save(
+                iteration, state.contents(rank, len(self.managers)), state.train_state
+            )
 
     def endings(self, *ranks: int) -> list[str | None]:
         """The error of each rank, or of some, if there is one. All of them have it at once."""
@@ -134,7 +152,9 @@ NUM_RANKS = 3
 
 @pytest.mark.parametrize("faulty", [r"\.saving$", r"^[^ ]*\.distcp", r"^in .*\.distcp", "manifest"])
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_at_once_and_the_next_save_succeeds(tmp_path, rank, faulty):
+def test_a_rank_that_cannot_write_is_named_on_all_ranks_at_once_and_the_next_save_succeeds(
+    tmp_path, rank, faulty
+):
     with ranks_of(tmp_path, NUM_RANKS) as ranks:
         others = [other for other in ranks.all if other != rank]
         # It is the last to begin, and the first.
@@ -142,15 +162,22 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks_at_once_and_the_next_sav
             ranks.stores[rank].faulty = [faulty]
             ranks.begin(iteration, *order)
             for other, ending in enumerate(ranks.endings()):
-                assert ending.startswith(f"Expected checkpoint {checkpoint_name(iteration)} to be published in ")
+                assert ending.startswith(
+                    f"Expected checkpoint {checkpoint_name(iteration)} to be published in "
+                )
                 assert other == rank or f"rank {rank}: " in ending
                 assert "[Errno 5] Input/output error" in ending
-                assert ending.endswith(f"({iteration // 10} failed so far; this run has published none yet)")
+                assert ending.endswith(
+                    f"({iteration // 10} failed so far; this run has published none yet)"
+                )
             assert published_iterations(ranks.stores[0]) == []
         assert ranks.save(30) == [None] * NUM_RANKS
         assert [manager.num_failed for manager in ranks.managers] == [2] * NUM_RANKS
     check_loads(LocalStore(tmp_path), 30, SMALL)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(30), TRACKER_FILE], "nothing is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        checkpoint_name(30),
+        TRACKER_FILE,
+    ], "nothing is left"
 
 
 @pytest.mark.parametrize("name", [METADATA_FILE, TRAIN_STATE_FILE, MARKER_FILE])
@@ -164,13 +191,18 @@ def test_what_rank_zero_cannot_write_for_all_is_named_on_all(tmp_path, name):
         assert published_iterations(ranks.stores[0]) == [20]
 
 
-def test_a_checkpoint_whose_announcement_fails_is_published_all_the_same_and_found(tmp_path, caplog, monkeypatch):
+def test_a_checkpoint_whose_announcement_fails_is_published_all_the_same_and_found(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     with ranks_of(tmp_path, NUM_RANKS) as ranks:
         assert ranks.save(10) == [None] * NUM_RANKS
         ranks.stores[0].faulty = [TRACKER_FILE]
         assert ranks.save(20) == [None] * NUM_RANKS
-        assert f"{tmp_path}/iter_0000020 is published, but {TRACKER_FILE} may still name another: " in caplog.text
+        assert (
+            f"{tmp_path}/iter_0000020 is published, but {TRACKER_FILE} may still name another: "
+            in caplog.text
+        )
         assert latest_iteration(ranks.stores[0]) == 20
         check_loads(ranks.stores[0], 20, SMALL)
 
@@ -183,7 +215,9 @@ def test_ranks_that_never_come_are_named_within_the_timeout_and_may_come_later(t
         assert f"{named}within 0.3 s." in own
         assert f"rank 0: {named}within 0.3 s." in other
         ranks.begin(10, 1, 2)
-        assert all(named in ending for ending in ranks.endings(1, 2)), "the reason has been left for them"
+        assert all(named in ending for ending in ranks.endings(1, 2)), (
+            "the reason has been left for them"
+        )
         assert ranks.save(20) == [None] * 4
     check_loads(LocalStore(tmp_path), 20, SMALL)
 
@@ -192,7 +226,10 @@ def test_a_rank_zero_that_never_comes_is_given_up_by_the_others(tmp_path):
     with ranks_of(tmp_path, NUM_RANKS, timeout_seconds=0.1) as ranks:
         ranks.begin(10, 1, 2)
         for ending in ranks.endings(1, 2):
-            assert f"Expected {tmp_path}/iter_0000010 to be published by rank 0 within 0.2 s." in ending
+            assert (
+                f"Expected {tmp_path}/iter_0000010 to be published by rank 0 within 0.2 s."
+                in ending
+            )
         assert published_iterations(ranks.stores[0]) == []
 
 
@@ -209,7 +246,9 @@ def test_a_rank_with_another_model_is_named_and_nothing_of_it_is_published(tmp_p
 def test_failures_are_counted_and_the_last_success_is_dated(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(
-        manager_module, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+        manager_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter),
     )
     with ranks_of(tmp_path, 2) as ranks:
         assert ranks.save(10) == [None, None]
@@ -217,11 +256,16 @@ def test_failures_are_counted_and_the_last_success_is_dated(tmp_path, monkeypatc
             clock.now += 60.0
             ranks.stores[1].faulty = ["manifest"]
             for ending in ranks.save(10 + number):
-                assert ending.endswith(f"({number} failed so far; the last was published {60 * number} s ago)")
+                assert ending.endswith(
+                    f"({number} failed so far; the last was published {60 * number} s ago)"
+                )
         assert ranks.save(20) == [None, None]
         clock.now += 5.0
         ranks.stores[0].faulty = [METADATA_FILE]
-        assert all(ending.endswith("(3 failed so far; the last was published 5 s ago)") for ending in ranks.save(30))
+        assert all(
+            ending.endswith("(3 failed so far; the last was published 5 s ago)")
+            for ending in ranks.save(30)
+        )
         assert published_iterations(ranks.stores[0]) == [10, 20]
 
 

@@ -34,8 +34,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> floa
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    tensors = [tensor for p in model.parameters() for tensor in (p.detach(), *optimizer.state[p].values())]
-    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for tensor in tensors]
+    tensors = [
+        tensor for p in model.parameters() for tensor in (p.detach(), *optimizer.state[p].values())
+    ]
+    return [
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for tensor in tensors
+    ]
 
 
 def _save(folder: str) -> tuple[list[torch.Tensor], float]:

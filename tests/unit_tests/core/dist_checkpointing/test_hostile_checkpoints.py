@@ -40,7 +40,11 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import SavedChunk, SavedTensor, compose_metadata
+from megatron.core.dist_checkpointing.format.metadata import (
+    SavedChunk,
+    SavedTensor,
+    compose_metadata,
+)
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
@@ -202,7 +206,9 @@ def _pickle_for_a_tensor(folder: Path, command: Command) -> Path:
     [_object, _legacy_file, _raw_pickle, _pickle_in_an_archive, _pickle_for_a_tensor],
     ids=lambda make: make.__name__,
 )
-def test_no_entry_of_a_torch_dcp_checkpoint_is_run(tmp_path: Path, make: Callable[[Path, Command], Path], verify: bool):
+def test_no_entry_of_a_torch_dcp_checkpoint_is_run(
+    tmp_path: Path, make: Callable[[Path, Command], Path], verify: bool
+):
     canary = tmp_path / "canary"
     folder = make(tmp_path / NAME, Command(canary))
     message = f"Expected .* in .*{NAME}/__0_0.distcp"
@@ -232,7 +238,9 @@ def test_the_reproduction_runs_with_dcp_itself(tmp_path: Path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(tmp_path: Path, verify: bool):
+def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(
+    tmp_path: Path, verify: bool
+):
     folder = save_dcp(tmp_path / NAME, state())
     metadata = read_metadata(folder)
     check_files(folder, metadata)
@@ -251,7 +259,9 @@ def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_p
     check_files(folder, metadata)
     file, offset, nbytes = blob(folder, LR)
     content = bytearray(file.read_bytes())
-    content[offset : offset + nbytes] = pickle.dumps(Command(tmp_path / "canary")).ljust(nbytes, b"\0")
+    content[offset : offset + nbytes] = pickle.dumps(Command(tmp_path / "canary")).ljust(
+        nbytes, b"\0"
+    )
     file.write_bytes(content)
     wanted = {"model": {"w": torch.full((3,), 7.0)}, "optim": state(0.1)["optim"]}
     with pytest.raises(CheckpointDamagedError, match=f"'{LR}' in .*__0_0.distcp"):
@@ -268,13 +278,17 @@ class Setting:
 def _load_own_tensor(folder: str) -> str:
     key, other = ("a", "model.b") if dist.get_rank() == 0 else ("b", "model.a")
     with pytest.raises(CheckpointDamagedError) as caught:
-        load_tensors(Path(folder), read_metadata(Path(folder)), {"model": {key: torch.zeros(3)}}, (other,))
+        load_tensors(
+            Path(folder), read_metadata(Path(folder)), {"model": {key: torch.zeros(3)}}, (other,)
+        )
     return str(caught.value)
 
 
 def test_what_one_rank_finds_all_ranks_hear_of(tmp_path: Path):
     folder = save_dcp(tmp_path / NAME, {"model": {"a": torch.zeros(3), "b": torch.ones(3)}})
-    (info,) = [info for index, info in read_metadata(folder).storage_data.items() if index.fqn == "model.b"]
+    (info,) = [
+        info for index, info in read_metadata(folder).storage_data.items() if index.fqn == "model.b"
+    ]
     with (folder / info.relative_path).open("r+b") as stream:
         stream.seek(info.offset)
         stream.write(pickle.dumps(Command(tmp_path / "canary")))
@@ -390,15 +404,21 @@ def _nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("make", [_fifo, _device, _terabyte, _nothing, Path.mkdir], ids=lambda make: make.__name__)
-def test_what_stands_in_the_place_of_a_file_is_one_error(pristine: Path, tmp_path: Path, file: str, make: Any):
+@pytest.mark.parametrize(
+    "make", [_fifo, _device, _terabyte, _nothing, Path.mkdir], ids=lambda make: make.__name__
+)
+def test_what_stands_in_the_place_of_a_file_is_one_error(
+    pristine: Path, tmp_path: Path, file: str, make: Any
+):
     root = tmp_path / "root"
     shutil.copytree(pristine, root)
     (root / file).unlink()
     make(root / file)
     with (
         quiet(),
-        pytest.raises((CheckpointError, UnusableFileError), match=file.rpartition("/")[2]) as caught,
+        pytest.raises(
+            (CheckpointError, UnusableFileError), match=file.rpartition("/")[2]
+        ) as caught,
     ):
         read_file(root / file) if file.startswith("x.") else read_all(root)
     assert str(caught.value).isprintable()
@@ -422,7 +442,9 @@ def announce(folder: Path, shape: tuple[int, ...]) -> None:
     (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 58,), (1 << 40, 1 << 40), (1 << 62, 4), (0, 1 << 62), (2,)])
+@pytest.mark.parametrize(
+    "shape", [(1 << 40,), (1 << 58,), (1 << 40, 1 << 40), (1 << 62, 4), (0, 1 << 62), (2,)]
+)
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
     tmp_path: Path, shape: tuple[int, ...], suffix: str, capsys: pytest.CaptureFixture[str]
@@ -437,7 +459,9 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
     assert not target.exists()
 
 
-def test_names_that_a_terminal_would_obey_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_names_that_a_terminal_would_obey_are_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     name = "w\x1b[2J\nINFO: all is well\r\u202e"
     save_dcp(tmp_path / NAME, {"model": {name: torch.ones(1), "long" * 1000: torch.ones(1)}})
     for arguments in (["show", str(tmp_path / NAME), "--chunks"], ["list", str(tmp_path)]):
@@ -451,7 +475,9 @@ def test_names_that_a_terminal_would_obey_are_shown_escaped(tmp_path: Path, caps
 
 def test_a_published_checkpoint_with_an_absurd_shape_is_refused_when_it_is_opened(tmp_path: Path):
     weight = torch.ones(2, 3)
-    folder = write_checkpoint(tmp_path / NAME, {"model.w": (weight, whole(weight))}, {}, world_size=1)
+    folder = write_checkpoint(
+        tmp_path / NAME, {"model.w": (weight, whole(weight))}, {}, world_size=1
+    )
     (record,) = PublishedCheckpoint.open(LocalStore(tmp_path), NAME).manifest(0).chunks
     chunk = SavedChunk((0, 0), (1 << 40, 3), 0, record.blob_offset, record.blob_nbytes)
     content = compose_metadata([SavedTensor("model.w", torch.float32, chunk.sizes, [chunk])], [])
@@ -460,5 +486,7 @@ def test_a_published_checkpoint_with_an_absurd_shape_is_refused_when_it_is_opene
     marker = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
     files = {**marker.files, METADATA_FILE: FileRecord(len(content), digest(content))}
     (folder / MARKER_FILE).write_bytes(replace(marker, files=files).to_bytes())
-    with pytest.raises(CheckpointDamagedError, match=r"Expected \d+ bytes or more of 'model.w' in __0_0.distcp"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected \d+ bytes or more of 'model.w' in __0_0.distcp"
+    ):
         PublishedCheckpoint.open(LocalStore(tmp_path), NAME)

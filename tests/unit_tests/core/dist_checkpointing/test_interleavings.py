@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, data_file, digest, files_of
+from megatron.core.dist_checkpointing.format.manifest import (
+    MARKER_FILE,
+    data_file,
+    digest,
+    files_of,
+)
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.load.small_files import read_marker
 from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
@@ -72,13 +77,17 @@ class Scenes:
             if outcome.num_in_pause < 0:
                 return  # the rank has ended before
             yield longest
-            for until, operation in enumerate(outcome.operations[other][: outcome.num_in_pause - 1]):
+            for until, operation in enumerate(
+                outcome.operations[other][: outcome.num_in_pause - 1]
+            ):
                 if is_every or operation.startswith(VISIBLE):
                     yield Pause(rank, at, other, until)
 
     def _check_whole(self, final: Path) -> None:
         """That all that belongs to the checkpoint is there, and nothing else, and is what was to be saved."""
-        assert sorted(path.name for path in final.iterdir()) == sorted([*files_of(self._world_size), MARKER_FILE])
+        assert sorted(path.name for path in final.iterdir()) == sorted(
+            [*files_of(self._world_size), MARKER_FILE]
+        )
         for name, record in read_marker(LocalStore(self._root), FINAL).files.items():
             content = (final / name).read_bytes()
             assert len(content) == record.nbytes
@@ -105,7 +114,9 @@ def scenes(caplog, monkeypatch, request) -> Iterator[Scenes]:
 
 
 def of_ranks(world_size: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scenes", [world_size], indirect=True, ids=[f"{world_size} ranks"])
+    return pytest.mark.parametrize(
+        "scenes", [world_size], indirect=True, ids=[f"{world_size} ranks"]
+    )
 
 
 # Ranks that are held up.
@@ -114,15 +125,21 @@ def of_ranks(world_size: int) -> pytest.MarkDecorator:
 def test_the_operations_of_an_undisturbed_save_end_with_what_the_others_act_upon(scenes):
     first, second = scenes.undisturbed.operations
     manifest = second.index(f"replace {DRAFT}/manifest_1.json")
-    assert not [one for one in second[manifest + 1 :] if not one.startswith(("stat", "read"))], "it only looks"
+    assert not [one for one in second[manifest + 1 :] if not one.startswith(("stat", "read"))], (
+        "it only looks"
+    )
     assert second[manifest - 1] == f"fsync {DRAFT}/manifest_1.json"
     assert second.index(f"fsync {DRAFT}") < manifest, "the data file's name is on disk"
     published = first.index(f"rename {FINAL}")
-    assert first[published - 1] == f"fsync {DRAFT}", "so are the names of all files, whoever gave them"
+    assert first[published - 1] == f"fsync {DRAFT}", (
+        "so are the names of all files, whoever gave them"
+    )
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_a_rank_held_up_before_any_operation_until_any_of_the_others_fails_no_save(scenes, rank, other):
+def test_a_rank_held_up_before_any_operation_until_any_of_the_others_fails_no_save(
+    scenes, rank, other
+):
     for pause in scenes.pauses(rank, other, is_every=False):
         scenes.save(pause)
     assert scenes.num_saved > 2 * len(scenes.undisturbed.operations[rank])
@@ -132,7 +149,9 @@ def test_a_rank_held_up_before_any_operation_until_any_of_the_others_fails_no_sa
 @pytest.mark.wide
 @of_ranks(3)
 @pytest.mark.parametrize(("rank", "other"), list(itertools.permutations(range(3), 2)))
-def test_of_three_ranks_one_held_up_before_any_operation_until_any_of_anothers_fails_no_save(scenes, rank, other):
+def test_of_three_ranks_one_held_up_before_any_operation_until_any_of_anothers_fails_no_save(
+    scenes, rank, other
+):
     for pause in scenes.pauses(rank, other, is_every=True):
         scenes.save(pause)
     assert scenes.num_failed == 0
@@ -140,7 +159,9 @@ def test_of_three_ranks_one_held_up_before_any_operation_until_any_of_anothers_f
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_a_rank_held_up_before_any_operation_until_any_at_all_of_the_others_fails_no_save(scenes, rank, other):
+def test_a_rank_held_up_before_any_operation_until_any_at_all_of_the_others_fails_no_save(
+    scenes, rank, other
+):
     for pause in scenes.pauses(rank, other, is_every=True):
         scenes.save(pause)
     assert scenes.num_failed == 0
@@ -160,14 +181,18 @@ def walk_through_faults(scenes: Scenes, rank: int, other: int, **how: bool) -> N
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_any_operation_that_fails_fails_the_save_on_all_ranks_within_seconds_or_on_none(scenes, rank, other):
+def test_any_operation_that_fails_fails_the_save_on_all_ranks_within_seconds_or_on_none(
+    scenes, rank, other
+):
     walk_through_faults(scenes, rank, other)
     assert scenes.num_failed > 20
     assert scenes.num_saved > 10, "with the checkpoint published there is nothing to fail"
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_an_operation_that_is_carried_out_and_answered_with_an_error_has_all_ranks_agree(scenes, rank, other):
+def test_an_operation_that_is_carried_out_and_answered_with_an_error_has_all_ranks_agree(
+    scenes, rank, other
+):
     walk_through_faults(scenes, rank, other, is_carried_out=True)
     assert scenes.num_failed > 20
     assert scenes.num_saved > 10
@@ -181,17 +206,25 @@ def test_a_disk_that_no_longer_syncs_costs_all_ranks_seconds(scenes, rank, other
 
 @pytest.mark.wide
 @of_ranks(3)
-@pytest.mark.parametrize("how", [{}, {"is_carried_out": True}], ids=["not carried out", "carried out"])
+@pytest.mark.parametrize(
+    "how", [{}, {"is_carried_out": True}], ids=["not carried out", "carried out"]
+)
 @pytest.mark.parametrize(("rank", "other"), list(itertools.permutations(range(3), 2)))
-def test_of_three_ranks_any_operation_that_fails_fails_the_save_on_all_or_on_none(scenes, rank, other, how):
+def test_of_three_ranks_any_operation_that_fails_fails_the_save_on_all_or_on_none(
+    scenes, rank, other, how
+):
     walk_through_faults(scenes, rank, other, **how)
     assert scenes.num_failed > 10
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("how", [{}, {"is_carried_out": True}], ids=["not carried out", "carried out"])
+@pytest.mark.parametrize(
+    "how", [{}, {"is_carried_out": True}], ids=["not carried out", "carried out"]
+)
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_any_operation_that_fails_after_any_pause_fails_the_save_on_all_ranks_or_on_none(scenes, rank, other, how):
+def test_any_operation_that_fails_after_any_pause_fails_the_save_on_all_ranks_or_on_none(
+    scenes, rank, other, how
+):
     for pause in scenes.pauses(rank, other, is_every=True):
         scenes.save(pause, Fault(rank, pause.at, **how))
     assert scenes.num_failed > 100

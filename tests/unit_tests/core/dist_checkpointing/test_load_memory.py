@@ -47,7 +47,9 @@ class Resident:
         return self._read("VmHWM") - self._before
 
     def _read(self, name: str) -> int:
-        return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        return (
+            int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        )
 
 
 class Peaks(NamedTuple):
@@ -61,7 +63,11 @@ class Peaks(NamedTuple):
 
 def _wide_gpt() -> GPTModel:
     config = TransformerConfig(
-        num_layers=4, hidden_size=384, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+        num_layers=4,
+        hidden_size=384,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     with torch.device("meta"):
         return GPTModel(config, 512)
@@ -73,8 +79,12 @@ def _load_measured(root: str, setting: Setting) -> Peaks:
     trained.save(root)
     held = dict(trained.model.named_parameters())
     states = trained.optimizer.optimizer.state
-    state = sum(local_tensor(tensor).nbytes for p in held.values() for tensor in (p, *states[p].values()))
-    bucket = 3 * 4 * sum(local_tensor(p).numel() for name, p in held.items() if ".layers.0." in name)
+    state = sum(
+        local_tensor(tensor).nbytes for p in held.values() for tensor in (p, *states[p].values())
+    )
+    bucket = (
+        3 * 4 * sum(local_tensor(p).numel() for name, p in held.items() if ".layers.0." in name)
+    )
     with nothing_kept_for_later():
         resident = Resident()
         trained.load(root)
@@ -120,7 +130,11 @@ class Live(TorchDispatchMode):
         return result
 
     def _plain(self, values: Any) -> list[torch.Tensor]:
-        return [value for value in tree_leaves(values) if type(value) is torch.Tensor and not value.is_meta]
+        return [
+            value
+            for value in tree_leaves(values)
+            if type(value) is torch.Tensor and not value.is_meta
+        ]
 
 
 def _load_scaled(root: str, setting: Setting) -> tuple[int, int, int]:

@@ -14,7 +14,11 @@ from torch import nn
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect, install_param_groups
+from megatron.core.dist_checkpointing.state.collect import (
+    PARAM_GROUPS,
+    collect,
+    install_param_groups,
+)
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -82,7 +86,9 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize(
-    "setting", [Setting(), Setting("no_shard", 1.0, is_fused=False), Setting("optim", 0.5, is_tied=False)], ids=str
+    "setting",
+    [Setting(), Setting("no_shard", 1.0, is_fused=False), Setting("optim", 0.5, is_tied=False)],
+    ids=str,
 )
 def test_keys_and_shapes_are_those_of_a_model_of_which_nothing_is_fused(tmp_path, setting):
     weights = dict(WEIGHTS) if setting.is_tied else {**WEIGHTS, "output_layer.weight": (61, 24)}
@@ -140,7 +146,9 @@ def _load_other_groups(root: str, setting: Setting) -> tuple[dict[str, Any], lis
     """Every parameter in a group of its own, the last first."""
     trained = Trained(setting, seed=1)
     parameters = list(trained.model.parameters())[::-1]
-    with_groups(trained, [{"params": [parameter], "lr": 0.5, "eps": 1.0} for parameter in parameters])
+    with_groups(
+        trained, [{"params": [parameter], "lr": 0.5, "eps": 1.0} for parameter in parameters]
+    )
     trained.load(root)
     return options_by_name(trained), next_losses(trained)
 
@@ -186,7 +194,10 @@ def _save_sections_apart(root: str) -> None:
     with_groups(
         trained,
         [
-            {"params": [parameter], "lr": next((rates[part] for part in name.split(".") if part in rates), 0.3)}
+            {
+                "params": [parameter],
+                "lr": next((rates[part] for part in name.split(".") if part in rates), 0.3),
+            }
             for name, parameter in trained.model.named_parameters()
         ],
     )
@@ -218,7 +229,10 @@ def _save_counters_apart(root: str) -> None:
 def test_sections_that_have_taken_different_numbers_of_steps_cannot_be_fused(tmp_path):
     run_ranks(2, _save_counters_apart, str(tmp_path))
     for message in run_ranks(2, _load_sections_together, str(tmp_path)):
-        assert "Expected optimizer.state.decoder.layers.1.self_attention.key.weight.step to be 1.0" in message
+        assert (
+            "Expected optimizer.state.decoder.layers.1.self_attention.key.weight.step to be 1.0"
+            in message
+        )
         assert "got 7.0" in message
 
 
@@ -239,7 +253,11 @@ def _load(root: str, setting: Setting) -> tuple[list[str], list[float]]:
         Setting("optim", optimizer=moments("bf16", "bf16")),
         Setting("no_shard", compute_dtype=BF16, optimizer=moments("fp16", "fp32")),
         Setting(optimizer=(("optimizer", "sgd"),)),
-        Setting("optim_grads", compute_dtype=BF16, optimizer=(("optimizer", "sgd"), ("sgd_momentum", 0.0))),
+        Setting(
+            "optim_grads",
+            compute_dtype=BF16,
+            optimizer=(("optimizer", "sgd"), ("sgd_momentum", 0.0)),
+        ),
         Setting(compute_dtype=BF16, optimizer=(("gpu_optimizer", "torch"),)),
         Setting("optim", 0.5, compute_dtype=BF16),
     ],
@@ -260,7 +278,9 @@ def test_every_optimizer_goes_on_bit_by_bit(tmp_path, setting):
         (4, HFSDP, moments("fp16", "bf16")),
     ],
 )
-def test_sections_and_shards_of_states_in_short_formats_keep_their_bits(tmp_path, world_size, strategy, optimizer):
+def test_sections_and_shards_of_states_in_short_formats_keep_their_bits(
+    tmp_path, world_size, strategy, optimizer
+):
     # Of one rank's whole tensors, every part has a scale of its own that is no larger: nothing is rounded anew.
     losses = run_ranks(1, train_and_save, str(tmp_path), Setting(optimizer=optimizer))[0]
     setting = Setting(strategy, is_fused=False, optimizer=optimizer)
@@ -283,8 +303,14 @@ def test_where_parts_with_scales_of_their_own_come_together_values_are_rounded_o
     rounded = differences(loaded, expected)
     assert rounded
     for key in rounded:
-        layer, name, state = re.fullmatch(r"optimizer\.state\.(.*)\.\w+\.(\w+)\.(\w+)", key).groups()
-        together = [value for k, value in expected.items() if re.fullmatch(rf".*{layer}\.\w+\.{name}\.{state}", k)]
+        layer, name, state = re.fullmatch(
+            r"optimizer\.state\.(.*)\.\w+\.(\w+)\.(\w+)", key
+        ).groups()
+        together = [
+            value
+            for k, value in expected.items()
+            if re.fullmatch(rf".*{layer}\.\w+\.{name}\.{state}", k)
+        ]
         largest = max(value.abs().max() for value in together)
         # Half of the last of 4 significant bits, or 11; or of the least number beside the largest value.
         bits, least = {"exp_avg": (4, 2**-18), "exp_avg_sq": (11, 2**-40)}[state]
@@ -301,7 +327,9 @@ def test_where_parts_with_scales_of_their_own_come_together_values_are_rounded_o
         (moments("bf16", "bf16"), 1.0, 0.0),
     ],
 )
-def test_what_is_offloaded_of_other_optimizers_makes_no_difference(tmp_path, optimizer, saving, loading):
+def test_what_is_offloaded_of_other_optimizers_makes_no_difference(
+    tmp_path, optimizer, saving, loading
+):
     setting = Setting(HSDP, saving, is_tied=False, compute_dtype=BF16, optimizer=optimizer)
     losses = run_ranks(4, train_and_save, str(tmp_path), setting)[0]
     for found, after in run_ranks(4, _load, str(tmp_path), setting._replace(fraction=loading)):
@@ -342,8 +370,12 @@ def _fused_adam(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: FusedAdam(model.parameters(), lr=1e-2, **options)
 
 
-def _hybrid(cls: type[torch.optim.Optimizer] | None = None) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: HybridDeviceOptimizer(model.parameters(), 0.5, cls, cls, param_update_in_fp32=True, lr=1e-2)
+def _hybrid(
+    cls: type[torch.optim.Optimizer] | None = None,
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: HybridDeviceOptimizer(
+        model.parameters(), 0.5, cls, cls, param_update_in_fp32=True, lr=1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -351,11 +383,19 @@ def _hybrid(cls: type[torch.optim.Optimizer] | None = None) -> Callable[[nn.Modu
     "make",
     [
         pytest.param(_fused_adam(master_weights=True), id="masters"),
-        pytest.param(_fused_adam(master_weights=True, store_param_remainders=True), id="remainders"),
-        pytest.param(_fused_adam(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16), id="scaled"),
+        pytest.param(
+            _fused_adam(master_weights=True, store_param_remainders=True), id="remainders"
+        ),
+        pytest.param(
+            _fused_adam(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16),
+            id="scaled",
+        ),
         pytest.param(_hybrid(), id="hybrid"),
         pytest.param(_hybrid(torch.optim.Adagrad), id="hybrid Adagrad"),
-        pytest.param(lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True), id="AdamW"),
+        pytest.param(
+            lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True),
+            id="AdamW",
+        ),
         pytest.param(lambda m: torch.optim.Adafactor([m.scale]), id="Adafactor of a scalar"),
     ],
 )
@@ -383,7 +423,11 @@ def test_a_plain_model_goes_on_bit_by_bit_with_any_optimizer(tmp_path, dtype, ma
 
 
 def _freeze(model: GPTModel) -> None:
-    for part in (model.embedding, model.decoder.layers[0].mlp, model.decoder.layers[1].self_attention):
+    for part in (
+        model.embedding,
+        model.decoder.layers[0].mlp,
+        model.decoder.layers[1].self_attention,
+    ):
         part.requires_grad_(False)
 
 
@@ -420,7 +464,11 @@ def test_frozen_weights_are_saved_without_states(tmp_path, saving, loading):
     keys = open_checkpoint(str(tmp_path)).keys()
     assert "model.embedding.word_embeddings.weight" in keys
     assert "model.decoder.layers.0.mlp.up.weight" in keys
-    assert not [key for key in keys if key.startswith("optimizer.state.") and ("embedding" in key or "0.mlp" in key)]
+    assert not [
+        key
+        for key in keys
+        if key.startswith("optimizer.state.") and ("embedding" in key or "0.mlp" in key)
+    ]
     for found, after, refused in run_ranks(2, _load_frozen, str(tmp_path), loading):
         assert found == []
         assert after == losses

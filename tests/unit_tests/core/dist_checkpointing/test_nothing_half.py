@@ -23,7 +23,11 @@ import fsspec
 import pytest
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, published_iterations
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    latest_iteration,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
@@ -148,10 +152,18 @@ def operations(nursery, old, home) -> list[list[str]]:
 def test_two_ranks_do_the_same_in_every_save_and_pass_through_all_phases(nursery, root, operations):
     assert nursery.run(run_scene, root, {}).operations == operations
     for phase, pattern in PHASES.items():
-        ranks = [rank for rank in range(2) if any(re.fullmatch(pattern, operation) for operation in operations[rank])]
-        assert ranks == ([0, 1] if phase in ("header", "data", "manifest", "beginning", "rename") else [0]), phase
+        ranks = [
+            rank
+            for rank in range(2)
+            if any(re.fullmatch(pattern, operation) for operation in operations[rank])
+        ]
+        assert ranks == (
+            [0, 1] if phase in ("header", "data", "manifest", "beginning", "rename") else [0]
+        ), phase
     for rank in range(2):
-        assert all(any(re.fullmatch(phase, one) for phase in PHASES.values()) for one in operations[rank])
+        assert all(
+            any(re.fullmatch(phase, one) for phase in PHASES.values()) for one in operations[rank]
+        )
         assert operations[rank].count(DECISIVE[rank]) == 1
 
 
@@ -165,13 +177,18 @@ class Moment(NamedTuple):
 def random_moment(lot: random.Random, phase: str, operations: list[list[str]]) -> Moment:
     """A moment in a phase of a save, of any rank that passes through it."""
     found = [
-        [number for number, operation in enumerate(own) if re.fullmatch(PHASES[phase], operation)] for own in operations
+        [number for number, operation in enumerate(own) if re.fullmatch(PHASES[phase], operation)]
+        for own in operations
     ]
-    rank = lot.choice([rank for rank in range(2) if found[rank] and (phase != "rename" or rank == 0)])
+    rank = lot.choice(
+        [rank for rank in range(2) if found[rank] and (phase != "rename" or rank == 0)]
+    )
     return Moment(rank, found[rank][0] if phase == "header" else lot.choice(found[rank]))
 
 
-def check_killed(nursery: Forks, root: Path, operations: list[list[str]], moment: Moment, num_written: int) -> None:
+def check_killed(
+    nursery: Forks, root: Path, operations: list[list[str]], moment: Moment, num_written: int
+) -> None:
     """Kills a rank, and asserts that what is published then is whole, and is what it must be; and that a run goes on.
 
     Args:
@@ -188,10 +205,14 @@ def check_killed(nursery: Forks, root: Path, operations: list[list[str]], moment
 
 
 @pytest.mark.parametrize("seed", range(44))
-def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(nursery, root, operations, seed):
+def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    nursery, root, operations, seed
+):
     phase, lot = list(PHASES)[seed % len(PHASES)], random.Random(seed)
     moment = random_moment(lot, phase, operations)
-    check_killed(nursery, root, operations, moment, lot.randrange(4096 if phase == "header" else 1 << 16))
+    check_killed(
+        nursery, root, operations, moment, lot.randrange(4096 if phase == "header" else 1 << 16)
+    )
 
 
 @pytest.mark.wide
@@ -216,7 +237,13 @@ def begin(operations: list[str]) -> int:
 
 
 def check_faulty(
-    nursery: Forks, root: Path, operations: list[list[str]], moment: Moment, code: int, *, lasts: bool
+    nursery: Forks,
+    root: Path,
+    operations: list[list[str]],
+    moment: Moment,
+    code: int,
+    *,
+    lasts: bool,
 ) -> None:
     """Has an operation fail, and asserts who hears of it, and what is published then."""
     rank, number = moment
@@ -246,7 +273,9 @@ def check_faulty(
 
 
 @pytest.mark.parametrize("seed", range(22))
-def test_a_disk_that_fails_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(nursery, root, operations, seed):
+def test_a_disk_that_fails_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    nursery, root, operations, seed
+):
     phase, lot = list(PHASES)[seed % len(PHASES)], random.Random(seed)
     moment = random_moment(lot, phase, operations)
     check_faulty(nursery, root, operations, moment, lot.choice(CODES), lasts=seed >= len(PHASES))
@@ -260,7 +289,9 @@ def test_a_disk_that_fails_at_every_moment_leaves_the_old_checkpoint_or_the_new_
 ):
     for number in range(len(operations[rank])):
         root = shutil.copytree(old, home / f"faulty_{rank}_{lasts}_{number}")
-        check_faulty(nursery, root, operations, Moment(rank, number), CODES[number % len(CODES)], lasts=lasts)
+        check_faulty(
+            nursery, root, operations, Moment(rank, number), CODES[number % len(CODES)], lasts=lasts
+        )
         shutil.rmtree(root)
 
 
@@ -268,7 +299,9 @@ def _fill_disk(
     old: Path, folder: Path, share: float, num_pages: int
 ) -> tuple[list[str | None], list[int], list[str]] | None:
     """Two ranks save to a disk that has room for a share of their data files, and so many pages more."""
-    files = [(file, -(-file.stat().st_size // PAGE)) for file in (old / checkpoint_name(OLD)).iterdir()]
+    files = [
+        (file, -(-file.stat().st_size // PAGE)) for file in (old / checkpoint_name(OLD)).iterdir()
+    ]
     there = sum(pages for _, pages in files)
     data = sum(pages for file, pages in files if file.suffix == ".distcp")
     folder.mkdir()
@@ -284,7 +317,13 @@ def _fill_disk(
 def test_a_disk_that_is_full_fails_the_save_on_all_ranks_at_once(nursery, old, home):
     outcomes = []
     # From a disk that was full before to one with room for all. In between, first the data files find room.
-    for case in ((0, 4), (0.02, 8), (0.55, 8), (1, -2), *((1, num_pages) for num_pages in range(3, 15))):
+    for case in (
+        (0, 4),
+        (0.02, 8),
+        (0.55, 8),
+        (1, -2),
+        *((1, num_pages) for num_pages in range(3, 15)),
+    ):
         result = nursery.run(_fill_disk, old, home / f"disk_{len(outcomes)}", *case)
         if result is None:
             pytest.skip("no file system may be mounted here")
@@ -294,7 +333,9 @@ def test_a_disk_that_is_full_fails_the_save_on_all_ranks_at_once(nursery, old, h
         assert all(endings) or not any(endings)
         for ending in endings:
             assert ending is None or re.search("No space left on device|the disk is full", ending)
-        assert folders == [checkpoint_name(iteration) for iteration in (*published, LATER)], "with more room again"
+        assert folders == [checkpoint_name(iteration) for iteration in (*published, LATER)], (
+            "with more room again"
+        )
         outcomes.append(published)
     assert outcomes[:4] == [[OLD]] * 4
     assert outcomes[-1] == [NEW]
@@ -332,9 +373,14 @@ def _write_protect(root: Path, number: int | None) -> str | None:
             folder.chmod(0o755)
 
 
-def test_a_folder_that_is_write_protected_fails_the_save_and_the_old_checkpoint_stays(nursery, small_root):
+def test_a_folder_that_is_write_protected_fails_the_save_and_the_old_checkpoint_stays(
+    nursery, small_root
+):
     error = nursery.run(_write_protect, small_root, None)
-    assert f"PermissionError: [Errno 13] Permission denied: '{small_root}/{checkpoint_name(NEW)}" in error
+    assert (
+        f"PermissionError: [Errno 13] Permission denied: '{small_root}/{checkpoint_name(NEW)}"
+        in error
+    )
     assert nursery.run(check_published, small_root, SMALL).keys() == {OLD}
     assert nursery.run(_save_alone, small_root)
     assert nursery.run(check_published, small_root, SMALL).keys() == {NEW}
@@ -356,22 +402,30 @@ def test_a_folder_that_becomes_write_protected_leaves_the_old_checkpoint_or_the_
 ):
     error = nursery.run(_write_protect, small_root, own.index(operation))
     assert error is None if is_new else "Permission denied" in error
-    assert nursery.run(check_published, small_root, SMALL).keys() == ({OLD, NEW} if is_new else {OLD})
+    assert nursery.run(check_published, small_root, SMALL).keys() == (
+        {OLD, NEW} if is_new else {OLD}
+    )
 
 
 def test_a_file_in_the_place_of_the_folder_is_an_error_and_no_fresh_start(tmp_path):
     (tmp_path / "run").write_text("")
     assert "Not a directory" in outcome_of_save(tmp_path / "run", size=SMALL)
-    with pytest.raises(CheckpointError, match=r"Expected a folder of checkpoints at .*/run, got NotADirectoryError"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected a folder of checkpoints at .*/run, got NotADirectoryError"
+    ):
         CheckpointManager.start(str(tmp_path / "run"), CPU)
-    with pytest.raises(CheckpointError, match=r"Expected a folder of checkpoints at .*/run, got a file"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected a folder of checkpoints at .*/run, got a file"
+    ):
         latest_iteration(open_store(tmp_path / "run"))
 
 
 # A machine that loses its power.
 
 
-def _cut_power(root: Path, images: Path, seeds: range, failing: int | None = None) -> list[list[int]]:
+def _cut_power(
+    root: Path, images: Path, seeds: range, failing: int | None = None
+) -> list[list[int]]:
     """What is published, and whole, in every image that a power cut may leave: at each operation, for each seed.
 
     Args:
@@ -394,7 +448,9 @@ def _cut_power(root: Path, images: Path, seeds: range, failing: int | None = Non
     return [list(check_published(image, SMALL)) for image in taken]
 
 
-def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(nursery, small_root, home, own):
+def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    nursery, small_root, home, own
+):
     published = nursery.run(_cut_power, small_root, home / "images", range(5), timeout=120)
     assert len(published) == 5 * len(own)
     decisive = 5 * (own.index(f"rename {checkpoint_name(NEW)}") + 1)
@@ -406,10 +462,14 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(nurs
     assert all(NEW in found for found in published[settled:]), "what has been announced stays"
 
 
-def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_new_one(nursery, small_root, home, own):
+def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_new_one(
+    nursery, small_root, home, own
+):
     failing = own.index(f"rename {checkpoint_name(NEW)}") + 1
     assert own[failing] == "fsync ."
-    published = nursery.run(_cut_power, small_root, home / "unsynced", range(10), failing, timeout=120)
+    published = nursery.run(
+        _cut_power, small_root, home / "unsynced", range(10), failing, timeout=120
+    )
     assert [OLD] in published, "the sync was none"
     assert all(found in ([OLD], [OLD, NEW], [NEW]) for found in published)
 
@@ -435,7 +495,9 @@ def _save_too(root: Path) -> str | None:
     return outcome_of_save(root, run=2, size=SMALL)
 
 
-def _meet_at_all(old: Path, home: Path, num_operations: int, other: Callable[[Path], str | None]) -> list[Any]:
+def _meet_at_all(
+    old: Path, home: Path, num_operations: int, other: Callable[[Path], str | None]
+) -> list[Any]:
     found = []
     for number in range(num_operations):
         root = shutil.copytree(old, home / f"{other.__name__}_{number}")
@@ -447,7 +509,9 @@ def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_th
     nursery, small_old, home, own
 ):
     decisive = own.index(f"rename {checkpoint_name(NEW)}")
-    refused = re.compile(f"Expected no checkpoint yet at (.*/)?{checkpoint_name(NEW)}, got (a published )?one")
+    refused = re.compile(
+        f"Expected no checkpoint yet at (.*/)?{checkpoint_name(NEW)}, got (a published )?one"
+    )
     found = nursery.run(_meet_at_all, small_old, home, len(own), _save_too)
     for number, (error, other_error, published, _) in enumerate(found):
         assert published[NEW] == (2 if number <= decisive else 1)
@@ -479,7 +543,9 @@ def _sweep(root: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_run_that_begins_at_any_moment_of_two_ranks_save_fails_it_on_both_or_on_none(nursery, small_old, home, rank):
+def test_a_run_that_begins_at_any_moment_of_two_ranks_save_fails_it_on_both_or_on_none(
+    nursery, small_old, home, rank
+):
     lot = random.Random(rank)
     for number in lot.sample(range(20), 5):
         root = shutil.copytree(small_old, home / f"swept_{rank}_{number}")
@@ -505,7 +571,9 @@ def _start_and_save(root: Path, run: int, seed: int) -> str | None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_two_runs_that_begin_and_save_at_once_leave_the_checkpoint_of_one_or_the_old_one(nursery, small_root, seed):
+def test_two_runs_that_begin_and_save_at_once_leave_the_checkpoint_of_one_or_the_old_one(
+    nursery, small_root, seed
+):
     endings, published = nursery.run(_meet_by_chance, small_root, seed)
     assert sum(ending is None for ending in endings) == (NEW in published)
     if NEW in published:
@@ -548,7 +616,9 @@ def _save_remotely(root: str, iteration: int, num_good: float) -> tuple[str | No
     """Returns the error, if there is one, and how many requests there have been."""
     store, state = open_store(root), State(iteration, size=SMALL)
     connection = store._files = LostConnection(store._files, num_good)
-    with CheckpointManager(store, CPU, 0, 1, f"{num_good}", retention=Retention(keep_last=1)) as manager:
+    with CheckpointManager(
+        store, CPU, 0, 1, f"{num_good}", retention=Retention(keep_last=1)
+    ) as manager:
         manager.save(iteration, state.contents(), state.train_state)
         try:
             manager.finish()
@@ -557,7 +627,9 @@ def _save_remotely(root: str, iteration: int, num_good: float) -> tuple[str | No
     return None, connection.num_requests
 
 
-def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_the_new_one(remote, monkeypatch):
+def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_the_new_one(
+    remote, monkeypatch
+):
     monkeypatch.setattr(publisher, "_PATIENCE", 0.1)  # it does not come back
     assert _save_remotely(f"{remote}/good", OLD, math.inf)[0] is None
     error, num_requests = _save_remotely(f"{remote}/good", NEW, math.inf)
@@ -579,4 +651,6 @@ def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_t
         assert published_iterations(store) == [LATER]
     assert outcomes[0] == ([OLD], False)
     assert outcomes[-1][1]
-    assert all((NEW in published) == is_good for published, is_good in outcomes), "what is said to be published is"
+    assert all((NEW in published) == is_good for published, is_good in outcomes), (
+        "what is said to be published is"
+    )

@@ -38,11 +38,15 @@ class Other(NamedTuple):
 
 
 OTHERS = {
-    "more layers": Other(3, says=("it lacks model.decoder.layers.2.", "optimizer.state.decoder.layers.2.")),
+    "more layers": Other(
+        3, says=("it lacks model.decoder.layers.2.", "optimizer.state.decoder.layers.2.")
+    ),
     "fewer layers": Other(1, says=("nothing here takes model.decoder.layers.1.",)),
     "another shape": Other(
         vocab_size=62,
-        says=("model.embedding.word_embeddings.weight has shape (61, 24) where the model has (62, 24)",),
+        says=(
+            "model.embedding.word_embeddings.weight has shape (61, 24) where the model has (62, 24)",
+        ),
     ),
     "another dtype": Other(
         setting=Setting(optimizer=moments("bf16", "bf16")),
@@ -50,9 +54,15 @@ OTHERS = {
     ),
     "another optimizer": Other(
         setting=Setting(fraction=0.5, optimizer=(("optimizer", "sgd"),)),
-        says=("it lacks optimizer.state.", ".momentum_buffer", "nothing here takes optimizer.state."),
+        says=(
+            "it lacks optimizer.state.",
+            ".momentum_buffer",
+            "nothing here takes optimizer.state.",
+        ),
     ),
-    "another head": Other(setting=Setting(is_tied=False), says=("it lacks model.output_layer.weight",)),
+    "another head": Other(
+        setting=Setting(is_tied=False), says=("it lacks model.output_layer.weight",)
+    ),
 }
 
 
@@ -81,12 +91,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_checkpoint_of_another_run_is_refused_before_anything_is_touched(saved, name):
     for message, touched in run_ranks(2, _refuse, saved, OTHERS[name]):
         assert touched == []
-        assert message.startswith(f"Expected a checkpoint of this model in {saved}/iter_0000002, got another: ")
+        assert message.startswith(
+            f"Expected a checkpoint of this model in {saved}/iter_0000002, got another: "
+        )
         for words in OTHERS[name].says:
             assert words in message
 
 
-def _load_some(root: str, skip: Sequence[str], strictness: str, other: Other) -> tuple[list[str], list[str]]:
+def _load_some(
+    root: str, skip: Sequence[str], strictness: str, other: Other
+) -> tuple[list[str], list[str]]:
     """(keys that are now as they were saved, keys that are as they were here)"""
     model = build_gpt(other.setting, num_layers=other.num_layers, vocab_size=other.vocab_size)
     trained = Trained(other.setting, seed=1, model=model)
@@ -95,7 +109,11 @@ def _load_some(root: str, skip: Sequence[str], strictness: str, other: Other) ->
     checkpoint, contents = open_checkpoint(root), trained.contents()
     load_entries(checkpoint, contents, check_contents(checkpoint, contents, skip, strictness))
     after, saved = full_tensors(trained), expected_tensors(root)
-    loaded = sorted(key for key in after if key in saved and not differences({key: after[key]}, {key: saved[key]}))
+    loaded = sorted(
+        key
+        for key in after
+        if key in saved and not differences({key: after[key]}, {key: saved[key]})
+    )
     kept = sorted(key for key in after if not differences({key: after[key]}, {key: before[key]}))
     return loaded, kept
 
@@ -128,7 +146,9 @@ def _skip_a_section(root: str, setting: Setting) -> dict[str, float]:
     trained.step(99)
     before = full_tensors(trained)
     checkpoint, contents = open_checkpoint(root), trained.contents()
-    load_entries(checkpoint, contents, check_contents(checkpoint, contents, ["optimizer.state.*.up.*"]))
+    load_entries(
+        checkpoint, contents, check_contents(checkpoint, contents, ["optimizer.state.*.up.*"])
+    )
     after, saved = full_tensors(trained), expected_tensors(root)
     changes = {}
     for key in _matching(list(after), r"optimizer.*\.up\..*exp_avg"):
@@ -153,7 +173,9 @@ def test_what_is_skipped_is_missed_on_neither_side(saved):
     for loaded, kept in run_ranks(2, _load_some, saved, skip, "raise_all", Other(num_layers=3)):
         assert loaded == sorted(expected_tensors(saved))
         assert set(kept) == set(_matching(kept, r".*layers\.2\.|.*step"))
-    for loaded, _ in run_ranks(2, _load_some, saved, ["*.layers.1.*"], "raise_all", Other(num_layers=1)):
+    for loaded, _ in run_ranks(
+        2, _load_some, saved, ["*.layers.1.*"], "raise_all", Other(num_layers=1)
+    ):
         assert loaded == _matching(list(expected_tensors(saved)), r"(?!.*layers\.1\.)")
 
 

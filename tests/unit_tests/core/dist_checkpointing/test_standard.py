@@ -174,7 +174,10 @@ OTHER = "other.pt"  # expectations that are not met
 @pytest.fixture(scope="module")
 def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """What PyTorch alone finds in what each has saved; under OTHER, what it finds if something else is expected."""
-    places = {name: (root / checkpoint_name(ITERATION), root / "expected.pt") for name, root in roots.items()}
+    places = {
+        name: (root / checkpoint_name(ITERATION), root / "expected.pt")
+        for name, root in roots.items()
+    }
     folder, file = next(iter(places.values()))
     expected = torch.load(file, weights_only=True)
     name = "embedding.word_embeddings.weight"
@@ -211,7 +214,11 @@ def _load_by_pytorch(root: str, setting: Setting) -> tuple[list[str], list[float
     trained.optimizer.synchronize()
     dcp.load(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
     expected = torch.load(f"{root}/expected.pt", weights_only=True)
-    tensors = {key: value for key, value in expected.items() if key.startswith(("model.", "optimizer.state."))}
+    tensors = {
+        key: value
+        for key, value in expected.items()
+        if key.startswith(("model.", "optimizer.state."))
+    }
     found = differences(full_tensors(trained), tensors)
     return found, next_losses(trained)
 
@@ -224,19 +231,32 @@ def _load_by_ourselves(root: str, setting: Setting) -> list[float]:
 
 @pytest.mark.parametrize(
     ("strategy", "fraction"),
-    [("no_shard", 0.5), ("optim", None), ("optim_grads", 1.0), ("optim_grads_params", None), (HSDP, 0.5), (HFSDP, 0.0)],
+    [
+        ("no_shard", 0.5),
+        ("optim", None),
+        ("optim_grads", 1.0),
+        ("optim_grads_params", None),
+        (HSDP, 0.5),
+        (HFSDP, 0.0),
+    ],
 )
-def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(roots, strategy, fraction):
+def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(
+    roots, strategy, fraction
+):
     root = str(roots["three ranks alike"])
     setting = Setting(strategy, fraction, is_tied=False, compute_dtype=torch.bfloat16)
     losses = run_ranks(4, _load_by_ourselves, root, setting)
-    for (found, after), expected in zip(run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True):
+    for (found, after), expected in zip(
+        run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True
+    ):
         assert found == []
         assert after == expected
 
 
 @pytest.mark.parametrize("name", BY_PYTORCH)
-def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(roots, verdicts, name):
+def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(
+    roots, verdicts, name
+):
     assert (verdicts[name]["dcp.load"], verdicts[name]["dcp_to_torch_save"]) == ([], [])
     for found, _ in run_ranks(3, _load_by_pytorch, str(roots[name]), Setting(is_fused=False)):
         assert found == []

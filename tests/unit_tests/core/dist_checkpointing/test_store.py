@@ -19,7 +19,13 @@ from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.save import data_sink
-from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, RemoteStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    SIGN_FILE,
+    LocalStore,
+    RemoteStore,
+    Store,
+    open_store,
+)
 from megatron.core.files import published
 
 FINAL = "iter_0000010"
@@ -56,7 +62,12 @@ def aligned(content: bytes) -> memoryview:
 
 
 def save(
-    store: Store, final: str = FINAL, token: str = "token", content: bytes = b"data", *, with_marker: bool = True
+    store: Store,
+    final: str = FINAL,
+    token: str = "token",
+    content: bytes = b"data",
+    *,
+    with_marker: bool = True,
 ) -> str:
     """A draft with everything that a checkpoint needs. Returns its name."""
     draft = store.draft_name(final, token)
@@ -71,7 +82,10 @@ def save(
 
 def holds_checkpoint(store: Store, final: str, content: bytes = b"data") -> bool:
     files = ("__0_0.distcp", METADATA_FILE, MARKER_FILE)
-    return all(store.exists(f"{final}/{name}") and store.read(f"{final}/{name}") == content for name in files)
+    return all(
+        store.exists(f"{final}/{name}") and store.read(f"{final}/{name}") == content
+        for name in files
+    )
 
 
 def after(num_calls: int, real: Callable, error: Exception) -> Callable:
@@ -150,7 +164,9 @@ def test_a_missing_file_cannot_be_read_into_a_buffer(store):
         store.read_into(f"{FINAL}/missing", 0, memoryview(bytearray(1)))
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 10000), (0, 1), (17, 5000), (9999, 1), (10000, 0), (4096, 0)])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 10000), (0, 1), (17, 5000), (9999, 1), (10000, 0), (4096, 0)]
+)
 def test_a_range_of_a_file_is_read_into_a_buffer(store, offset, nbytes):
     content = os.urandom(10000)
     store.make_folder(FINAL)
@@ -173,7 +189,9 @@ def test_a_buffer_of_any_element_type_is_filled_with_bytes(store):
 def test_a_file_that_ends_too_early_is_damage_that_names_it(store, offset, got):
     store.make_folder(FINAL)
     store.write(f"{FINAL}/file", bytes(100))
-    with pytest.raises(CheckpointDamagedError, match=rf"Expected 101 bytes at byte {offset} of .*/file, got {got}"):
+    with pytest.raises(
+        CheckpointDamagedError, match=rf"Expected 101 bytes at byte {offset} of .*/file, got {got}"
+    ):
         store.read_into(f"{FINAL}/file", offset, memoryview(bytearray(101)))
 
 
@@ -185,7 +203,9 @@ def test_threads_read_one_file_side_by_side(store):
 
     def read(first_page: int) -> None:
         for page in range(first_page, 64, 4):
-            store.read_into(f"{FINAL}/file", page * PAGE, memoryview(whole)[page * PAGE : (page + 1) * PAGE])
+            store.read_into(
+                f"{FINAL}/file", page * PAGE, memoryview(whole)[page * PAGE : (page + 1) * PAGE]
+            )
 
     threads = [threading.Thread(target=read, args=(first_page,)) for first_page in range(4)]
     for thread in threads:
@@ -195,7 +215,9 @@ def test_threads_read_one_file_side_by_side(store):
     assert whole == content
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [PAGE], [PAGE, 1], [2 * PAGE, PAGE, PAGE + 17], [100 * PAGE, 4095]])
+@pytest.mark.parametrize(
+    "sizes", [[], [1], [PAGE], [PAGE, 1], [2 * PAGE, PAGE, PAGE + 17], [100 * PAGE, 4095]]
+)
 def test_a_data_file_holds_what_was_written_in_order(store, sizes):
     parts = [os.urandom(size) for size in sizes]
     store.make_folder(FINAL)
@@ -351,7 +373,11 @@ def test_a_rename_that_was_carried_out_although_it_raised_has_published(local, m
 
 
 def test_a_rename_that_raised_while_another_run_published_has_not(local, monkeypatch):
-    mine, theirs, rename = save(local, token="mine"), save(local, token="theirs", content=b"theirs"), Path.rename
+    mine, theirs, rename = (
+        save(local, token="mine"),
+        save(local, token="theirs", content=b"theirs"),
+        Path.rename,
+    )
 
     def be_outrun(path: Path, target: Path) -> None:
         rename(Path(local.root) / theirs, target)
@@ -364,7 +390,9 @@ def test_a_rename_that_raised_while_another_run_published_has_not(local, monkeyp
 
 
 def test_the_second_of_two_runs_that_publish_the_same_iteration_is_refused(local):
-    first, second = (save(local, token=token, content=token.encode()) for token in ("first", "second"))
+    first, second = (
+        save(local, token=token, content=token.encode()) for token in ("first", "second")
+    )
     local.publish(first, FINAL)
     with pytest.raises(FileExistsError, match=f"Expected no checkpoint yet at .*/{FINAL}, got one"):
         local.publish(second, FINAL)
@@ -382,7 +410,9 @@ def test_not_even_an_empty_folder_is_replaced(local):
 
 
 def test_a_publish_that_another_run_outruns_between_look_and_rename_is_refused(local, monkeypatch):
-    first, second = (save(local, token=token, content=token.encode()) for token in ("first", "second"))
+    first, second = (
+        save(local, token=token, content=token.encode()) for token in ("first", "second")
+    )
 
     def outrun(folder: Path) -> None:
         monkeypatch.undo()
@@ -396,7 +426,9 @@ def test_a_publish_that_another_run_outruns_between_look_and_rename_is_refused(l
     assert holds_checkpoint(local, second, b"second")
 
 
-def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rename(local, monkeypatch):
+def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rename(
+    local, monkeypatch
+):
     steps = []
 
     def note(step: str, real: Callable) -> Callable:
@@ -448,7 +480,9 @@ def test_a_publish_and_a_sweep_at_once_leave_all_of_a_checkpoint_or_nothing(loca
     assert not any(name.endswith((".saving", ".deleting")) for name in local.folders())
 
 
-def test_a_sweep_between_any_two_steps_of_a_publish_leaves_all_of_a_checkpoint_or_nothing(local, monkeypatch):
+def test_a_sweep_between_any_two_steps_of_a_publish_leaves_all_of_a_checkpoint_or_nothing(
+    local, monkeypatch
+):
     real = {"sync_folder": store_module.sync_folder, "rename": Path.rename}
     outcomes = []
     for moment in range(6):
@@ -488,7 +522,9 @@ def test_a_sweep_between_any_two_steps_of_a_publish_leaves_all_of_a_checkpoint_o
 
 
 @pytest.mark.parametrize("num_deleted", range(3))
-def test_a_removal_that_dies_half_way_leaves_no_checkpoint_and_the_next_sweep_the_rest(local, monkeypatch, num_deleted):
+def test_a_removal_that_dies_half_way_leaves_no_checkpoint_and_the_next_sweep_the_rest(
+    local, monkeypatch, num_deleted
+):
     local.publish(save(local), FINAL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", after(num_deleted, os.unlink, KeyboardInterrupt()))
@@ -558,7 +594,10 @@ def test_a_draft_that_cannot_be_deleted_is_logged_and_the_others_go(local, monke
     monkeypatch.setattr(shutil, "rmtree", refuse_the_first)
     with caplog.at_level(logging.WARNING):
         assert local.sweep() == ["iter_0000020.token.saving"]
-    assert f"Could not delete all of {local.root}/{FINAL}.token.saving, which is no checkpoint" in caplog.text
+    assert (
+        f"Could not delete all of {local.root}/{FINAL}.token.saving, which is no checkpoint"
+        in caplog.text
+    )
     (left,) = local.folders()
     assert left.endswith(".deleting")
 
@@ -698,7 +737,9 @@ def test_a_remote_publish_that_a_sweep_came_before_fails(remote, monkeypatch):
     draft = save(remote, with_marker=False)
     with monkeypatch.context() as patch:
         # The sweep gets no further than one file.
-        patch.setattr(type(remote._files), "rm", after(1, type(remote._files).rm, KeyboardInterrupt()))
+        patch.setattr(
+            type(remote._files), "rm", after(1, type(remote._files).rm, KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             remote.sweep()
     remote.write(f"{draft}/{MARKER_FILE}", b"data")
@@ -712,7 +753,11 @@ def test_a_remote_removal_that_dies_half_way_leaves_no_marker_and_the_next_sweep
 ):
     remote.publish(save(remote), FINAL)
     with monkeypatch.context() as patch:
-        patch.setattr(type(remote._files), "rm", after(num_deleted, type(remote._files).rm, KeyboardInterrupt()))
+        patch.setattr(
+            type(remote._files),
+            "rm",
+            after(num_deleted, type(remote._files).rm, KeyboardInterrupt()),
+        )
         with pytest.raises(KeyboardInterrupt):
             remote.remove(FINAL)
     left = set(remote._list(remote._at(FINAL)))

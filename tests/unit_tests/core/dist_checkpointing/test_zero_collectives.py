@@ -183,7 +183,9 @@ class Watch:
 
     def record(self, what: str) -> None:
         thread = threading.current_thread()
-        belongs = thread.name.startswith("checkpoint") or (thread is self._thread and self._is_saving)
+        belongs = thread.name.startswith("checkpoint") or (
+            thread is self._thread and self._is_saving
+        )
         (self.calls if belongs else self.others).append(Call(what, thread.name))
 
     def _watched_enqueue(self, enqueue: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +243,10 @@ class _Operators(TorchDispatchMode):
 
 
 def _subclasses(cls: type) -> list[type]:
-    return [cls, *itertools.chain.from_iterable(_subclasses(child) for child in cls.__subclasses__())]
+    return [
+        cls,
+        *itertools.chain.from_iterable(_subclasses(child) for child in cls.__subclasses__()),
+    ]
 
 
 MODULES = {
@@ -251,13 +256,20 @@ MODULES = {
     "torch.distributed.rpc": rpc,
 }
 CLASSES = {
-    "process group": [*_subclasses(dist.ProcessGroup), *_subclasses(torch._C._distributed_c10d.Backend)],
+    "process group": [
+        *_subclasses(dist.ProcessGroup),
+        *_subclasses(torch._C._distributed_c10d.Backend),
+    ],
     "store": _subclasses(dist.Store),
 }
 
 
 def _public_functions(module: ModuleType) -> set[str]:
-    return {name for name, value in vars(module).items() if _is_function(value) and not name.startswith("_")}
+    return {
+        name
+        for name, value in vars(module).items()
+        if _is_function(value) and not name.startswith("_")
+    }
 
 
 def _is_function(value: object) -> bool:
@@ -267,7 +279,9 @@ def _is_function(value: object) -> bool:
 
 def test_every_function_and_method_of_torch_distributed_is_known_to_communicate_or_not_to():
     own = {
-        name: {f for f in _public_functions(module) if vars(module)[f].__module__ == module.__name__}
+        name: {
+            f for f in _public_functions(module) if vars(module)[f].__module__ == module.__name__
+        }
         for name, module in MODULES.items()
     }
     found = {
@@ -275,7 +289,12 @@ def test_every_function_and_method_of_torch_distributed_is_known_to_communicate_
         "functional collectives": own["functional collectives"],
         "torch.distributed.nn": own["torch.distributed.nn"],
         "process group": {*dir(dist.ProcessGroup), *dir(c10d.ProcessGroupGloo)},
-        "store": {*dir(dist.Store), *dir(dist.PrefixStore), *dir(dist.FileStore), *dir(dist.TCPStore)},
+        "store": {
+            *dir(dist.Store),
+            *dir(dist.PrefixStore),
+            *dir(dist.FileStore),
+            *dir(dist.TCPStore),
+        },
     }
     for name, names in found.items():
         known = {*COMMUNICATING[name].split(), *LOCAL.get(name, "").split()}
@@ -334,7 +353,9 @@ def _really_communicate(root: str) -> None:
         "isend": swap,
         "ProcessGroup.allreduce": lambda: group.allreduce(ones.clone()).wait(),
         "c10d::allreduce_": lambda: group.allreduce(ones.clone()).wait(),
-        "_c10d_functional::all_reduce": lambda: functional_collectives.all_reduce(ones, "sum", mesh).add(1),
+        "_c10d_functional::all_reduce": lambda: functional_collectives.all_reduce(
+            ones, "sum", mesh
+        ).add(1),
         "_c10d_functional::all_gather_into_tensor": lambda: sharded.full_tensor(),
         "Store.set": lambda: store.set("key", "value"),
     }
@@ -442,7 +463,9 @@ def _save_loudly(root: str, method: str) -> list[Call]:
     return watch.calls
 
 
-@pytest.mark.parametrize(("method", "thread"), [("draft_name", "MainThread"), ("open_data", "checkpoint disk")])
+@pytest.mark.parametrize(
+    ("method", "thread"), [("draft_name", "MainThread"), ("open_data", "checkpoint disk")]
+)
 def test_a_save_that_communicated_would_be_seen(tmp_path, method, thread):
     for calls in run_ranks(NUM_RANKS, _save_loudly, str(tmp_path), method):
         assert Call("barrier", thread) in calls
@@ -488,7 +511,10 @@ def _sent_bytes() -> int:
     total = 0
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (what is no path any more must not be an error)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6)
+                and connection.type == socket.SOCK_STREAM
+            ):
                 total += _written_bytes(connection)
     return total
 
@@ -547,7 +573,9 @@ def _plan_watched(setting: Setting) -> tuple[list[Call], int]:
     return watch.calls, len(plan.items)
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting(HSDP, 0.5), Setting("no_shard"), Setting(HFSDP, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting(HSDP, 0.5), Setting("no_shard"), Setting(HFSDP, 1.0)], ids=str
+)
 def test_chunks_come_to_a_state_dict_for_pytorch_without_communication(setting):
     results = run_ranks(NUM_RANKS, _plan_watched, setting)
     assert [calls for calls, _ in results] == [[]] * NUM_RANKS
@@ -595,14 +623,19 @@ def _save_in_many_ways(root: str, setting: Setting) -> None:
             if seed < NUM_SEEDS - 1:
                 store.may_write.set()
             else:
-                trained.optimizer.step = lambda norm, store=store: (store.may_write.set(), step(norm))
+                trained.optimizer.step = lambda norm, store=store: (
+                    store.may_write.set(),
+                    step(norm),
+                )
                 for number in range(ITERATION, ITERATION + 2):
                     trained.step(number)
             manager.finish()
     dist.barrier()
 
 
-@pytest.mark.parametrize("setting", [Setting(HFSDP), Setting("no_shard", 1.0), Setting(HSDP, 0.5)], ids=str)
+@pytest.mark.parametrize(
+    "setting", [Setting(HFSDP), Setting("no_shard", 1.0), Setting(HSDP, 0.5)], ids=str
+)
 def test_delays_change_no_byte_of_any_file(tmp_path, setting):
     run_ranks(NUM_RANKS, _save_in_many_ways, str(tmp_path), setting)
     quiet = _files(tmp_path / "quiet")

@@ -35,20 +35,27 @@ def sharded(config: DataParallelConfig, compute_dtype: torch.dtype = torch.float
         model = Model()
     mesh = build_mesh("cpu", dist.get_world_size())
     reset = seeded_reset(model, "cpu", seed=3)
-    shard_model(model, mesh, Device("cpu"), config, compute_dtype=compute_dtype, reset_parameters=reset)
+    shard_model(
+        model, mesh, Device("cpu"), config, compute_dtype=compute_dtype, reset_parameters=reset
+    )
     return model
 
 
 def _units_and_weights() -> None:
     model = sharded(DataParallelConfig(), torch.bfloat16)
-    assert [isinstance(module, FsdpModule) for module in (model, *model.layers, model.head)] == [True] * 4 + [False]
+    assert [isinstance(module, FsdpModule) for module in (model, *model.layers, model.head)] == [
+        True
+    ] * 4 + [False]
     assert [model.reshard_after_forward, model.layers[0].reshard_after_forward] == [False, True]
     reference = Model()
     materialize(reference, "cpu", seed=3)
     names = dict(reference.named_parameters())
     for module in (model, *model.layers):
         (group,) = module.parameter_groups
-        assert (group.dtype, group.main_weight.dtype, group.main_grad.dtype) == (torch.bfloat16, *[torch.float32] * 2)
+        assert (group.dtype, group.main_weight.dtype, group.main_grad.dtype) == (
+            torch.bfloat16,
+            *[torch.float32] * 2,
+        )
         whole = group.main_weight.redistribute([Replicate()])
         for index, name in enumerate(group.names):
             assert torch.equal(whole.get_local_tensor(index), names.pop(name))
@@ -60,14 +67,17 @@ def test_layers_and_the_rest_are_sharded_and_get_the_weights_of_the_unsharded_mo
 
 
 def _hybrid(outer: str, expected: list) -> None:
-    config = DataParallelConfig(num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer)
+    config = DataParallelConfig(
+        num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer
+    )
     parameter = next(sharded(config).parameters())
     assert parameter.device_mesh.mesh_dim_names == ("dp_outer", "dp_inner")
     assert [type(placement) for placement in parameter.placements] == expected
 
 
 @pytest.mark.parametrize(
-    ("outer", "expected"), [("no_shard", [Replicate, UnevenShard]), ("optim", [UnevenShard, UnevenShard])]
+    ("outer", "expected"),
+    [("no_shard", [Replicate, UnevenShard]), ("optim", [UnevenShard, UnevenShard])],
 )
 def test_instances_make_a_mesh_of_two_axes(outer, expected):
     run_ranks(4, _hybrid, outer, expected)
@@ -87,7 +97,9 @@ def test_a_microbatchs_scope_reaches_the_context_and_does_nothing_for_other_engi
 
 
 def test_instances_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match="Expected a number of instances that divides 4 ranks, got 3"):
+    with pytest.raises(
+        ValueError, match="Expected a number of instances that divides 4 ranks, got 3"
+    ):
         build_hybrid_mesh("cpu", 4, 3)
 
 

@@ -61,19 +61,26 @@ def test_layers_are_the_units_and_the_rest_belongs_to_the_root():
 def _gradients(compute_dtype: torch.dtype) -> list[torch.Tensor]:
     model = make_model()
     shard_model(
-        model, build_mesh("cpu", dist.get_world_size()), compute_dtype=compute_dtype, reshard_after_forward=True
+        model,
+        build_mesh("cpu", dist.get_world_size()),
+        compute_dtype=compute_dtype,
+        reshard_after_forward=True,
     )
     assert all(isinstance(module, FSDPModule) for module in (model, *model.decoder.layers))
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         assert (parameter.placements, parameter.dtype) == ((Shard(0),), torch.float32)
     model(inputs(dist.get_rank())).square().mean().backward()
-    assert [layer.seen for layer in model.decoder.layers] == [[compute_dtype, compute_dtype, torch.float32]] * 2
+    assert [layer.seen for layer in model.decoder.layers] == [
+        [compute_dtype, compute_dtype, torch.float32]
+    ] * 2
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("compute_dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("compute_dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
 def test_gradients_are_the_mean_over_ranks_in_fp32(compute_dtype, tolerance):
     """Layers compute in the compute dtype; what they are given in fp32 (rotary angles) stays fp32."""
     model = make_model()
@@ -88,7 +95,9 @@ def _weights_after_forward(reshard_after_forward: bool) -> bool:
     """Whether a layer's full weights are still there between forward and backward."""
     model = make_model()
     mesh = build_mesh("cpu", dist.get_world_size())
-    shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=reshard_after_forward)
+    shard_model(
+        model, mesh, compute_dtype=torch.float32, reshard_after_forward=reshard_after_forward
+    )
     model(inputs(0))
     return not isinstance(model.decoder.layers[0].linear.weight, DTensor)
 
@@ -101,7 +110,10 @@ def test_a_layers_weights_are_freed_after_its_forward_unless_told_otherwise():
 def _two_axes() -> None:
     with pytest.raises(ValueError, match="Expected a mesh with one axis, got 2 axes"):
         shard_model(
-            make_model(), init_device_mesh("cpu", (1, 1)), compute_dtype=torch.float32, reshard_after_forward=True
+            make_model(),
+            init_device_mesh("cpu", (1, 1)),
+            compute_dtype=torch.float32,
+            reshard_after_forward=True,
         )
 
 

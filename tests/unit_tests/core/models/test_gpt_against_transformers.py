@@ -26,13 +26,17 @@ SIZES = {
 
 def llama() -> nn.Module:
     """Untied embeddings, no QK-norm."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+    )
 
 
 def qwen3() -> nn.Module:
     """Tied embeddings, QK-norm, heads wider than hidden size / heads."""
     sizes = {**SIZES, "head_dim": 24}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=True))
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
+    )
 
 
 def ours(theirs: nn.Module) -> GPTModel:

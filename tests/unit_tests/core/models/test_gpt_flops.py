@@ -21,11 +21,17 @@ VOCAB, SEQ, BATCH = 48, 16, 3
     [
         {},
         {"swiglu": True, "ffn_hidden_size": 40},
-        {"group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+        {
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "untie_embeddings_and_output_weights": True,
+        },
         {"kv_channels": 16},
     ],
 )
-def test_count_is_that_of_the_matrix_products_with_attention_halved(changes: dict[str, Any]) -> None:
+def test_count_is_that_of_the_matrix_products_with_attention_halved(
+    changes: dict[str, Any],
+) -> None:
     config = TransformerConfig(2, 32, 4, attention_dropout=0.0, hidden_dropout=0.0, **changes)
     model = GPTModel(config, VOCAB)
     tokens = torch.randint(VOCAB, (BATCH, SEQ))

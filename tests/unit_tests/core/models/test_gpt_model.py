@@ -26,8 +26,15 @@ LLAMA: dict[str, Any] = {
 
 
 def _config(**changes: Any) -> TransformerConfig:
-    values: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
-    return TransformerConfig(**{**values, "attention_dropout": 0.0, "hidden_dropout": 0.0, **changes})
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+    }
+    return TransformerConfig(
+        **{**values, "attention_dropout": 0.0, "hidden_dropout": 0.0, **changes}
+    )
 
 
 def _model(config: TransformerConfig) -> GPTModel:
@@ -105,13 +112,17 @@ def test_untying_adds_one_parameter_and_tying_uses_the_embedding() -> None:
     assert [name for name, _ in untied.named_parameters()] == [*names, "output_layer.weight"]
     tokens, _ = _batch()
     with torch.no_grad():
-        untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
+        untied.load_state_dict(
+            {**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight}
+        )
         assert torch.equal(tied(tokens), untied(tokens))
 
 
 def test_tied_gradient_is_the_sum_of_embedding_and_output_gradients() -> None:
     tied, untied = _model(_config()), _model(_config(untie_embeddings_and_output_weights=True))
-    untied.load_state_dict({**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight})
+    untied.load_state_dict(
+        {**tied.state_dict(), "output_layer.weight": tied.embedding.word_embeddings.weight}
+    )
     for model in (tied, untied):
         model(*_batch()).mean().backward()
     assert untied.output_layer is not None
@@ -138,7 +149,9 @@ def test_rotation_makes_the_order_of_earlier_tokens_matter() -> None:
     with torch.no_grad():
         for position, differs in (("rope", True), ("none", False)):
             # One layer: deeper ones see the order through the causal mask alone.
-            model = _model(_config(num_layers=1, init_method_std=0.3, position_embedding_type=position))
+            model = _model(
+                _config(num_layers=1, init_method_std=0.3, position_embedding_type=position)
+            )
             same = torch.allclose(model(tokens)[0, -1], model(swapped)[0, -1], atol=1e-5)
             assert same is not differs
 
@@ -221,7 +234,8 @@ def test_bf16_model_runs_close_to_fp32(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
     losses.mean().backward()
     assert all(
-        p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters()
+        p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all()
+        for p in model.parameters()
     )
 
 
@@ -229,7 +243,9 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     model = _model(_config(max_position_embeddings=12))
     tokens, labels = _batch()
     model(tokens, labels)
-    with pytest.raises(ValueError, match="Expected at most --max-position-embeddings 12 tokens, got 13"):
+    with pytest.raises(
+        ValueError, match="Expected at most --max-position-embeddings 12 tokens, got 13"
+    ):
         model(F.pad(tokens, (0, 1)))
     with pytest.raises(ValueError, match=r"Expected labels of shape \(2, 12\), got \(2, 11\)"):
         model(tokens, labels[:, 1:])

@@ -57,7 +57,9 @@ def test_every_weight_has_a_name_of_its_own_in_the_architecture_that_fits(fields
 
 
 def test_names_are_those_of_the_sections_of_fused_weights():
-    names = hf_names(GPTModel(changed(untie_embeddings_and_output_weights=True, qk_layernorm=True), 32))
+    names = hf_names(
+        GPTModel(changed(untie_embeddings_and_output_weights=True, qk_layernorm=True), 32)
+    )
     assert names["embedding.word_embeddings.weight"] == "model.embed_tokens.weight"
     assert names["output_layer.weight"] == "lm_head.weight"
     layer = {
@@ -86,7 +88,9 @@ def test_a_tied_output_layer_has_no_name():
 
 
 def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architecture():
-    config = changed(kv_channels=6, rotary_base=500.0, norm_epsilon=1e-3, max_position_embeddings=77)
+    config = changed(
+        kv_channels=6, rotary_base=500.0, norm_epsilon=1e-3, max_position_embeddings=77
+    )
     content = hf_config(config, 32)
     expected = {
         "head_dim": 6,
@@ -108,14 +112,20 @@ def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architec
         ({"rotary_percent": 0.5}, "--rotary-percent"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
         ({"qk_layernorm": True, "rotary_percent": 0.5}, "--rotary-percent"),
-        ({"normalization": "LayerNorm", "add_bias_linear": True}, "--disable-bias-linear and --add-qkv-bias"),
+        (
+            {"normalization": "LayerNorm", "add_bias_linear": True},
+            "--disable-bias-linear and --add-qkv-bias",
+        ),
         ({"normalization": "LayerNorm", "kv_channels": 6}, "--kv-channels"),
         ({"hidden_size": 18, "kv_channels": 6}, "--hidden-size"),
         ({"swiglu": False, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
     ],
 )
 def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
-    with pytest.raises(ConfigError, match=f"^{flags}: expected a GPT that an architecture of the transformers library"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{flags}: expected a GPT that an architecture of the transformers library",
+    ):
         hf_config(changed(**fields), 32)
     with pytest.raises(ConfigError):
         hf_names(GPTModel(changed(**fields), 32))

@@ -60,7 +60,9 @@ def test_without_any_gradient_the_norm_is_zero():
 
 
 def test_a_nan_shows_in_the_norm():
-    assert global_grad_norm([parameter(torch.tensor([float("nan")])), parameter(torch.ones(1))]).isnan()
+    assert global_grad_norm(
+        [parameter(torch.tensor([float("nan")])), parameter(torch.ones(1))]
+    ).isnan()
 
 
 def test_clipping_scales_down_to_the_limit_and_otherwise_changes_no_bit():
@@ -84,7 +86,9 @@ def _norms_on_a_mesh() -> list[float]:
     parameters = []
     for value, placement in zip(values, placements, strict=True):
         made = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, placement))
-        made.grad = distribute_tensor(value.clone(), mesh, placement)  # a replicated one aliases what it is made from
+        made.grad = distribute_tensor(
+            value.clone(), mesh, placement
+        )  # a replicated one aliases what it is made from
         parameters.append(made)
     norm = global_grad_norm(parameters)
     scale_grads(parameters, torch.tensor(0.5, dtype=torch.float64))
@@ -103,7 +107,9 @@ def _norm_where_only_one_rank_has_gradients() -> float:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     if mesh.get_rank() == 0:
-        parameter.grad = DTensor.from_local(torch.tensor([3.0, 4.0]), mesh, [Shard(0)], run_check=False)
+        parameter.grad = DTensor.from_local(
+            torch.tensor([3.0, 4.0]), mesh, [Shard(0)], run_check=False
+        )
     return float(global_grad_norm([parameter]))
 
 
@@ -128,7 +134,10 @@ def test_a_gradient_that_is_not_yet_reduced_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_of_either_sign_count_and_nothing_else_does(dtype):
-    tensor = torch.tensor([0.0, -0.0, 1.0, float("nan"), float("inf"), torch.finfo(dtype).smallest_normal], dtype=dtype)
+    tensor = torch.tensor(
+        [0.0, -0.0, 1.0, float("nan"), float("inf"), torch.finfo(dtype).smallest_normal],
+        dtype=dtype,
+    )
     assert num_zeros(tensor).dtype == torch.float64
     assert float(num_zeros(tensor)) == 2.0
     assert float(num_zeros(tensor[:0])) == 0.0
@@ -136,7 +145,9 @@ def test_zeros_of_either_sign_count_and_nothing_else_does(dtype):
 
 def test_zeros_of_all_gradients_are_added_up_and_a_missing_gradient_has_none():
     zeros, ones = parameter(torch.zeros(2, 3)), parameter(torch.ones(4))
-    assert float(global_num_zeros([zeros, ones, parameter(None), zeros])) == 6.0, "the one given twice counts once"
+    assert float(global_num_zeros([zeros, ones, parameter(None), zeros])) == 6.0, (
+        "the one given twice counts once"
+    )
     assert float(global_num_zeros([parameter(None)])) == 0.0
 
 
@@ -157,7 +168,10 @@ def _zeros_on_a_mesh(world_size: int) -> list[float]:
             made = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [placement]))
             made.grad = distribute_tensor(value.clone(), mesh, [placement])
         parameters.append(made)
-    return [float(global_num_zeros([*parameters, parameters[0]])), sum(float((value == 0).sum()) for value in values)]
+    return [
+        float(global_num_zeros([*parameters, parameters[0]])),
+        sum(float((value == 0).sum()) for value in values),
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -185,7 +199,9 @@ def _mesh_and_placements(kind: str) -> tuple[DeviceMesh, Placements]:
     """Of all ranks: a strategy's, or "hsdp" in two instances."""
     world_size = torch.distributed.get_world_size()
     if kind != "hsdp":
-        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), Placements.for_strategy(kind)
+        return init_device_mesh(
+            "cpu", (world_size,), mesh_dim_names=("dp",)
+        ), Placements.for_strategy(kind)
 
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("outer", "inner"))
     placements = Placements(
@@ -207,13 +223,21 @@ def _zeros_of_a_sharded_model(kind: str) -> list[float]:
         each(tokens).square().sum().backward()
     zeros = sum(int((each.grad == 0).sum()) for each in expected.parameters())
     parameters = list(model.parameters())
-    assert float(global_grad_norm(parameters)) == pytest.approx(float(global_grad_norm(expected.parameters())))
+    assert float(global_grad_norm(parameters)) == pytest.approx(
+        float(global_grad_norm(expected.parameters()))
+    )
     return [float(global_num_zeros([*parameters, *parameters])), float(zeros)]
 
 
 @pytest.mark.parametrize(
     ("world_size", "kind"),
-    [(1, "optim_grads_params"), (2, "optim_grads_params"), (2, "optim"), (2, "no_shard"), (2, "hsdp")],
+    [
+        (1, "optim_grads_params"),
+        (2, "optim_grads_params"),
+        (2, "optim"),
+        (2, "no_shard"),
+        (2, "hsdp"),
+    ],
 )
 def test_the_padding_of_flat_buffers_is_no_zero_and_tied_weights_count_once(world_size, kind):
     for ours, exact in run_ranks(world_size, _zeros_of_a_sharded_model, kind):
@@ -238,7 +262,9 @@ def test_tensors_of_other_storages_or_dtypes_or_strides_are_left_alone():
     strided = flat[4:12].view(2, 4).t()
     pieces = [other, flat[:4], strided, flat[12:14].view(torch.int32), flat[13:14], flat[14:16]]
     found = runs(pieces)
-    assert [run.data_ptr() for run in found] == [each.data_ptr() for each in (*pieces[:3], pieces[3], flat[13:16])]
+    assert [run.data_ptr() for run in found] == [
+        each.data_ptr() for each in (*pieces[:3], pieces[3], flat[13:16])
+    ]
     assert found[2].shape == (4, 2)
     assert sum(run.numel() for run in found) == sum(piece.numel() for piece in pieces)
 
@@ -411,7 +437,15 @@ def arrays_measured() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("world_size", "kind"),
-    [(1, "optim_grads_params"), (2, "optim_grads_params"), (2, "optim"), (2, "no_shard"), (4, "hsdp")],
+    [
+        (1, "optim_grads_params"),
+        (2, "optim_grads_params"),
+        (2, "optim"),
+        (2, "no_shard"),
+        (4, "hsdp"),
+    ],
 )
-def test_a_group_is_measured_in_runs_that_neither_padding_nor_stale_gradients_enter(world_size, kind):
+def test_a_group_is_measured_in_runs_that_neither_padding_nor_stale_gradients_enter(
+    world_size, kind
+):
     run_ranks(world_size, _norm_of_a_group, kind)

@@ -18,7 +18,11 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    build_optimizer,
+    offloaded_units,
+)
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
@@ -69,7 +73,10 @@ def test_the_optimizer_behind_is_the_one_that_is_asked_for(settings, cls):
     built = build_optimizer(Model(), OptimizerConfig(**settings), lr=0.3, num_local_ranks=1)
     assert type(built.optimizer) is cls
     assert (built.plan is not None) == (cls is HybridDeviceOptimizer)
-    assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.3, 0.01), (0.3, 0.0)]
+    assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [
+        (0.3, 0.01),
+        (0.3, 0.0),
+    ]
     assert [len(group["params"]) for group in built.param_groups] == [4, 4], "matrices, and biases"
 
 
@@ -92,7 +99,9 @@ def test_the_constants_reach_both_sides():
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
     states = built.optimizer.state
     assert len(states) == 8
-    assert {state[name].dtype for state in states.values() for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    assert {
+        state[name].dtype for state in states.values() for name in ("exp_avg", "exp_avg_sq")
+    } == {torch.bfloat16}
     expected = Model()
     other = build_optimizer(
         expected,
@@ -117,9 +126,13 @@ def test_the_constants_reach_both_sides():
 
 
 @pytest.mark.parametrize("choice", ["te", "apex"])
-def test_others_implementations_are_refused_on_the_cpu_and_where_they_are_not_installed(choice, monkeypatch):
+def test_others_implementations_are_refused_on_the_cpu_and_where_they_are_not_installed(
+    choice, monkeypatch
+):
     config = OptimizerConfig(gpu_optimizer=choice)
-    with pytest.raises(ConfigError, match=f"expected auto, native or torch on the CPU, got {choice}"):
+    with pytest.raises(
+        ConfigError, match=f"expected auto, native or torch on the CPU, got {choice}"
+    ):
         build_optimizer(Model(), config, lr=0.1, num_local_ranks=1)
     for name in ("TEFusedAdam", "ApexFusedAdam"):
         monkeypatch.setattr(f"megatron.core.optimizer.distrib_optimizer.{name}", None)
@@ -155,7 +168,11 @@ def test_settings_that_nothing_would_honour_are_refused(settings):
 def shard(model: nn.Module) -> None:
     with fully_shard_context("cpu"):
         for module in (*model.layers, model):
-            fully_shard(module, build_mesh("cpu", dist.get_world_size()), Placements.for_strategy("optim_grads_params"))
+            fully_shard(
+                module,
+                build_mesh("cpu", dist.get_world_size()),
+                Placements.for_strategy("optim_grads_params"),
+            )
 
 
 CONFIGS = [
@@ -173,15 +190,23 @@ def _clips(settings: dict[str, Any], is_sharded: bool) -> None:
         model = Model()
         if is_sharded:
             shard(model)
-        config = {name: value for name, value in settings.items() if own or name in ("optimizer", "gpu_optimizer")}
-        optimizer = build_optimizer(model, OptimizerConfig(**config, clip_grad=clip_grad), lr=0.1, num_local_ranks=1)
+        config = {
+            name: value
+            for name, value in settings.items()
+            if own or name in ("optimizer", "gpu_optimizer")
+        }
+        optimizer = build_optimizer(
+            model, OptimizerConfig(**config, clip_grad=clip_grad), lr=0.1, num_local_ranks=1
+        )
         for number in range(4):
             backward(model, number, factor=10.0)
             norm = optimizer.grad_norm()
             if own:
                 assert optimizer.step(float(norm))
             else:
-                total = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf, foreach=False)
+                total = torch.nn.utils.clip_grad_norm_(
+                    model.parameters(), clip_grad or math.inf, foreach=False
+                )
                 total = total.full_tensor() if is_sharded else total
                 torch.testing.assert_close(total.double(), norm, rtol=1e-6, atol=0)
                 optimizer.optimizer.step()
@@ -193,7 +218,9 @@ def _clips(settings: dict[str, Any], is_sharded: bool) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     pairs = zip(run(0.05, own=True), run(0.0, own=True), strict=True)
     if settings.get("optimizer") == "sgd":
-        assert not any(torch.allclose(*pair) for pair in pairs if pair[0].numel()), "clipping matters"
+        assert not any(torch.allclose(*pair) for pair in pairs if pair[0].numel()), (
+            "clipping matters"
+        )
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
@@ -216,7 +243,9 @@ def test_a_norm_that_is_not_finite_steps_nothing(settings, norm):
     assert optimizer.step(norm) is False
     optimizer.synchronize()
     assert all(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
-    assert {float(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state} <= {0.0}
+    assert {
+        float(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state
+    } <= {0.0}
     assert optimizer.step(1.0) is True
     assert not any(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
 
@@ -233,13 +262,17 @@ def test_a_gradient_that_is_not_finite_makes_the_norm_so():
 # Planning ahead
 
 
-PLANNED = [config for config in CONFIGS if "optimizer" not in config and "gpu_optimizer" not in config]
+PLANNED = [
+    config for config in CONFIGS if "optimizer" not in config and "gpu_optimizer" not in config
+]
 
 
 def _steps(settings: dict[str, Any], is_planned: bool) -> list[torch.Tensor]:
     model = Model()
     shard(model)
-    optimizer = build_optimizer(model, OptimizerConfig(**settings, clip_grad=0.05), lr=0.1, num_local_ranks=1)
+    optimizer = build_optimizer(
+        model, OptimizerConfig(**settings, clip_grad=0.05), lr=0.1, num_local_ranks=1
+    )
     for number in range(3):
         backward(model, number, factor=10.0)
         if number == 1:
@@ -294,7 +327,9 @@ def _change_rate(optimizer: DistributedOptimizer) -> None:
 
 
 @pytest.mark.parametrize("settings", PLANNED, ids=str)
-@pytest.mark.parametrize("change", [_replace_gradient, _drop_gradient, _write_to_gradient, _change_rate])
+@pytest.mark.parametrize(
+    "change", [_replace_gradient, _drop_gradient, _write_to_gradient, _change_rate]
+)
 @pytest.mark.parametrize("is_hook", [False, True])
 def test_what_changes_between_plan_and_step_counts(settings, change, is_hook):
     found = []
@@ -316,7 +351,9 @@ def test_what_changes_between_plan_and_step_counts(settings, change, is_hook):
 
 
 def test_other_optimizers_plan_nothing_ahead():
-    optimizer = build_optimizer(Model(), OptimizerConfig(optimizer="sgd"), lr=0.1, num_local_ranks=1)
+    optimizer = build_optimizer(
+        Model(), OptimizerConfig(optimizer="sgd"), lr=0.1, num_local_ranks=1
+    )
     assert optimizer.plan_step() is None
 
 
@@ -335,7 +372,9 @@ def test_a_gradient_that_cannot_be_stepped_with_is_refused_by_the_plan():
 def gpt(num_layers: int, **changes: Any) -> GPTModel:
     dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     with torch.device("meta"):
-        return GPTModel(TransformerConfig(num_layers, 16, 2, ffn_hidden_size=24, **dropout, **changes), 40)
+        return GPTModel(
+            TransformerConfig(num_layers, 16, 2, ffn_hidden_size=24, **dropout, **changes), 40
+        )
 
 
 FRACTIONS = (0.0, 0.01, 0.3, 0.5, 0.8, 0.99, 1.0)
@@ -358,7 +397,9 @@ def _units_agree(num_layers: int, is_untied: bool) -> list[list[bool]]:
             offloaded=units,
         )
         modules = [module for module in model.modules() if isinstance(module, FsdpModule)]
-        from_the_start = {module for module in modules if all(g.is_on_host for g in module.parameter_groups)}
+        from_the_start = {
+            module for module in modules if all(g.is_on_host for g in module.parameter_groups)
+        }
         assert from_the_start == set(units)
         plan = build_optimizer(model, config, lr=0.1, num_local_ranks=1).plan
         assert {module for module in modules if module.parameter_groups[0].is_on_host} == set(units)
@@ -375,7 +416,9 @@ def test_the_units_that_are_offloaded_are_known_before_a_model_is_sharded(num_la
     assert others == [plans]
     assert plans[0] == [False] * (num_layers + 1)
     assert plans[-1] == [True] * (num_layers + 1)
-    assert len({sum(plan) for plan in plans}) >= min(3, num_layers + 2), "fractions in between do something else"
+    assert len({sum(plan) for plan in plans}) >= min(3, num_layers + 2), (
+        "fractions in between do something else"
+    )
     assert run_ranks(1, _units_agree, num_layers, is_untied) == [plans]
 
 

@@ -36,12 +36,15 @@ DIM = 6
 
 
 def generator(*seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(1000**place * number for place, number in enumerate(seed, 1)))
+    return torch.Generator().manual_seed(
+        sum(1000**place * number for place, number in enumerate(seed, 1))
+    )
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[nn.Parameter]:
     return [
-        nn.Parameter(torch.randn(shape, generator=generator(index)).to(dtype)) for index, shape in enumerate(shapes)
+        nn.Parameter(torch.randn(shape, generator=generator(index)).to(dtype))
+        for index, shape in enumerate(shapes)
     ]
 
 
@@ -49,7 +52,13 @@ def gradient(index: int, number: int, like: torch.Tensor, dtype: torch.dtype = F
     return torch.randn(like.shape, generator=generator(index, number)).to(dtype)
 
 
-def train(optimizer: torch.optim.Optimizer, owned: list[nn.Parameter], first: int, last: int, **options: Any) -> None:
+def train(
+    optimizer: torch.optim.Optimizer,
+    owned: list[nn.Parameter],
+    first: int,
+    last: int,
+    **options: Any,
+) -> None:
     """Steps number `first` up to, not including, `last`, with gradients of the parameters' dtype."""
     for number in range(first, last):
         for index, parameter in enumerate(owned):
@@ -72,8 +81,13 @@ def plain(value: Any) -> Any:
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
     """Everything an optimizer has, parameters included."""
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return plain([[parameter, dict(optimizer.state.get(parameter, {}))] for parameter in owned]), plain(options)
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return plain(
+        [[parameter, dict(optimizer.state.get(parameter, {}))] for parameter in owned]
+    ), plain(options)
 
 
 # Arithmetic
@@ -110,9 +124,14 @@ def test_groups_have_constants_of_their_own_and_lr_may_be_a_tensor():
     ours, theirs = (parameters((64,), (64,), (64,)) for _ in range(2))
     groups = [{"lr": torch.tensor(0.5)}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"weight_decay": 0.3}]
     optimizers = [
-        FusedAdam([{"params": [p], **group} for p, group in zip(ours, groups, strict=True)], lr=0.1),
+        FusedAdam(
+            [{"params": [p], **group} for p, group in zip(ours, groups, strict=True)], lr=0.1
+        ),
         torch.optim.AdamW(
-            [{"params": [p], "weight_decay": 0.0, **group} for p, group in zip(theirs, groups, strict=True)],
+            [
+                {"params": [p], "weight_decay": 0.0, **group}
+                for p, group in zip(theirs, groups, strict=True)
+            ],
             lr=0.1,
             fused=True,
         ),
@@ -138,7 +157,9 @@ def test_gradients_are_scaled_as_they_are_read():
 def test_gradients_may_have_any_floating_dtype(dtype, has_masters):
     weight_dtype = BF16 if has_masters else F32
     own, other = (parameters((5, 7), dtype=weight_dtype)[0] for _ in range(2))
-    optimizers = [FusedAdam([p], master_weights=has_masters, use_decoupled_grad=True) for p in (own, other)]
+    optimizers = [
+        FusedAdam([p], master_weights=has_masters, use_decoupled_grad=True) for p in (own, other)
+    ]
     own.decoupled_grad = gradient(0, 0, own, dtype)
     other.decoupled_grad = own.decoupled_grad.float()
     for optimizer in optimizers:
@@ -195,7 +216,10 @@ def test_autograd_notices_that_a_step_has_changed_a_saved_weight():
 
 def test_a_parameter_without_a_gradient_is_not_stepped_and_does_not_count():
     ours, theirs = (parameters((64,), (64,)) for _ in range(2))
-    optimizers = [FusedAdam(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0, fused=True)]
+    optimizers = [
+        FusedAdam(ours, lr=0.1),
+        torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0, fused=True),
+    ]
     present = [(0, 1), (0,), (1,), (), (0, 1)]
     for optimizer, owned in zip(optimizers, (ours, theirs), strict=True):
         for number, having in enumerate(present):
@@ -241,14 +265,18 @@ def test_zero_grad_clears_what_step_reads(decoupled):
     ("use_decoupled_grad", "attribute"),
     [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad"), (True, "main_grad")],
 )
-def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(use_decoupled_grad, attribute):
+def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
+    use_decoupled_grad, attribute
+):
     owned = parameters((4,), (5,))
     optimizer = FusedAdam(owned, use_decoupled_grad=use_decoupled_grad)
     read = "decoupled_grad" if use_decoupled_grad else "grad"
     setattr(owned[0], read, torch.ones_like(owned[0]))
     setattr(owned[1], attribute, torch.ones_like(owned[1]))
     before = snapshot(optimizer)[0][0][0]
-    with pytest.raises(ValueError, match=rf"parameter 1 of group 0 in \.{read}, .* got one in \.{attribute} alone"):
+    with pytest.raises(
+        ValueError, match=rf"parameter 1 of group 0 in \.{read}, .* got one in \.{attribute} alone"
+    ):
         optimizer.step()
     assert snapshot(optimizer)[0][0][0] == before
     setattr(owned[1], attribute, None)
@@ -292,11 +320,16 @@ def test_fp32_parameters_have_no_masters():
 
 def test_remainders_keep_the_fp32_weights_exactly():
     own, full = (parameters((7, 11), dtype=BF16)[0] for _ in range(2))
-    optimizers = [FusedAdam([p], lr=1e-3, master_weights=True, store_param_remainders=p is own) for p in (own, full)]
+    optimizers = [
+        FusedAdam([p], lr=1e-3, master_weights=True, store_param_remainders=p is own)
+        for p in (own, full)
+    ]
     for number in range(20):
         for optimizer, parameter in zip(optimizers, (own, full), strict=True):
             train(optimizer, [parameter], number, number + 1)
-        remainder, master = (o.state[p]["master_param"] for o, p in zip(optimizers, (own, full), strict=True))
+        remainder, master = (
+            o.state[p]["master_param"] for o, p in zip(optimizers, (own, full), strict=True)
+        )
         assert remainder.dtype == torch.int16
         high = own.detach().view(torch.int16).to(torch.int32) << 16
         assert torch.equal((high + remainder).view(F32), master)
@@ -372,17 +405,26 @@ def test_what_is_not_finite_in_a_scaled_state_stays_so(value):
     optimizer = FusedAdam([own], exp_avg_dtype=F8, exp_avg_sq_dtype=F16)
     for name in ("exp_avg", "exp_avg_sq"):
         optimizer.set_scaled_state(own, name, torch.tensor([1.0, value, 0.0, 2.0]))
-        assert optimizer.get_unscaled_state(own, name).isfinite().tolist() == [True, False, True, True]
+        assert optimizer.get_unscaled_state(own, name).isfinite().tolist() == [
+            True,
+            False,
+            True,
+            True,
+        ]
 
 
 def test_scaled_states_refuse_what_they_cannot_hold():
     (own,) = parameters((4,))
     optimizer = FusedAdam([own], exp_avg_dtype=F8)
-    with pytest.raises(ValueError, match=r"Expected one of \['exp_avg', 'exp_avg_sq'\], got 'master_param'"):
+    with pytest.raises(
+        ValueError, match=r"Expected one of \['exp_avg', 'exp_avg_sq'\], got 'master_param'"
+    ):
         optimizer.set_scaled_state(own, "master_param", torch.zeros(4))
     with pytest.raises(ValueError, match=r"Expected exp_avg in torch.float32, got torch.bfloat16"):
         optimizer.set_scaled_state(own, "exp_avg", torch.zeros(4, dtype=BF16))
-    with pytest.raises(ValueError, match=r"Expected exp_avg with shape \(4,\) as its parameter has, got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected exp_avg with shape \(4,\) as its parameter has, got \(3,\)"
+    ):
         optimizer.set_scaled_state(own, "exp_avg", torch.zeros(3))
     assert not optimizer.state
 
@@ -400,8 +442,16 @@ def test_scaled_states_refuse_what_they_cannot_hold():
             ValueError,
             "with master_weights=True in torch.float32, got master_weights=",
         ),
-        ({"exp_avg_dtype": torch.float64}, ValueError, "Expected exp_avg_dtype to be one of .* got torch.float64"),
-        ({"master_weight_dtype": BF16}, ValueError, "Expected master_weight_dtype to be one of .* got torch.bfloat16"),
+        (
+            {"exp_avg_dtype": torch.float64},
+            ValueError,
+            "Expected exp_avg_dtype to be one of .* got torch.float64",
+        ),
+        (
+            {"master_weight_dtype": BF16},
+            ValueError,
+            "Expected master_weight_dtype to be one of .* got torch.bfloat16",
+        ),
         ({"lr": -1.0}, ValueError, "Expected lr of at least 0, got -1.0"),
         ({"betas": (0.9, 1.0)}, ValueError, r"Expected betas in \[0, 1\), got \(0.9, 1.0\)"),
     ],
@@ -422,18 +472,30 @@ def test_a_parameter_of_another_dtype_is_refused_and_not_kept():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda p, _: setattr(p, "decoupled_grad", torch.zeros(3)), r"gradient of parameter 1 of group 0 with shape"),
+        (
+            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(3)),
+            r"gradient of parameter 1 of group 0 with shape",
+        ),
         (
             lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4).to_sparse()),
             "Expected a dense floating-point gradient of parameter 1 of group 0, got torch.sparse_coo",
         ),
-        (lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, dtype=torch.int32)), "got torch.strided torch.int32"),
-        (lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, device="meta")), "on cpu, got meta"),
+        (
+            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, dtype=torch.int32)),
+            "got torch.strided torch.int32",
+        ),
+        (
+            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, device="meta")),
+            "on cpu, got meta",
+        ),
         (
             lambda _, state: state.update(exp_avg=torch.zeros(5)),
             r"exp_avg of parameter 1 .* shape \(4,\) .* got \(5,\)",
         ),
-        (lambda _, state: state.update(exp_avg_sq=torch.zeros(4, dtype=BF16)), "in torch.float32, got torch.bfloat16"),
+        (
+            lambda _, state: state.update(exp_avg_sq=torch.zeros(4, dtype=BF16)),
+            "in torch.float32, got torch.bfloat16",
+        ),
     ],
 )
 def test_no_parameter_is_stepped_when_one_cannot_be(spoil, message):
@@ -465,7 +527,10 @@ ALL_OPTIONS = [
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
 def test_a_loaded_state_dict_gives_the_bits_back_and_goes_on_alike(options):
     ours, theirs = (parameters((16, 5), (3,), dtype=BF16) for _ in range(2))
-    optimizer, fresh = FusedAdam(ours, lr=0.1, **options), FusedAdam(theirs, lr=0.2, weight_decay=0.3, **options)
+    optimizer, fresh = (
+        FusedAdam(ours, lr=0.1, **options),
+        FusedAdam(theirs, lr=0.2, weight_decay=0.3, **options),
+    )
     train(optimizer, ours, 0, 3)
     for own, their in zip(ours, theirs, strict=True):
         their.data.copy_(own.data)
@@ -475,9 +540,13 @@ def test_a_loaded_state_dict_gives_the_bits_back_and_goes_on_alike(options):
     before = plain(saved)
     fresh.load_state_dict(saved)
     assert plain(saved) == before
-    assert [tensor.data_ptr() for state in fresh.state.values() for tensor in state.values()] == storages
+    assert [
+        tensor.data_ptr() for state in fresh.state.values() for tensor in state.values()
+    ] == storages
     values = [
-        plain([o.get_unscaled_state(p, name) for p in owned for name in o.state[p] if name != "step"])
+        plain(
+            [o.get_unscaled_state(p, name) for p in owned for name in o.state[p] if name != "step"]
+        )
         for o, owned in ((optimizer, ours), (fresh, theirs))
     ]
     assert values[0] == values[1]
@@ -515,15 +584,39 @@ def _rename(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda d: d["state"][1].update(exp_avg=torch.zeros(3, dtype=BF16)), "exp_avg of parameter 1 in torch.float32"),
-        (lambda d: d["state"][1].update(exp_avg=torch.zeros(4)), r"with shape \(3,\) as its parameter has, got \(4,\)"),
-        (lambda d: d["state"][1].pop("exp_avg_sq"), r"Expected states \['exp_avg', .* got \['exp_avg', 'step'\]"),
+        (
+            lambda d: d["state"][1].update(exp_avg=torch.zeros(3, dtype=BF16)),
+            "exp_avg of parameter 1 in torch.float32",
+        ),
+        (
+            lambda d: d["state"][1].update(exp_avg=torch.zeros(4)),
+            r"with shape \(3,\) as its parameter has, got \(4,\)",
+        ),
+        (
+            lambda d: d["state"][1].pop("exp_avg_sq"),
+            r"Expected states \['exp_avg', .* got \['exp_avg', 'step'\]",
+        ),
         (lambda d: _rename(d["state"][1]), r"got \['exp_average', 'exp_avg_sq', 'step'\]"),
-        (lambda d: d["state"][1].update(step=0.5), "Expected a number of steps of parameter 1, got 0.5"),
-        (lambda d: d["state"][1].update(exp_avg=[0.0] * 3), "exp_avg of parameter 1 to be a tensor, got list"),
-        (lambda d: d["state"].update({2: {}}), r"states of parameters that are in a group, got some of \[2\]"),
-        (lambda d: d["param_groups"][0]["params"].pop(), r"Expected groups of \[2\] parameters, got \[1\]"),
-        (lambda d: d["param_groups"].append({"params": []}), r"Expected groups of \[2\] parameters, got \[2, 0\]"),
+        (
+            lambda d: d["state"][1].update(step=0.5),
+            "Expected a number of steps of parameter 1, got 0.5",
+        ),
+        (
+            lambda d: d["state"][1].update(exp_avg=[0.0] * 3),
+            "exp_avg of parameter 1 to be a tensor, got list",
+        ),
+        (
+            lambda d: d["state"].update({2: {}}),
+            r"states of parameters that are in a group, got some of \[2\]",
+        ),
+        (
+            lambda d: d["param_groups"][0]["params"].pop(),
+            r"Expected groups of \[2\] parameters, got \[1\]",
+        ),
+        (
+            lambda d: d["param_groups"].append({"params": []}),
+            r"Expected groups of \[2\] parameters, got \[2, 0\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_fresh", [True, False])
@@ -594,7 +687,9 @@ def _saved_and_loaded(pair: Any) -> Any:
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(how, options):
     if how == "pickle" and F8 in options.values():
-        options = options | {"exp_avg_dtype": F16}  # torch cannot unpickle fp8 tensors; torch.save can
+        options = options | {
+            "exp_avg_dtype": F16
+        }  # torch cannot unpickle fp8 tensors; torch.save can
     owned = parameters((5, 7), (9,), dtype=BF16)
     optimizer = FusedAdam([{"params": owned[:1], "lr": 0.1}, {"params": owned[1:]}], **options)
     train(optimizer, owned, 0, 2)
@@ -613,7 +708,9 @@ def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(how, options):
 
 def test_a_copy_from_before_the_first_step_has_all_settings_of_its_own():
     (own,) = parameters((4,))
-    optimizer = copy.deepcopy(FusedAdam([own], adam_w_mode=False, set_grad_none=False, use_decoupled_grad=True))
+    optimizer = copy.deepcopy(
+        FusedAdam([own], adam_w_mode=False, set_grad_none=False, use_decoupled_grad=True)
+    )
     (copied,) = optimizer.param_groups[0]["params"]
     copied.decoupled_grad = torch.ones(4)
     optimizer.step()
@@ -627,7 +724,9 @@ def _copy_of_sharded() -> None:
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters())
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"Expected state_dict\(\) to be used, got an attempt to copy or pickle"):
+        with pytest.raises(
+            TypeError, match=r"Expected state_dict\(\) to be used, got an attempt to copy or pickle"
+        ):
             copying(optimizer)
 
 
@@ -694,7 +793,9 @@ def dtensor_parameters(kind: str) -> tuple[list[nn.Parameter], list[torch.Tensor
     return [nn.Parameter(distribute_tensor(value, line(), [placement])) for value in whole], whole
 
 
-def assert_states_are_distributed_as_parameters(optimizer: FusedAdam, states: dict[Any, Any] | None = None) -> None:
+def assert_states_are_distributed_as_parameters(
+    optimizer: FusedAdam, states: dict[Any, Any] | None = None
+) -> None:
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert owned
     for index, parameter in enumerate(owned):
@@ -723,7 +824,9 @@ def _every_moment(kind: str, options: dict[str, Any]) -> None:
     for number in range(3):
         for index, (parameter, plain_one) in enumerate(zip(owned, references, strict=True)):
             plain_one.grad = gradient(index, number, plain_one)
-            parameter.grad = distribute_tensor(plain_one.grad, parameter.device_mesh, parameter.placements)
+            parameter.grad = distribute_tensor(
+                plain_one.grad, parameter.device_mesh, parameter.placements
+            )
         optimizer.step()
         reference.step()
         assert_states_are_distributed_as_parameters(optimizer)
@@ -731,7 +834,9 @@ def _every_moment(kind: str, options: dict[str, Any]) -> None:
         assert {state["step"].item() for state in optimizer.state.values()} == {number + 1}
     if not options:
         for parameter, plain_one in zip(owned, references, strict=True):
-            own_part = distribute_tensor(plain_one.detach(), parameter.device_mesh, parameter.placements)
+            own_part = distribute_tensor(
+                plain_one.detach(), parameter.device_mesh, parameter.placements
+            )
             assert torch.equal(local_tensor(parameter), local_tensor(own_part))
     saved = optimizer.state_dict()
     assert_states_are_distributed_as_parameters(optimizer, saved["state"])
@@ -761,7 +866,9 @@ def test_those_parameters_include_uneven_and_empty_shards():
 
 def _ends_in_empty_shards() -> None:
     torch.manual_seed(0)
-    owned = [nn.Parameter(distribute_tensor(torch.randn(rows, 3), line(), [Shard(0)])) for rows in (4, 1)]
+    owned = [
+        nn.Parameter(distribute_tensor(torch.randn(rows, 3), line(), [Shard(0)])) for rows in (4, 1)
+    ]
     before = [local_tensor(parameter).clone() for parameter in owned]
     optimizer = FusedAdam(owned)
     for _ in range(2):
@@ -780,7 +887,9 @@ def test_a_group_whose_last_shard_is_empty_advances_every_step():
 def _two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = nn.Linear(DIM, 2 * DIM, bias=False)
-    module.weight = nn.Parameter(distribute_tensor(torch.randn(2 * DIM, DIM), mesh["tp"], [Shard(0)]))
+    module.weight = nn.Parameter(
+        distribute_tensor(torch.randn(2 * DIM, DIM), mesh["tp"], [Shard(0)])
+    )
     torch_fully_shard(module, mesh=mesh["dp"])
     (own,) = module.parameters()
     assert [type(placement).__name__ for placement in own.placements] == ["_StridedShard", "Shard"]
@@ -802,14 +911,22 @@ def _parity() -> None:
     owned, whole = dtensor_parameters("Shard")
     optimizer = FusedAdam(owned[:1], use_decoupled_grad=True)
     owned[0].decoupled_grad = torch.zeros(8, 4)
-    with pytest.raises(ValueError, match=r"Expected gradient of parameter 0 .* with a DTensor as it has, got a plain"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected gradient of parameter 0 .* with a DTensor as it has, got a plain",
+    ):
         optimizer.step()
     owned[0].decoupled_grad = distribute_tensor(whole[0], line(), [Replicate()])
-    with pytest.raises(ValueError, match=r"with placements \(Shard\(dim=0\),\) as it has, got \(Replicate\(\),\)"):
+    with pytest.raises(
+        ValueError, match=r"with placements \(Shard\(dim=0\),\) as it has, got \(Replicate\(\),\)"
+    ):
         optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(8, 4)
-    with pytest.raises(ValueError, match="Expected exp_avg of parameter 0 with a DTensor as its parameter has, got a"):
+    with pytest.raises(
+        ValueError,
+        match="Expected exp_avg of parameter 0 with a DTensor as its parameter has, got a",
+    ):
         optimizer.load_state_dict(saved)
 
 
@@ -839,7 +956,9 @@ def sharded(
     model = Stack(dtype)
     with fully_shard_context("cpu") as context:
         for module in (model.first, model):
-            fully_shard(module, line(), Placements.for_strategy(strategy), MixedPrecisionPolicy(**policy))
+            fully_shard(
+                module, line(), Placements.for_strategy(strategy), MixedPrecisionPolicy(**policy)
+            )
     return model, context
 
 
@@ -872,7 +991,9 @@ def _fully_sharded(strategy: str, options: dict[str, Any]) -> None:
     assert_states_are_distributed_as_parameters(optimizer, optimizer.state_dict()["state"])
     # The next forward has the new weights.
     x = next(batches(9))
-    torch.testing.assert_close(model(x), reference(x), **({} if not options else {"rtol": 0.2, "atol": 0.2}))
+    torch.testing.assert_close(
+        model(x), reference(x), **({} if not options else {"rtol": 0.2, "atol": 0.2})
+    )
     other, _ = sharded(strategy)
     fresh = FusedAdam(other.parameters(), **options)
     saved = optimizer.state_dict()
@@ -910,7 +1031,10 @@ def _long_passes() -> None:
     backward(model, 0)
     optimizer.init_state()
     for name in ("exp_avg", "exp_avg_sq"):
-        storages = {local_tensor(state[name]).untyped_storage().data_ptr() for state in optimizer.state.values()}
+        storages = {
+            local_tensor(state[name]).untyped_storage().data_ptr()
+            for state in optimizer.state.values()
+        }
         assert len(storages) == 1
     seen: list[int] = []
     run = optimizer._run
@@ -980,7 +1104,9 @@ def _partial() -> None:
     with microbatch(context, is_last=False):
         backward(model, 0)
     before = snapshot(optimizer)[0]
-    with pytest.raises(RuntimeError, match="Expected the gradients of a whole step, got partial sums"):
+    with pytest.raises(
+        RuntimeError, match="Expected the gradients of a whole step, got partial sums"
+    ):
         optimizer.step()
     assert [weights for weights, _ in snapshot(optimizer)[0]] == [weights for weights, _ in before]
     backward(model, 1)
@@ -1024,8 +1150,12 @@ def _between_backward_and_step() -> None:
     backward(model, 0)
     grads = [parameter.grad for parameter in model.parameters()]
     saved = DCPState(model, optimizer).state_dict()["optim"]["state"]
-    assert [list(state) for state in saved.values()] == [["step", "exp_avg", "exp_avg_sq"]] * len(grads)
-    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+    assert [list(state) for state in saved.values()] == [["step", "exp_avg", "exp_avg_sq"]] * len(
+        grads
+    )
+    assert all(
+        parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True)
+    )
     assert {state["step"].item() for state in saved.values()} == {0}
 
 
@@ -1086,7 +1216,9 @@ def test_a_plan_made_before_states_were_loaded_is_made_anew():
     assert float(optimizer.state[parameters[0]]["step"]) == 101.0
 
 
-@pytest.mark.parametrize("change", [lambda group: group["lr"].fill_(0.5), lambda group: group.update(lr=0.5)])
+@pytest.mark.parametrize(
+    "change", [lambda group: group["lr"].fill_(0.5), lambda group: group.update(lr=0.5)]
+)
 def test_a_plan_made_before_an_option_changed_is_made_anew_be_it_changed_in_place(change):
     parameters, optimizer = _planned()
     expected, reference = _planned()

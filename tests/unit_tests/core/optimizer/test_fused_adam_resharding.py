@@ -71,7 +71,9 @@ def held(model: nn.Module, optimizer: FusedAdam) -> Held:
     for name, parameter in model.named_parameters():
         group = group_of(parameter)
         first_row = group.main_weight.chunk(group.index_of(parameter)).first_row
-        states = {key: optimizer.get_unscaled_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+        states = {
+            key: optimizer.get_unscaled_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")
+        }
         for key, tensor in {"weight": parameter, **states}.items():
             found[f"{name}.{key}"] = [(first_row, local_tensor(tensor).detach().float().clone())]
         found[f"{name}.step"] = [(0, optimizer.state[parameter]["step"].clone().view(1))]
@@ -102,7 +104,9 @@ def _train_and_save(path: str, strategy: str, options: dict[str, Any]) -> Held:
     return held(model, optimizer)
 
 
-def _load_and_go_on(path: str, strategy: str, options: dict[str, Any]) -> tuple[Held, torch.Tensor, Held]:
+def _load_and_go_on(
+    path: str, strategy: str, options: dict[str, Any]
+) -> tuple[Held, torch.Tensor, Held]:
     model, optimizer = build(strategy, options)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,7 +150,9 @@ def test_a_run_that_goes_on_with_other_ranks_agrees_with_one_that_always_had_the
     for name, tensor in saved.items():
         # Magnitudes below a format's precision beside the largest are not compared.
         least = 0.0 if is_exact else tolerance * float(tensor.abs().max())
-        torch.testing.assert_close(loaded[name], tensor, rtol=0 if is_exact else tolerance, atol=least)
+        torch.testing.assert_close(
+            loaded[name], tensor, rtol=0 if is_exact else tolerance, atol=least
+        )
 
     references = run_ranks(loading, _uninterrupted, strategy, options)
     reference = whole([result[1] for result in references])
@@ -154,7 +160,9 @@ def test_a_run_that_goes_on_with_other_ranks_agrees_with_one_that_always_had_the
         torch.testing.assert_close(result[1], output, rtol=tolerance, atol=tolerance)
     for name, tensor in reference.items():
         least = tolerance * float(tensor.abs().max())
-        torch.testing.assert_close(final[name], tensor, rtol=tolerance, atol=least, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            final[name], tensor, rtol=tolerance, atol=least, msg=lambda m, n=name: f"{n}: {m}"
+        )
         if name.endswith(".step"):
             assert final[name] == NUM_STEPS + 1
         else:

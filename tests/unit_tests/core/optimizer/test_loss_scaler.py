@@ -10,7 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
+from megatron.core.optimizer.loss_scaler import (
+    ConstantLossScaler,
+    DynamicLossScaler,
+    LossScaler,
+    build_loss_scaler,
+)
 from megatron.core.options import ConfigError
 
 INF, CLEAN = True, False
@@ -28,7 +33,10 @@ def scales(scaler: LossScaler, steps: list[bool]) -> tuple[list[float], LossScal
 def reference(settings: dict[str, Any], steps: list[bool]) -> list[float]:
     """From the whole history: how many steps since the last event, instead of counters."""
     scale, found = settings["initial_loss_scale"], []
-    doubled, clean_from = 0, 0  # the step after the last doubling; the step after that or the last inf
+    doubled, clean_from = (
+        0,
+        0,
+    )  # the step after the last doubling; the step after that or the last inf
     for number, found_inf in enumerate(steps):
         if found_inf:
             clean_from = number + 1
@@ -109,9 +117,14 @@ def test_between_a_given_scale_and_one_that_adapts_this_runs_flags_hold():
 
 
 def test_settings_are_this_runs_and_only_what_training_has_changed_is_taken_over():
-    _, saved = scales(build_loss_scaler(OptimizerConfig(initial_loss_scale=64.0, loss_scale_window=7)), [CLEAN] * 3)
+    _, saved = scales(
+        build_loss_scaler(OptimizerConfig(initial_loss_scale=64.0, loss_scale_window=7)),
+        [CLEAN] * 3,
+    )
     own = build_loss_scaler(OptimizerConfig(loss_scale_window=5, hysteresis=3))
-    assert own.from_state(saved.state()) == dataclasses.replace(own, scale=64.0, growth_tracker=3, hysteresis_tracker=2)
+    assert own.from_state(saved.state()) == dataclasses.replace(
+        own, scale=64.0, growth_tracker=3, hysteresis_tracker=2
+    )
 
 
 GOOD = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 2}
@@ -120,7 +133,10 @@ GOOD = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 2}
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"scale": scale} for scale in (0.0, -1.0, math.inf, math.nan, None, True, "8", [8.0], 10**4000)),
+        *(
+            {"scale": scale}
+            for scale in (0.0, -1.0, math.inf, math.nan, None, True, "8", [8.0], 10**4000)
+        ),
         *({"growth_tracker": steps} for steps in ("1", 1.0, 2.7, -1, True, None, 2**63)),
         *({"hysteresis_tracker": steps} for steps in ("1", 1.5, False, 2**63, -(2**63))),
     ],
@@ -136,7 +152,9 @@ def test_a_state_that_is_none_is_refused_and_names_the_field(changes):
     assert len(str(caught.value)) < 150
 
 
-@pytest.mark.parametrize("state", [{"scale": 8.0}, {**GOOD, "other": 1}, [], None, "state", 8.0], ids=str)
+@pytest.mark.parametrize(
+    "state", [{"scale": 8.0}, {**GOOD, "other": 1}, [], None, "state", 8.0], ids=str
+)
 def test_a_state_of_other_fields_is_refused(state):
     with pytest.raises(ValueError, match="Expected a scale and two trackers, got"):
         build_loss_scaler(OptimizerConfig()).from_state(state)
@@ -146,10 +164,16 @@ def test_a_state_of_other_fields_is_refused(state):
     ("settings", "message"),
     [
         ({"loss_scale": 0.0}, "--loss-scale: expected a number > 0"),
-        ({"loss_scale": 8.0, "hysteresis": 3}, "--loss-scale: expected no flags of a loss scale that adapts, got"),
+        (
+            {"loss_scale": 8.0, "hysteresis": 3},
+            "--loss-scale: expected no flags of a loss scale that adapts, got",
+        ),
         ({"loss_scale_window": 0}, "--loss-scale-window: expected an integer >= 1"),
         ({"hysteresis": 0}, "--hysteresis: expected an integer >= 1"),
-        ({"initial_loss_scale": 0.5}, "--min-loss-scale: expected at most --initial-loss-scale 0.5, got 1.0"),
+        (
+            {"initial_loss_scale": 0.5},
+            "--min-loss-scale: expected at most --initial-loss-scale 0.5, got 1.0",
+        ),
     ],
     ids=str,
 )

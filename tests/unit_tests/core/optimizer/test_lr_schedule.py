@@ -35,12 +35,18 @@ def test_cosine_is_half_way_down_in_the_middle_and_stays_at_the_least_rate_after
 
 def test_linear_goes_down_by_the_same_amount_every_iteration():
     schedule = build(10, lr_decay_style="linear")
-    assert [schedule(i) for i in range(10)] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [schedule(i) for i in range(10)] == pytest.approx(
+        [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    )
 
 
-@pytest.mark.parametrize(("style", "middle"), [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1)])
+@pytest.mark.parametrize(
+    ("style", "middle"), [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1)]
+)
 def test_wsd_is_stable_until_its_last_phase(style, middle):
-    schedule = build(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style=style, lr_warmup_iters=10)
+    schedule = build(
+        lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style=style, lr_warmup_iters=10
+    )
     assert {schedule(i) for i in range(9, 80)} == {1.0}
     assert schedule(89) == pytest.approx(middle)
     assert schedule(99) == 0.0
@@ -52,7 +58,9 @@ def test_wsd_is_stable_until_its_last_phase(style, middle):
     wsd=st.integers(1, 50),
     least=st.floats(0, 1),
 )
-def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(style, warmup, wsd, least):
+def test_the_rate_never_leaves_its_bounds_and_never_rises_after_the_warm_up(
+    style, warmup, wsd, least
+):
     schedule = build(
         lr_decay_style=style,
         lr_warmup_iters=warmup,
@@ -89,7 +97,10 @@ WSD = build(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=3)
 @pytest.mark.parametrize(
     ("schedule", "name", "value"),
     [
-        *((WSD, "peak", value) for value in ("1", None, True, -1.0, math.nan, math.inf, 10**4000, [1.0])),
+        *(
+            (WSD, "peak", value)
+            for value in ("1", None, True, -1.0, math.nan, math.inf, 10**4000, [1.0])
+        ),
         *((WSD, "least", value) for value in ("0", -0.5, 2.0)),
         *((WSD, "warmup_init", value) for value in (math.nan, 2.0)),
         *((WSD, "decay_iters", value) for value in (100.0, "100", -1, 7, True, 2**63)),
@@ -111,7 +122,9 @@ def test_a_state_that_is_no_schedules_is_refused_and_names_the_field(schedule, n
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("state", [{}, {"peak": 1.0}, {**WSD.state(), "other": 1}, [], None, "linear"], ids=str)
+@pytest.mark.parametrize(
+    "state", [{}, {"peak": 1.0}, {**WSD.state(), "other": 1}, [], None, "linear"], ids=str
+)
 def test_a_state_of_other_fields_is_refused(state):
     with pytest.raises(ValueError, match=r"Expected the fields peak, least, style, .*, got "):
         LRSchedule.from_state(state)
@@ -136,13 +149,22 @@ def test_every_schedule_that_can_be_built_comes_back(style, warmup, wsd, least):
         ({"lr_warmup_init": 2.0}, "--lr-warmup-init: expected at most --lr 1.0"),
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters: expected a value exactly when"),
         ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters: expected a value exactly when"),
-        ({"lr_warmup_iters": 101}, "--lr-warmup-iters: expected at most the 100 decay iterations, got 101."),
-        ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-fraction: expected it alone"),
+        (
+            {"lr_warmup_iters": 101},
+            "--lr-warmup-iters: expected at most the 100 decay iterations, got 101.",
+        ),
+        (
+            {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
+            "--lr-warmup-fraction: expected it alone",
+        ),
         (
             {"lr_decay_style": "WSD", "lr_warmup_iters": 60, "lr_wsd_decay_iters": 50},
             "--lr-wsd-decay-iters: expected at most 40",
         ),
-        ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "got both"),
+        (
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+            "got both",
+        ),
     ],
 )
 def test_phases_that_do_not_fit_are_refused(settings, message):

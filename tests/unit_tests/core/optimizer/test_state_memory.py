@@ -11,7 +11,12 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_context,
+)
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_memory import StateBytes, format_state_memory, state_memory
@@ -157,7 +162,10 @@ def test_groups_count_their_buffers_and_shared_memory_once():
 def test_plain_parameters_count_their_gradients_before_there_are_any():
     model = Uneven()
     optimizer = FusedAdam(model.parameters(), master_weights=True)
-    assert state_memory(model, optimizer) == {"compute weights": (2 * NUMEL, 0), "gradients": (2 * NUMEL, 0)}
+    assert state_memory(model, optimizer) == {
+        "compute weights": (2 * NUMEL, 0),
+        "gradients": (2 * NUMEL, 0),
+    }
     step(model, optimizer)
     expected = {
         "compute weights": (2 * NUMEL, 0),

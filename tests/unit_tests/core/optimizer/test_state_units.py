@@ -33,7 +33,9 @@ def parameters(num: int, requires_grad: bool = True) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     # Of different dtypes, so that an offloading optimizer has a bucket for each.
     dtypes = [torch.float32, torch.bfloat16]
-    made = [nn.Parameter(torch.randn(8, 4, generator=generator).to(dtypes[i % 2])) for i in range(num)]
+    made = [
+        nn.Parameter(torch.randn(8, 4, generator=generator).to(dtypes[i % 2])) for i in range(num)
+    ]
     for parameter in made:
         parameter.grad = torch.ones_like(parameter) if requires_grad else None
     return made
@@ -108,17 +110,23 @@ def test_both_sides_of_an_offloading_optimizer_are_units():
     units = state_units(optimizer)
     found = [id(parameter) for unit in units for parameter in unit.parameters]
     assert sorted(found) == sorted(map(id, own))
-    on_device = [p for unit in units if unit.optimizer is optimizer.device_optimizer for p in unit.parameters]
+    on_device = [
+        p for unit in units if unit.optimizer is optimizer.device_optimizer for p in unit.parameters
+    ]
     assert on_device
     assert not any(optimizer.holds(parameter) for parameter in on_device)
     for unit in units:
-        assert [set(states) >= {"step", "exp_avg", "exp_avg_sq"} for states in unit.states] == [True] * len(unit.states)
+        assert [set(states) >= {"step", "exp_avg", "exp_avg_sq"} for states in unit.states] == [
+            True
+        ] * len(unit.states)
 
 
 @pytest.mark.parametrize("fraction", [None, 0.0, 1.0])
 def test_loading_waits_for_readers(fraction):
     own = parameters(1)
-    optimizer = FusedAdam(own, lr=0.1) if fraction is None else HybridDeviceOptimizer(own, fraction, lr=0.1)
+    optimizer = (
+        FusedAdam(own, lr=0.1) if fraction is None else HybridDeviceOptimizer(own, fraction, lr=0.1)
+    )
     optimizer.step()
     saved = optimizer.state_dict()
     reader = Reader()

@@ -21,7 +21,9 @@ def test_matrices_decay_and_vectors_do_not_and_frozen_parameters_are_left_out():
     assert decayed["weight_decay"] == 0.1
     assert [p is model.linear.weight for p in decayed["params"]] == [True]
     assert kept["weight_decay"] == 0.0
-    assert {id(p) for p in kept["params"]} == {id(p) for p in (model.linear.bias, model.norm.weight, model.norm.bias)}
+    assert {id(p) for p in kept["params"]} == {
+        id(p) for p in (model.linear.bias, model.norm.weight, model.norm.bias)
+    }
 
 
 def test_a_group_that_would_be_empty_is_left_out():
@@ -33,7 +35,12 @@ def test_the_constants_reach_the_optimizer():
     adam = build_torch_optimizer(Model(), config, lr=0.5)
     assert isinstance(adam, torch.optim.AdamW)
     group = adam.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.7), 1e-5, 0.3)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.5,
+        (0.8, 0.7),
+        1e-5,
+        0.3,
+    )
     sgd = build_torch_optimizer(Model(), OptimizerConfig(optimizer="sgd", sgd_momentum=0.6), lr=0.5)
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.param_groups[0]["momentum"] == 0.6

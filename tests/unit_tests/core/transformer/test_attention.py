@@ -39,7 +39,10 @@ def _reference(attention: SelfAttention, hidden: Tensor) -> Tensor:
     )
     if attention.q_layernorm is not None and attention.k_layernorm is not None:
         query, key = attention.q_layernorm(query), attention.k_layernorm(key)
-    query, key = apply_rotary(query, angles.cos, angles.sin), apply_rotary(key, angles.cos, angles.sin)
+    query, key = (
+        apply_rotary(query, angles.cos, angles.sin),
+        apply_rotary(key, angles.cos, angles.sin),
+    )
     repeats = config.num_attention_heads // config.num_key_value_heads
     key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(config.head_dim)
@@ -64,7 +67,9 @@ def test_attention_equals_the_written_out_sum_with_repeated_keys_and_values(
     attention = _attention(make_config(**changes))
     hidden = torch.randn(2, 7, 32)
     angles = rotary_angles(attention.config, 7, hidden.device)
-    torch.testing.assert_close(attention(hidden, angles), _reference(attention, hidden), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attention(hidden, angles), _reference(attention, hidden), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_gqa_gradients_equal_those_of_an_explicit_repeat(make_config: Any) -> None:
@@ -111,21 +116,29 @@ def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
     assert calls.seen == [expected]
 
 
-def test_repeated_keys_give_what_grouped_queries_give(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_keys_give_what_grouped_queries_give(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attention = _attention(make_config(**GQA))
     hidden = torch.randn(2, 7, 32)
     results = []
     for has_grouped_kernel in (True, False):
-        monkeypatch.setattr(attention_module, "_has_grouped_kernel", lambda _, answer=has_grouped_kernel: answer)
+        monkeypatch.setattr(
+            attention_module, "_has_grouped_kernel", lambda _, answer=has_grouped_kernel: answer
+        )
         attention.zero_grad()
         output = attention(hidden)
         output.square().sum().backward()
-        results.append([output.detach(), *(parameter.grad.clone() for parameter in attention.parameters())])
+        results.append(
+            [output.detach(), *(parameter.grad.clone() for parameter in attention.parameters())]
+        )
 
     grouped, repeated = results
     assert torch.equal(repeated[0], grouped[0])
     for got, expected in zip(repeated[1:], grouped[1:], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())
+        )
 
 
 def test_attention_on_the_cpu_holds_no_scores_of_all_pairs_of_positions(make_config: Any) -> None:
@@ -149,9 +162,14 @@ def test_without_rotation_positions_enter_only_through_the_mask(make_config: Any
         ({"add_bias_linear": False, "add_qkv_bias": True}, True, False),
     ],
 )
-def test_biases_follow_the_flags(make_config: Any, changes: dict[str, Any], qkv: bool, proj: bool) -> None:
+def test_biases_follow_the_flags(
+    make_config: Any, changes: dict[str, Any], qkv: bool, proj: bool
+) -> None:
     attention = SelfAttention(make_config(**changes))
-    assert (attention.linear_qkv.bias is not None, attention.linear_proj.bias is not None) == (qkv, proj)
+    assert (attention.linear_qkv.bias is not None, attention.linear_proj.bias is not None) == (
+        qkv,
+        proj,
+    )
 
 
 def test_qkv_rows_are_queries_then_keys_then_values(make_config: Any) -> None:
@@ -174,10 +192,14 @@ def test_selective_recompute_runs_the_core_twice_and_changes_no_bit(
     results, calls = [], []
     core = SelfAttention._core_attention
     for granularity in (None, "selective"):
-        attention = _attention(make_config(attention_dropout=0.3, recompute_granularity=granularity, **GQA))
+        attention = _attention(
+            make_config(attention_dropout=0.3, recompute_granularity=granularity, **GQA)
+        )
         count: list[int] = []
         monkeypatch.setattr(
-            SelfAttention, "_core_attention", lambda *args, count=count: (count.append(1), core(*args))[1]
+            SelfAttention,
+            "_core_attention",
+            lambda *args, count=count: (count.append(1), core(*args))[1],
         )
         torch.manual_seed(5)
         output = attention(hidden)

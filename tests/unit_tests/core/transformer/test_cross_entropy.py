@@ -20,7 +20,11 @@ def _inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
     """A leaf [N, VOCAB], labels [N] and the gradients of the losses [N]."""
     generator = torch.Generator().manual_seed(0)
     leaf = (torch.randn(N, VOCAB, generator=generator) * 4).to(dtype).requires_grad_()
-    return leaf, torch.randint(VOCAB, (N,), generator=generator), torch.randn(N, generator=generator)
+    return (
+        leaf,
+        torch.randint(VOCAB, (N,), generator=generator),
+        torch.randn(N, generator=generator),
+    )
 
 
 def _reference(leaf: Tensor, labels: Tensor, grad_losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,13 +38,17 @@ def _reference(leaf: Tensor, labels: Tensor, grad_losses: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("chunk_numel", [1, 3 * VOCAB, 1 << 24])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
-def test_losses_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, chunk_numel: int) -> None:
+def test_losses_and_gradients_are_torchs(
+    dtype: torch.dtype, tolerance: float, chunk_numel: int
+) -> None:
     leaf, labels, grad_losses = _inputs(dtype)
     losses = vocab_cross_entropy(leaf.clone(), labels, chunk_numel)
     losses.backward(grad_losses)
     expected_losses, expected_grad = _reference(leaf, labels, grad_losses)
     assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)  # fp32 whatever the logits' dtype
+    torch.testing.assert_close(
+        losses, expected_losses, rtol=1e-5, atol=1e-5
+    )  # fp32 whatever the logits' dtype
     assert leaf.grad is not None
     assert leaf.grad.dtype == dtype
     torch.testing.assert_close(leaf.grad.float(), expected_grad, rtol=tolerance, atol=1e-6)
@@ -87,7 +95,11 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_iter((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
                 self.sizes.append(tensor.untyped_storage().nbytes())
@@ -112,9 +124,14 @@ def _largest_allocation(loss: Any, dtype: torch.dtype) -> int:
 def test_largest_allocation_of_forward_and_backward_is_one_fp32_chunk(dtype: torch.dtype) -> None:
     rows = 4
     chunk_bytes = rows * VOCAB * 4
-    assert _largest_allocation(lambda x, y: vocab_cross_entropy(x, y, rows * VOCAB), dtype) == chunk_bytes
+    assert (
+        _largest_allocation(lambda x, y: vocab_cross_entropy(x, y, rows * VOCAB), dtype)
+        == chunk_bytes
+    )
     # The measure sees what torch's own loss allocates: the logits' size, at the least.
-    reference = _largest_allocation(lambda x, y: F.cross_entropy(x.float(), y, reduction="none"), dtype)
+    reference = _largest_allocation(
+        lambda x, y: F.cross_entropy(x.float(), y, reduction="none"), dtype
+    )
     assert reference >= N * VOCAB * 4
 
 
@@ -158,7 +175,9 @@ def test_nothing_is_overwritten_where_no_gradient_is_wanted() -> None:
         losses = vocab_cross_entropy(leaf, labels)
     assert not losses.requires_grad
     frozen = leaf.detach()
-    torch.testing.assert_close(vocab_cross_entropy(frozen, labels), _reference(leaf, labels, grad_losses)[0])
+    torch.testing.assert_close(
+        vocab_cross_entropy(frozen, labels), _reference(leaf, labels, grad_losses)[0]
+    )
     assert torch.equal(leaf, before)
 
 
@@ -166,7 +185,9 @@ def test_nothing_is_overwritten_where_no_gradient_is_wanted() -> None:
 def test_labels_out_of_range_are_named(label: int) -> None:
     leaf, labels, _ = _inputs()
     labels[3] = label
-    with pytest.raises(ValueError, match=rf"Expected labels in \[0, {VOCAB}\), got labels from .*{label}"):
+    with pytest.raises(
+        ValueError, match=rf"Expected labels in \[0, {VOCAB}\), got labels from .*{label}"
+    ):
         vocab_cross_entropy(leaf.clone(), labels)
 
 

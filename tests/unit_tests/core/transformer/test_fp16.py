@@ -24,7 +24,9 @@ def noise(*shape: int, scale: float) -> torch.Tensor:
 def test_norms_add_up_squares_that_fp16_cannot_hold(kind):
     norm, x = kind(64, 1e-5), noise(4, 64, scale=3000.0)
     assert not x.square().isfinite().all(), "in fp16 they overflow"
-    torch.testing.assert_close(norm.half()(x).float(), norm.float()(x.float()), rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(
+        norm.half()(x).float(), norm.float()(x.float()), rtol=2e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])
@@ -35,7 +37,9 @@ def test_attention_takes_scores_that_fp16_cannot_hold(dropout, grouped):
     attention = SelfAttention(config).train()
     query, key, value = noise(3, 2, 4, 16, 8, scale=200.0).unbind()
     key, value = key[:, : config.num_key_value_heads], value[:, : config.num_key_value_heads]
-    scores = query.double() @ key.double().repeat_interleave(4 // key.shape[1], dim=1).transpose(-1, -2)
+    scores = query.double() @ key.double().repeat_interleave(4 // key.shape[1], dim=1).transpose(
+        -1, -2
+    )
     assert scores.abs().max() > LARGEST
     wide = attention._core_attention(query.float(), key.float(), value.float())
     narrow = attention._core_attention(query, key, value)

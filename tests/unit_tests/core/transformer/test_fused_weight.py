@@ -55,26 +55,38 @@ def test_split_gives_what_separate_layers_with_the_sections_rows_give() -> None:
     x = torch.randn(2, 3, 6)
     for name, output in zip(QKV.names, layer.split(layer(x)), strict=True):
         rows = slice(*QKV.row_range(name))
-        torch.testing.assert_close(output, nn.functional.linear(x, layer.weight[rows], layer.bias[rows]))
+        torch.testing.assert_close(
+            output, nn.functional.linear(x, layer.weight[rows], layer.bias[rows])
+        )
 
 
 def test_split_copies_nothing() -> None:
     output = FusedLinear(6, QKV)(torch.randn(2, 6))
     parts = FusedLinear(6, QKV).split(output)
-    assert {part.untyped_storage().data_ptr() for part in parts} == {output.untyped_storage().data_ptr()}
+    assert {part.untyped_storage().data_ptr() for part in parts} == {
+        output.untyped_storage().data_ptr()
+    }
 
 
 def test_fused_weights_lists_weights_and_biases_of_fused_layers_only() -> None:
     gated = FusedWeight((("gate", 3), ("up", 3)))
     model = nn.ModuleDict(
-        {"a": FusedLinear(4, QKV, bias=True), "b": FusedLinear(4, gated, bias=False), "c": Linear(4, 4)}
+        {
+            "a": FusedLinear(4, QKV, bias=True),
+            "b": FusedLinear(4, gated, bias=False),
+            "c": Linear(4, 4),
+        }
     )
     assert fused_weights(model) == {"a.weight": QKV, "a.bias": QKV, "b.weight": gated}
     assert fused_weights(FusedLinear(4, gated, bias=False)) == {"weight": gated}
 
 
-@pytest.mark.parametrize("make", [lambda: Linear(200, 300, init_std=0.5), lambda: FusedLinear(600, QKV, init_std=0.5)])
-def test_weights_start_normal_with_the_given_deviation_and_biases_at_zero(make: Callable[[], Linear]) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: Linear(200, 300, init_std=0.5), lambda: FusedLinear(600, QKV, init_std=0.5)]
+)
+def test_weights_start_normal_with_the_given_deviation_and_biases_at_zero(
+    make: Callable[[], Linear],
+) -> None:
     torch.manual_seed(0)
     layer = make()
     assert layer.weight.std().item() == pytest.approx(0.5, rel=0.05)

@@ -24,7 +24,9 @@ def test_plain_mlp_is_exact_gelu_between_two_linears(make_config: Any) -> None:
     x = torch.randn(2, 3, 32)
     inner = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
     gelu = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
-    torch.testing.assert_close(mlp(x), F.linear(gelu, mlp.linear_fc2.weight, mlp.linear_fc2.bias), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        mlp(x), F.linear(gelu, mlp.linear_fc2.weight, mlp.linear_fc2.bias), rtol=1e-4, atol=1e-5
+    )
     assert fused_weights(mlp) == {}
 
 

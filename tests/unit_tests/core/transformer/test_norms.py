@@ -17,7 +17,10 @@ def _reference(norm: RMSNorm | LayerNorm, x: Tensor) -> Tensor:
     if isinstance(norm, RMSNorm):
         return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
     centered = x - x.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight + norm.bias.double()
+    return (
+        centered / (centered.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
+        + norm.bias.double()
+    )
 
 
 def _random_norm(kind: type[RMSNorm] | type[LayerNorm]) -> RMSNorm | LayerNorm:
@@ -37,7 +40,9 @@ def test_norm_follows_its_formula(kind: type[RMSNorm] | type[LayerNorm]) -> None
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_bf16_input_is_rounded_only_once(kind: type[RMSNorm] | type[LayerNorm], weight_dtype: torch.dtype) -> None:
+def test_bf16_input_is_rounded_only_once(
+    kind: type[RMSNorm] | type[LayerNorm], weight_dtype: torch.dtype
+) -> None:
     norm = _random_norm(kind).to(weight_dtype)
     x = (torch.randn(64, 64) * 3 + 1).bfloat16()
     y = norm(x)
@@ -49,11 +54,15 @@ def test_bf16_input_is_rounded_only_once(kind: type[RMSNorm] | type[LayerNorm], 
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_reset_parameters_restores_the_identity_scale(kind: type[RMSNorm] | type[LayerNorm]) -> None:
+def test_reset_parameters_restores_the_identity_scale(
+    kind: type[RMSNorm] | type[LayerNorm],
+) -> None:
     norm = _random_norm(kind)
     norm.reset_parameters()
     fresh = kind(64, 1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(norm.parameters(), fresh.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(norm.parameters(), fresh.parameters(), strict=True)
+    )
     assert norm.weight.eq(1).all()
 
 

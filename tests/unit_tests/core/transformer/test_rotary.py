@@ -50,7 +50,9 @@ def test_rotation_keeps_norms(seed: int, seq_length: int, percent: float, half: 
     angles = rotary_angles(_config(percent=percent), seq_length, CPU)
     y = apply_rotary(x, angles.cos, angles.sin)
     assert y.dtype == dtype
-    torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        y.float().norm(dim=-1), x.float().norm(dim=-1), rtol=tolerance, atol=tolerance
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -105,5 +107,7 @@ def test_angles_that_do_not_fit_are_refused() -> None:
         apply_rotary(torch.randn(1, 5, 2, 16), angles.cos, angles.sin)
     with pytest.raises(ValueError, match="at most 8 channels"):
         apply_rotary(torch.randn(1, 6, 2, 8), angles.cos, angles.sin)
-    with pytest.raises(ValueError, match=r"Expected cosines and sines in torch.float32, got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"Expected cosines and sines in torch.float32, got torch.bfloat16"
+    ):
         apply_rotary(torch.randn(1, 6, 2, 16), angles.cos.bfloat16(), angles.sin.bfloat16())

@@ -21,25 +21,35 @@ def test_options_left_out_are_derived_from_the_others() -> None:
 
 
 def test_swiglu_takes_two_thirds_of_the_width_in_multiples_of_64() -> None:
-    assert TransformerConfig(**REQUIRED, swiglu=True).ffn_hidden_size == 320  # 341.3 cut to a multiple of 64
+    assert (
+        TransformerConfig(**REQUIRED, swiglu=True).ffn_hidden_size == 320
+    )  # 341.3 cut to a multiple of 64
     assert TransformerConfig(2, 4096, 32, swiglu=True).ffn_hidden_size == 10880
 
 
 def test_given_values_are_kept() -> None:
     config = TransformerConfig(
-        **REQUIRED, kv_channels=24, ffn_hidden_size=100, group_query_attention=True, num_query_groups=2
+        **REQUIRED,
+        kv_channels=24,
+        ffn_hidden_size=100,
+        group_query_attention=True,
+        num_query_groups=2,
     )
     assert (config.query_size, config.key_value_size, config.ffn_size) == (192, 48, 100)
 
 
-@pytest.mark.parametrize("changes", [{}, {"group_query_attention": True, "num_query_groups": 2}, {"swiglu": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"group_query_attention": True, "num_query_groups": 2}, {"swiglu": True}]
+)
 def test_a_config_can_be_rebuilt_from_its_own_values(changes: dict[str, Any]) -> None:
     config = TransformerConfig(**REQUIRED, **changes)
     assert TransformerConfig(**dataclasses.asdict(config)) == config
 
 
 def test_output_projections_start_smaller_with_depth() -> None:
-    assert TransformerConfig(8, 128, 8, init_method_std=0.02).output_init_std == pytest.approx(0.02 / 4)
+    assert TransformerConfig(8, 128, 8, init_method_std=0.02).output_init_std == pytest.approx(
+        0.02 / 4
+    )
 
 
 def test_flags_are_megatrons() -> None:
@@ -56,17 +66,41 @@ def test_flags_are_megatrons() -> None:
     [
         ({"num_layers": 0}, "--num-layers: expected an integer >= 1, got 0."),
         ({"hidden_size": 130}, "--hidden-size: expected a multiple of --num-attention-heads (8)"),
-        ({"group_query_attention": True}, "--group-query-attention: expected --num-query-groups beside it"),
-        ({"num_query_groups": 2}, "--num-query-groups: expected --group-query-attention beside it, got 2."),
-        ({"group_query_attention": True, "num_query_groups": 3}, "--num-query-groups: expected a divisor of"),
-        ({"kv_channels": 15}, "--rotary-percent: expected an even, positive share of the 15 channels"),
-        ({"rotary_percent": 0.2}, "--rotary-percent: expected an even, positive share of the 16 channels"),
+        (
+            {"group_query_attention": True},
+            "--group-query-attention: expected --num-query-groups beside it",
+        ),
+        (
+            {"num_query_groups": 2},
+            "--num-query-groups: expected --group-query-attention beside it, got 2.",
+        ),
+        (
+            {"group_query_attention": True, "num_query_groups": 3},
+            "--num-query-groups: expected a divisor of",
+        ),
+        (
+            {"kv_channels": 15},
+            "--rotary-percent: expected an even, positive share of the 15 channels",
+        ),
+        (
+            {"rotary_percent": 0.2},
+            "--rotary-percent: expected an even, positive share of the 16 channels",
+        ),
         ({"rotary_percent": 0.01}, "--rotary-percent: expected an even, positive share"),
         ({"rotary_percent": 1.5}, "--rotary-percent: expected a number > 0.0 and <= 1.0, got 1.5."),
-        ({"hidden_size": 16, "swiglu": True}, "--ffn-hidden-size: expected a value of its own where --swiglu"),
+        (
+            {"hidden_size": 16, "swiglu": True},
+            "--ffn-hidden-size: expected a value of its own where --swiglu",
+        ),
         ({"normalization": "BatchNorm"}, "--normalization: expected one of LayerNorm, RMSNorm"),
-        ({"position_embedding_type": "alibi"}, "--position-embedding-type: expected one of rope, none"),
-        ({"recompute_granularity": "some"}, "--recompute-granularity: expected one of full, selective"),
+        (
+            {"position_embedding_type": "alibi"},
+            "--position-embedding-type: expected one of rope, none",
+        ),
+        (
+            {"recompute_granularity": "some"},
+            "--recompute-granularity: expected one of full, selective",
+        ),
         ({"hidden_dropout": 1.0}, "--hidden-dropout: expected a number >= 0.0 and < 1.0, got 1.0."),
         ({"attention_dropout": -0.1}, "--attention-dropout"),
         ({"max_position_embeddings": 0}, "--max-position-embeddings"),
@@ -80,4 +114,6 @@ def test_what_cannot_be_honoured_is_refused_by_flag(changes: dict[str, Any], mes
 
 
 def test_an_odd_head_is_accepted_without_rotation() -> None:
-    assert TransformerConfig(**REQUIRED, kv_channels=15, position_embedding_type="none").head_dim == 15
+    assert (
+        TransformerConfig(**REQUIRED, kv_channels=15, position_embedding_type="none").head_dim == 15
+    )

@@ -29,11 +29,15 @@ def _run(config: Any, hidden: Tensor, train: bool = True) -> tuple[list[Tensor],
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(("granularity", "mlp_runs"), [("full", 2), ("selective", 1)])
-def test_recompute_changes_no_bit(make_config: Any, dropout: float, granularity: str, mlp_runs: int) -> None:
+def test_recompute_changes_no_bit(
+    make_config: Any, dropout: float, granularity: str, mlp_runs: int
+) -> None:
     hidden = torch.randn(2, 8, 32)
     changes = {"hidden_dropout": dropout, "attention_dropout": dropout, "swiglu": True}
     plain, runs = _run(make_config(**changes), hidden)
-    recomputed, runs_recomputed = _run(make_config(**changes, recompute_granularity=granularity), hidden)
+    recomputed, runs_recomputed = _run(
+        make_config(**changes, recompute_granularity=granularity), hidden
+    )
     assert (runs, runs_recomputed) == (1, mlp_runs)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
@@ -47,7 +51,9 @@ def test_full_recompute_keeps_module_hooks_outside_what_is_rerun(make_config: An
     assert calls == ["pre", "post"]
 
 
-def test_nothing_is_recomputed_in_evaluation_or_without_grad(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recomputed_in_evaluation_or_without_grad(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("checkpointed")
 

@@ -19,7 +19,13 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, read_json
+from megatron.training.checkpoint.hf_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    WeightFiles,
+    read_json,
+)
 from megatron.training.checkpoint.hf_weights import _config_problems
 from tests.special_files import SPECIAL_FILES
 
@@ -51,7 +57,9 @@ def header(text: bytes, length: int | None = None) -> bytes:
 
 
 def entry(shape: list[int], begin: int, end: int) -> bytes:
-    return header(json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}}).encode())
+    return header(
+        json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}}).encode()
+    )
 
 
 def test_whole_files_are_opened(folder: Path) -> None:
@@ -69,10 +77,15 @@ def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    "file", ["../../etc/passwd", "/etc/passwd", "..", ".", "", "sub/model", "a\0b", "a\nb", 5, None, ["x"]]
+    "file",
+    ["../../etc/passwd", "/etc/passwd", "..", ".", "", "sub/model", "a\0b", "a\nb", 5, None, ["x"]],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(folder: Path, file: object) -> None:
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": WEIGHTS_FILE, "the.weight": file}}))
+def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
+    folder: Path, file: object
+) -> None:
+    (folder / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"a": WEIGHTS_FILE, "the.weight": file}})
+    )
     with pytest.raises(CheckpointDamagedError) as error:
         names_in(folder)
     assert "Expected names of files beside it in" in str(error.value)
@@ -83,7 +96,12 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(fol
 def test_an_index_of_many_files_is_read_in_time_that_grows_with_it(folder: Path) -> None:
     weight_map = {f"weight.{number}": f"file-{number}" for number in range(30_000)}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    with at_most(30), pytest.raises(CheckpointDamagedError, match=r"Expected the safetensors file .*file-0, got none"):
+    with (
+        at_most(30),
+        pytest.raises(
+            CheckpointDamagedError, match=r"Expected the safetensors file .*file-0, got none"
+        ),
+    ):
         names_in(folder)
 
 
@@ -94,19 +112,29 @@ def test_an_index_of_many_files_is_read_in_time_that_grows_with_it(folder: Path)
         (CONFIG_FILE, b'{"a": ' + b"9" * 5000 + b"}", "Expected a JSON object in .*config.json"),
         (CONFIG_FILE, b"\xff\xfe\0", "Expected a JSON object in .*config.json"),
         (CONFIG_FILE, b"[]", "Expected a JSON object in .*config.json"),
-        (INDEX_FILE, b'{"weight_map": [1]}', r"Expected the files of tensors under 'weight_map' in .*, got \[1\]"),
+        (
+            INDEX_FILE,
+            b'{"weight_map": [1]}',
+            r"Expected the files of tensors under 'weight_map' in .*, got \[1\]",
+        ),
         (INDEX_FILE, b"{}", "Expected the files of tensors under 'weight_map' in .*, got None"),
         (WEIGHTS_FILE, b"", "Expected a whole safetensors file"),
         (WEIGHTS_FILE, header(b"{}", 1 << 60), "Expected a whole safetensors file"),
         (WEIGHTS_FILE, header(b"{}", 90 << 20), "Expected a whole safetensors file"),
         (WEIGHTS_FILE, header(b"[" * 100_000), "Expected a whole safetensors file"),
         (WEIGHTS_FILE, entry([1 << 40], 0, 1 << 42), "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, entry([1 << 62, 1 << 62], 0, 4) + bytes(4), "Expected a whole safetensors file"),
+        (
+            WEIGHTS_FILE,
+            entry([1 << 62, 1 << 62], 0, 4) + bytes(4),
+            "Expected a whole safetensors file",
+        ),
         (WEIGHTS_FILE, entry([1], 4, 0) + bytes(4), "Expected a whole safetensors file"),
         (WEIGHTS_FILE, entry([1], 0, 4) + bytes(8), "Expected a whole safetensors file"),
     ],
 )
-def test_what_files_claim_is_held_against_what_they_are(folder: Path, name: str, content: bytes, message: str) -> None:
+def test_what_files_claim_is_held_against_what_they_are(
+    folder: Path, name: str, content: bytes, message: str
+) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match=message) as error:
         names_in(folder)
@@ -126,11 +154,15 @@ def _read_what_is_cut(folder: Path) -> None:
         box = Box((0,), (1 << 20,))
         assert files.read("b", box).sum() == 1 << 20
         os.truncate(folder / WEIGHTS_FILE, 4096)
-        with pytest.raises(CheckpointError, match=r"Expected .*model.safetensors to keep its \d+ bytes, got 4096"):
+        with pytest.raises(
+            CheckpointError, match=r"Expected .*model.safetensors to keep its \d+ bytes, got 4096"
+        ):
             files.read("b", box)
 
 
-def test_weights_that_are_cut_while_they_are_read_are_an_error_and_kill_nobody(folder: Path) -> None:
+def test_weights_that_are_cut_while_they_are_read_are_an_error_and_kill_nobody(
+    folder: Path,
+) -> None:
     # In a process of its own, which SIGBUS would kill.
     process = multiprocessing.get_context("fork").Process(target=_read_what_is_cut, args=(folder,))
     process.start()
@@ -143,11 +175,16 @@ def test_weights_that_are_cut_while_they_are_read_are_an_error_and_kill_nobody(f
     [
         ({"rope_theta": "many"}, "Expected a number as rope_theta in config.json, got 'many'"),
         ({"rope_theta": [10000]}, r"Expected a number as rope_theta in config.json, got \[10000\]"),
-        ({"rope_parameters": [1]}, r"Expected an object as rope_parameters in config.json, got \[1\]"),
+        (
+            {"rope_parameters": [1]},
+            r"Expected an object as rope_parameters in config.json, got \[1\]",
+        ),
         ({"rope_scaling": "yarn"}, "Expected an object as rope_scaling in config.json, got 'yarn'"),
     ],
 )
-def test_a_config_of_another_structure_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_config_of_another_structure_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointDamagedError, match=message):
         _config_problems(tiny_gpt(), changes)
 
@@ -156,7 +193,11 @@ def test_a_config_is_shown_bounded_and_on_one_line() -> None:
     nested: list[Any] = []
     for _ in range(40):
         nested = [nested, nested]
-    hostile = {"model_type": "x\n\x1b[2J" + "y" * 10**6, "head_dim": nested, "num_attention_heads": 10**4000}
+    hostile = {
+        "model_type": "x\n\x1b[2J" + "y" * 10**6,
+        "head_dim": nested,
+        "num_attention_heads": 10**4000,
+    }
     problems = _config_problems(tiny_gpt(), hostile)
     assert len(problems) == 3
     for problem in problems:
@@ -190,12 +231,22 @@ def test_a_config_is_read_as_it_is_even_with_a_limit_that_is_infinite(tmp_path: 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{", b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"\xff"],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"a": 1, "a": 2}',
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b"\xff",
+    ],
 )
 def test_what_is_no_json_object_is_one_error(tmp_path: Path, content: bytes):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(CheckpointDamagedError, match=r"Expected a JSON object in .*config\.json, got"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected a JSON object in .*config\.json, got"
+    ):
         read_json(path)
 
 

@@ -27,9 +27,22 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
-from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from megatron.training.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    train_bpe,
+)
 from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.crashes import KILLED, Child, Fault, Forks, Kill, forks, watched
+from tests.unit_tests.core.dist_checkpointing.crashes import (
+    KILLED,
+    Child,
+    Fault,
+    Forks,
+    Kill,
+    forks,
+    watched,
+)
 from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, data_parallel
 from tests.unit_tests.core.dist_checkpointing.scenes import memory_folder
 from tests.unit_tests.core.dist_checkpointing.test_load_memory import Live
@@ -60,7 +73,11 @@ ARCHITECTURES = {
     "Qwen3": {"untie_embeddings_and_output_weights": True},
     "Qwen3 tied": {},
     "Llama": {"qk_layernorm": False, "rotary_base": 100000.0},
-    "Llama biases": {"qk_layernorm": False, "add_bias_linear": True, "untie_embeddings_and_output_weights": True},
+    "Llama biases": {
+        "qk_layernorm": False,
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
     "Qwen2": {"qk_layernorm": False, "add_qkv_bias": True},
     "SmolLM3": {"qk_layernorm": False, "position_embedding_type": "none"},
     "StableLm": {**PLAIN, "kv_channels": 6, "rotary_percent": 0.34},
@@ -91,7 +108,10 @@ def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
 
 
 def sharded_gpt(
-    engine: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, config: TransformerConfig = QWEN3
+    engine: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    config: TransformerConfig = QWEN3,
 ) -> nn.Module:
     """Over all ranks, with fp32 main weights that are the same on any number of ranks."""
     with torch.device("meta"):
@@ -114,7 +134,9 @@ def sharded_gpt(
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of what this rank has."""
-    return {name: local_tensor(weight).detach().clone() for name, weight in model.named_parameters()}
+    return {
+        name: local_tensor(weight).detach().clone() for name, weight in model.named_parameters()
+    }
 
 
 def loss_of(model: nn.Module) -> float:
@@ -124,7 +146,10 @@ def loss_of(model: nn.Module) -> float:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def names_in(folder: Path) -> list[str]:
@@ -143,7 +168,9 @@ def transformers() -> Any:
 def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, tmp_path, case):
     model = plain_gpt(dataclasses.replace(QWEN3, **ARCHITECTURES[case]))
     save_hf(model, tmp_path / "gpt", CPU)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt", output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "gpt", output_loading_info=True
+    )
     assert type(theirs).__name__ == f"{case.split()[0]}ForCausalLM"
     assert not any(report.values()), "nothing is missing, unexpected or of another shape"
     assert theirs.dtype == torch.float32
@@ -155,7 +182,10 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
     theirs.save_pretrained(tmp_path / "theirs")
     other = plain_gpt(model.config, seed=1)
     load_hf(other, tmp_path / "theirs")
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
@@ -168,14 +198,26 @@ def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     sizes = [sum(t.nbytes for t in load_file(tmp_path / "more" / file).values()) for file in files]
-    assert sum(sizes) == index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
+    assert (
+        sum(sizes)
+        == index["metadata"]["total_size"]
+        == 4 * sum(p.numel() for p in model.parameters())
+    )
     assert max(sizes) <= 8000
-    one, more = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "more"))
+    one, more = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for name in ("one", "more")
+    )
     assert one.state_dict().keys() == more.state_dict().keys()
-    assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in more.state_dict().items())
+    assert all(
+        torch.equal(one.state_dict()[name], tensor) for name, tensor in more.state_dict().items()
+    )
     other = plain_gpt(seed=1)
     load_hf(other, tmp_path / "more")
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 TEXT = 'Once upon a time, 12 größere Füchse 🦊 said:\n\n  "Hi"\x00<|endoftext|>'
@@ -204,7 +246,10 @@ def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
     save_hf(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
     assert names_in(tmp_path / "gpt") == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
-    with pytest.raises(CheckpointError, match="Expected a tokenizer of ours or one with save_pretrained, got object"):
+    with pytest.raises(
+        CheckpointError,
+        match="Expected a tokenizer of ours or one with save_pretrained, got object",
+    ):
         save_hf(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
     assert names_in(tmp_path) == ["gpt"]
 
@@ -229,7 +274,9 @@ def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, 
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
         return before, loss_of(model)
 
-    losses = [run_ranks(world_size, save, tmp_path / str(world_size))[0] for world_size in (1, 2, 3)]
+    losses = [
+        run_ranks(world_size, save, tmp_path / str(world_size))[0] for world_size in (1, 2, 3)
+    ]
     one, two, three = (digests(tmp_path / str(world_size)) for world_size in (1, 2, 3))
     assert one == two == three
     assert "model.safetensors.index.json" in one
@@ -250,7 +297,11 @@ def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
     save_hf(model, tmp_path / "plain", CPU)
     run_ranks(2, lambda: save_hf(model, tmp_path / "on two", CPU))
     assert digests(tmp_path / "plain") == digests(tmp_path / "on two")
-    assert digests(tmp_path / "plain") == digests(tmp_path / ENGINES[0]) == digests(tmp_path / ENGINES[1])
+    assert (
+        digests(tmp_path / "plain")
+        == digests(tmp_path / ENGINES[0])
+        == digests(tmp_path / ENGINES[1])
+    )
     tensors = load_file(tmp_path / "plain/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}, "main weights"
     assert json.loads((tmp_path / "plain/config.json").read_text())["dtype"] == "float32"
@@ -271,7 +322,9 @@ def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path
         trained.delay_update()
         trained.step(2)
         load_hf(trained.model, folder / "gpt")
-        assert loss_of(trained.model) == loss, "compute weights follow, and no update comes after them"
+        assert loss_of(trained.model) == loss, (
+            "compute weights follow, and no update comes after them"
+        )
         trained.optimizer.synchronize()
         got = local_weights(trained.model)
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
@@ -283,14 +336,19 @@ def test_other_dtypes_are_converted(tmp_path):
     model = plain_gpt()
     save_hf(model, tmp_path / "gpt", CPU)
     tensors = load_file(tmp_path / "gpt/model.safetensors")
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "gpt/model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()},
+        tmp_path / "gpt/model.safetensors",
+    )
     other = plain_gpt(seed=1)
     load_hf(other, tmp_path / "gpt")
     for one, other_one in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.bfloat16().float(), other_one)
     other.to(torch.float16)
     save_hf(other, tmp_path / "half", CPU)
-    assert {t.dtype for t in load_file(tmp_path / "half/model.safetensors").values()} == {torch.float16}
+    assert {t.dtype for t in load_file(tmp_path / "half/model.safetensors").values()} == {
+        torch.float16
+    }
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "float16"
 
 
@@ -317,19 +375,25 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
     with safe_open(tmp_path / "net/model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(model.state_dict()) - {"second.weight"}
-        assert all(torch.equal(file.get_tensor(name), model.state_dict()[name]) for name in file.keys())  # noqa: SIM118
+        assert all(
+            torch.equal(file.get_tensor(name), model.state_dict()[name]) for name in file.keys()
+        )  # noqa: SIM118
     content = (tmp_path / "net/model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     for name, tensor in model.state_dict().items():
         if name in header:
-            assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, "aligned"
+            assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, (
+                "aligned"
+            )
     other = Net()
     with torch.no_grad():
         other.scale.zero_()
         other.seen.zero_()
     load_hf(other, tmp_path / "net")
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
 
 
 # What cannot be done
@@ -344,7 +408,10 @@ def saved(tmp_path) -> Path:
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        folder / "model.safetensors",
+    )
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -376,27 +443,47 @@ def list_another_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: change_tensors(folder, model__norm__weight=None), "it lacks model.norm.weight"),
+        (
+            lambda folder: change_tensors(folder, model__norm__weight=None),
+            "it lacks model.norm.weight",
+        ),
         (lambda folder: change_tensors(folder, more=torch.ones(1)), "nothing here takes more"),
         (
             lambda folder: change_tensors(folder, model__norm__weight=torch.ones(23)),
             r"model.norm.weight has shape \(23,\) where the model has \(24,\)",
         ),
         (
-            lambda folder: change_tensors(folder, model__norm__weight=torch.ones(24, dtype=torch.int32)),
+            lambda folder: change_tensors(
+                folder, model__norm__weight=torch.ones(24, dtype=torch.int32)
+            ),
             "model.norm.weight is torch.int32 where the model has torch.float32",
         ),
         (truncate, "Expected a whole safetensors file at"),
         (shard_without_a_file, "Expected the safetensors file .*, got none"),
-        (list_what_is_not_there, "to have what model.safetensors.index.json says, got a difference in"),
+        (
+            list_what_is_not_there,
+            "to have what model.safetensors.index.json says, got a difference in",
+        ),
         (
             list_another_folder,
             "Expected names of files beside it in .*index.json, got .*gpt.*safetensors.* for model.norm",
         ),
-        (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in .*config.json"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "Expected model.safetensors or model.*, got neither"),
-        (lambda folder: change_config(folder, num_key_value_heads=4), "num_key_value_heads 4 where the model has 2"),
-        (lambda folder: change_config(folder, model_type="llama"), "model_type llama where the model has qwen3"),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "Expected a JSON object in .*config.json",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "Expected model.safetensors or model.*, got neither",
+        ),
+        (
+            lambda folder: change_config(folder, num_key_value_heads=4),
+            "num_key_value_heads 4 where the model has 2",
+        ),
+        (
+            lambda folder: change_config(folder, model_type="llama"),
+            "model_type llama where the model has qwen3",
+        ),
         (
             lambda folder: change_config(folder, rope_parameters=None, rope_theta=7.0),
             "rope_parameters {'rope_theta': 7.0, 'rope_type': 'default'} where",
@@ -414,7 +501,9 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(saved, 
 
 def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
     model = plain_gpt(seed=1)
-    change_config(saved, rope_parameters=None, rope_scaling=None, rope_theta=500, partial_rotary_factor=None)
+    change_config(
+        saved, rope_parameters=None, rope_scaling=None, rope_theta=500, partial_rotary_factor=None
+    )
     load_hf(model, saved)
     (saved / "config.json").unlink()
     load_hf(model, saved)
@@ -435,7 +524,8 @@ def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     assert loss_of(model) == loss_of(plain_gpt())
     change_config(saved, tie_word_embeddings=False)
     with pytest.raises(
-        CheckpointError, match=r"lm_head.weight is not model.embed_tokens.weight, with which it is tied"
+        CheckpointError,
+        match=r"lm_head.weight is not model.embed_tokens.weight, with which it is tied",
     ):
         load_hf(model, saved)
     change_tensors(saved, lm_head__weight=same, model__embed_tokens__weight=None)
@@ -450,7 +540,9 @@ def test_what_one_rank_finds_all_ranks_hear_of(saved):
         before = local_weights(model)
         with pytest.raises(CheckpointError, match="with which it is tied") as caught:
             load_hf(model, saved)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in local_weights(model).items())
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in local_weights(model).items()
+        )
         return str(caught.value)
 
     other = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
@@ -466,7 +558,9 @@ def test_a_folder_that_is_there_is_left_alone(saved):
     before = digests(saved)
 
     def save() -> None:
-        with pytest.raises(CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"):
+        with pytest.raises(
+            CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"
+        ):
             save_hf(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
 
     run_ranks(2, save)
@@ -478,14 +572,19 @@ def test_a_folder_that_is_there_is_left_alone(saved):
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
-    for config in (dataclasses.replace(QWEN3, rotary_percent=0.5), dataclasses.replace(QWEN3, add_qkv_bias=True)):
+    for config in (
+        dataclasses.replace(QWEN3, rotary_percent=0.5),
+        dataclasses.replace(QWEN3, add_qkv_bias=True),
+    ):
         with pytest.raises(ConfigError, match="expected a GPT that an architecture"):
             save_hf(GPTModel(config, VOCAB), tmp_path / "gpt", CPU)
     for folder, options in ((tmp_path / "gpt", {"max_shard_bytes": 0}), ("memory://gpt", {})):
         with pytest.raises(ValueError, match="Expected"):
             save_hf(plain_gpt(), folder, CPU, **options)
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"Expected to write into .*file, got: FileExistsError"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected to write into .*file, got: FileExistsError"
+    ):
         save_hf(plain_gpt(), tmp_path / "file" / "gpt", CPU)
     assert names_in(tmp_path) == ["file"]
 
@@ -612,10 +711,14 @@ def their_model(architecture: str, tied: bool) -> nn.Module:
 def sharded(model: nn.Module, engine: str) -> nn.Module:
     mesh = build_mesh("cpu", dist.get_world_size())
     if engine == "torch_fsdp2":
-        torch_fsdp2.shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+        torch_fsdp2.shard_model(
+            model, mesh, compute_dtype=torch.float32, reshard_after_forward=True
+        )
     else:
         parallel = data_parallel("optim_grads_params")
-        megatron_fsdp.shard_model(model, mesh, CPU, parallel, compute_dtype=torch.float32, reset_parameters=None)
+        megatron_fsdp.shard_model(
+            model, mesh, CPU, parallel, compute_dtype=torch.float32, reset_parameters=None
+        )
     return model
 
 
@@ -659,15 +762,25 @@ def test_their_models_train_under_both_engines_and_are_saved_for_them(transforme
         expected += train(plain, 1)
         for engine in ENGINES:
             folder = tmp_path / f"{architecture} {engine}"
-            assert run_ranks(2, run, folder, architecture, tied, engine)[0] == pytest.approx(expected, rel=1e-6)
-            assert names_in(folder) == ["config.json", "generation_config.json", "model.safetensors"]
+            assert run_ranks(2, run, folder, architecture, tied, engine)[0] == pytest.approx(
+                expected, rel=1e-6
+            )
+            assert names_in(folder) == [
+                "config.json",
+                "generation_config.json",
+                "model.safetensors",
+            ]
             assert load_file(folder / "model.safetensors").keys() == names
-            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True
+            )
             assert type(loaded).__name__ == f"{architecture}ForCausalLM"
             assert loaded.config.architectures == [f"{architecture}ForCausalLM"]
             assert not any(report.values())
             assert train(loaded, 1) == pytest.approx(expected[-1:], rel=1e-6)
     # A config of another arithmetic is refused here as well.
-    change_config(tmp_path / "Llama torch_fsdp2", rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    change_config(
+        tmp_path / "Llama torch_fsdp2", rope_parameters={"rope_type": "default", "rope_theta": 7.0}
+    )
     with pytest.raises(CheckpointError, match=r"rope_theta': 7\.0"):
         load_hf(their_model("Llama", False), tmp_path / "Llama torch_fsdp2")

@@ -15,7 +15,11 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, check_param_groups, install_param_groups
+from megatron.core.dist_checkpointing.state.collect import (
+    PARAM_GROUPS,
+    check_param_groups,
+    install_param_groups,
+)
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
@@ -29,7 +33,10 @@ from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.rng import rng_state
 from tests.ranks import run_ranks
 
-FORMATS = {"fsdp_dtensor": DataParallelConfig(), "torch_dcp": DataParallelConfig(use_torch_fsdp2=True)}
+FORMATS = {
+    "fsdp_dtensor": DataParallelConfig(),
+    "torch_dcp": DataParallelConfig(use_torch_fsdp2=True),
+}
 SAVED = OptimizerConfig(weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4)
 OWN = OptimizerConfig(weight_decay=0.25, adam_beta1=0.7, adam_beta2=0.9, adam_eps=1e-6)
 OVERRIDE, USE = {"override_opt_param_scheduler": True}, {"use_checkpoint_opt_param_scheduler": True}
@@ -50,7 +57,9 @@ class Net(nn.Module):
 
 
 def make(ckpt_format: str, optimizer: OptimizerConfig, **flags: Any) -> ModuleEngine:
-    config = EngineConfig(optimizer, replace(SCHEDULE, **flags), FORMATS[ckpt_format], train_iters=8)
+    config = EngineConfig(
+        optimizer, replace(SCHEDULE, **flags), FORMATS[ckpt_format], train_iters=8
+    )
     engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
     engine.initialize(Net())
     return engine
@@ -79,7 +88,9 @@ def weights(engine: ModuleEngine) -> list[torch.Tensor]:
     return [local_tensor(parameter).detach().clone() for parameter in engine.model.parameters()]
 
 
-def _save(folder: str, ckpt_format: str, change: Callable[[list[dict[str, Any]]], None] | None) -> SaveLoadMeta:
+def _save(
+    folder: str, ckpt_format: str, change: Callable[[list[dict[str, Any]]], None] | None
+) -> SaveLoadMeta:
     """One step with the saved options, and a checkpoint of it, whose groups have been changed."""
     meta = SaveLoadMeta(f"{folder}/saved", with_optim=True)
     engine = make(ckpt_format, SAVED)
@@ -90,7 +101,9 @@ def _save(folder: str, ckpt_format: str, change: Callable[[list[dict[str, Any]]]
     return meta
 
 
-def _load(folder: str, ckpt_format: str, change: Any, flags: dict[str, Any]) -> tuple[list[Any], list[Any], str]:
+def _load(
+    folder: str, ckpt_format: str, change: Any, flags: dict[str, Any]
+) -> tuple[list[Any], list[Any], str]:
     """(the options before, those after, what loading was refused with)"""
     meta = _save(folder, ckpt_format, change)
     engine = make(ckpt_format, OWN, **flags)
@@ -110,8 +123,12 @@ THEIRS = [(0.5, (0.8, 0.95), 1e-4), (0.0, (0.8, 0.95), 1e-4)]
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-@pytest.mark.parametrize(("flags", "expected"), [({}, MINE), (OVERRIDE, MINE), (USE, THEIRS)], ids=str)
-def test_options_are_this_runs_unless_the_flag_says_that_the_checkpoints_hold(tmp_path, ckpt_format, flags, expected):
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({}, MINE), (OVERRIDE, MINE), (USE, THEIRS)], ids=str
+)
+def test_options_are_this_runs_unless_the_flag_says_that_the_checkpoints_hold(
+    tmp_path, ckpt_format, flags, expected
+):
     for before, after, refusal in run_ranks(2, _load, str(tmp_path), ckpt_format, None, flags):
         assert refusal == ""
         assert few(before) == MINE
@@ -142,7 +159,9 @@ def _not_finite(groups: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("change", [_other_rates, _unknown, _ill_typed, _ill_shaped, _not_finite])
-def test_options_that_are_not_to_be_used_are_no_reason_to_refuse_a_checkpoint(tmp_path, ckpt_format, change):
+def test_options_that_are_not_to_be_used_are_no_reason_to_refuse_a_checkpoint(
+    tmp_path, ckpt_format, change
+):
     ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, {})
     assert refusal == ""
     assert after == before
@@ -152,12 +171,20 @@ def test_options_that_are_not_to_be_used_are_no_reason_to_refuse_a_checkpoint(tm
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_ill_typed, "Expected the saved weight_decay of parameter group 0 to be a finite number, got 'heavy'."),
+        (
+            _ill_typed,
+            "Expected the saved weight_decay of parameter group 0 to be a finite number, got 'heavy'.",
+        ),
         (_ill_shaped, "Expected the saved betas of parameter group 0 to be like (0.7, 0.9), got "),
-        (_not_finite, "Expected the saved eps of parameter group 1 to be a finite number, got nan."),
+        (
+            _not_finite,
+            "Expected the saved eps of parameter group 1 to be a finite number, got nan.",
+        ),
     ],
 )
-def test_options_that_are_to_be_used_must_be_right_and_are_looked_at_first(tmp_path, ckpt_format, change, expected):
+def test_options_that_are_to_be_used_must_be_right_and_are_looked_at_first(
+    tmp_path, ckpt_format, change, expected
+):
     ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, USE)
     assert expected in refusal
     assert after == before
@@ -165,7 +192,9 @@ def test_options_that_are_to_be_used_must_be_right_and_are_looked_at_first(tmp_p
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("change", [_other_rates, _unknown])
-def test_the_rate_is_the_schedules_and_options_that_are_unknown_here_are_left_out(tmp_path, ckpt_format, change):
+def test_the_rate_is_the_schedules_and_options_that_are_unknown_here_are_left_out(
+    tmp_path, ckpt_format, change
+):
     ((before, after, refusal),) = run_ranks(1, _load, str(tmp_path), ckpt_format, change, USE)
     assert refusal == ""
     assert few(after) == THEIRS
@@ -196,7 +225,11 @@ def _load_mixed(folder: str, ckpt_format: str, option: str, flags: dict[str, Any
     ("option", "flags", "outcome"),
     [
         ("weight_decay", {}, "loaded"),
-        ("weight_decay", USE, "Expected saved options that are alike for the parameters of group 0"),
+        (
+            "weight_decay",
+            USE,
+            "Expected saved options that are alike for the parameters of group 0",
+        ),
         ("lr", USE, "loaded"),
     ],
 )
@@ -223,7 +256,9 @@ def _another_schedule(folder: str, ckpt_format: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_a_schedule_that_differs_is_refused_until_a_flag_chooses_and_the_options_follow(tmp_path, ckpt_format):
+def test_a_schedule_that_differs_is_refused_until_a_flag_chooses_and_the_options_follow(
+    tmp_path, ckpt_format
+):
     for refusal, own, saved in run_ranks(2, _another_schedule, str(tmp_path), ckpt_format):
         assert "peak 0.01 (checkpoint) and 0.02 (this run)" in refusal
         assert own == (2e-2, False)
@@ -289,12 +324,16 @@ def _load_random_states(folder: str, ckpt_format: str, name: str, value: int) ->
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-@pytest.mark.parametrize(("name", "value"), [("numpy", 10**6), ("python", 2**40), ("python_gauss", 7)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("numpy", 10**6), ("python", 2**40), ("python_gauss", 7)]
+)
 def test_a_random_state_that_no_generator_gives_is_an_error_before_anything_is_touched(
     tmp_path, ckpt_format, name, value
 ):
     """numpy would read a million words further: the process ends with a signal."""
-    for message, is_untouched in run_ranks(2, _load_random_states, str(tmp_path), ckpt_format, name, value):
+    for message, is_untouched in run_ranks(
+        2, _load_random_states, str(tmp_path), ckpt_format, name, value
+    ):
         assert f"Expected {name} to be" in message
         assert str(tmp_path) in message
         assert is_untouched
@@ -307,9 +346,16 @@ def test_a_program_without_the_training_loop_gets_all_options_back_as_from_torch
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([{"params": [parameter], "lr": 0.5}])
     expected = torch.optim.AdamW([{"params": [parameter], "lr": 0.5}])
-    saved = {**expected.state_dict()["param_groups"][0], "lr": 0.125, "betas": (0.5, 0.75), "lr_mult": 0.1}
+    saved = {
+        **expected.state_dict()["param_groups"][0],
+        "lr": 0.125,
+        "betas": (0.5, 0.75),
+        "lr_mult": 0.1,
+    }
     expected.load_state_dict({"state": {}, "param_groups": [saved]})
-    install_param_groups(optimizer, {parameter: ["w"]}, [{**saved, "params": ["w"], "betas": [0.5, 0.75]}])
+    install_param_groups(
+        optimizer, {parameter: ["w"]}, [{**saved, "params": ["w"], "betas": [0.5, 0.75]}]
+    )
     assert optimizer.param_groups == expected.param_groups
     assert optimizer.param_groups[0]["lr"] == 0.125
     assert optimizer.param_groups[0]["lr_mult"] == 0.1
@@ -320,7 +366,9 @@ def test_options_that_hold_tensors_are_refused_by_name():
     optimizer = torch.optim.AdamW(parameters)
     saved = [{"params": [name], "betas": [torch.ones(2), 0.5]} for name in ("v", "w")]
     names = {parameter: [name] for parameter, name in zip(parameters, ("v", "w"), strict=True)}
-    with pytest.raises(CheckpointError, match="plain data as the saved 'betas' of a parameter group"):
+    with pytest.raises(
+        CheckpointError, match="plain data as the saved 'betas' of a parameter group"
+    ):
         install_param_groups(optimizer, names, saved)
 
 
@@ -330,11 +378,16 @@ def test_options_that_hold_tensors_are_refused_by_name():
     ids=str,
 )
 def test_what_is_no_parameter_group_is_refused(saved):
-    with pytest.raises(CheckpointError, match="Expected parameter groups in there, with options and the names of"):
+    with pytest.raises(
+        CheckpointError, match="Expected parameter groups in there, with options and the names of"
+    ):
         check_param_groups(saved, "there")
 
 
 def test_the_plain_data_of_a_checkpoint_is_what_is_checked(tmp_path):
     run_ranks(1, _save, str(tmp_path), "fsdp_dtensor", None)
     checkpoint = PublishedCheckpoint.open(open_store(tmp_path), "saved")
-    assert [group["weight_decay"] for group in check_param_groups(checkpoint.read_plain(PARAM_GROUPS), "")] == [0.5, 0]
+    assert [
+        group["weight_decay"]
+        for group in check_param_groups(checkpoint.read_plain(PARAM_GROUPS), "")
+    ] == [0.5, 0]

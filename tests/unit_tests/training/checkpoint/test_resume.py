@@ -37,7 +37,9 @@ def test_what_a_checkpoint_says_of_its_run_survives_json():
         versions={"torch": "2.13.0"},
         config={"lr": 1e-3},
     )
-    assert RecoverInfo.from_plain(json.loads(json.dumps(given_info.to_plain())), "there") == given_info
+    assert (
+        RecoverInfo.from_plain(json.loads(json.dumps(given_info.to_plain())), "there") == given_info
+    )
 
 
 def test_checkpoints_of_before_there_were_loggers_and_evaluators_are_read():
@@ -50,46 +52,73 @@ def test_checkpoints_of_before_there_were_loggers_and_evaluators_are_read():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        *(("format_version", value, f"to be 1, got {value!r}") for value in (2, None, True, 1.0, "1")),
-        ("progress", {"iteration": 1, "speed": 2}, "to be the counters iteration, consumed_samples,"),
+        *(
+            ("format_version", value, f"to be 1, got {value!r}")
+            for value in (2, None, True, 1.0, "1")
+        ),
+        (
+            "progress",
+            {"iteration": 1, "speed": 2},
+            "to be the counters iteration, consumed_samples,",
+        ),
         ("progress", {"iteration": 1}, "to be the counters iteration, consumed_samples,"),
         ("progress", {}, "to be the counters iteration, consumed_samples,"),
         *(("progress", value, "to be the counters") for value in ([], None, 7)),
         *(("schedule", value, "to be an object, got ") for value in ([], None, "linear")),
-        *((name, [1], "to be an object, got [1]") for name in ("data", "logger", "evaluator", "config")),
+        *(
+            (name, [1], "to be an object, got [1]")
+            for name in ("data", "logger", "evaluator", "config")
+        ),
         *(("versions", value, f"to be an object, got {value!r}") for value in (None, 0, [], "")),
         ("loss_scaler", [1], "to be an object, got [1]"),
-        *(("world_size", value, f"to be a number of ranks, got {value!r}") for value in ("two", 0, True, 2.0)),
+        *(
+            ("world_size", value, f"to be a number of ranks, got {value!r}")
+            for value in ("two", 0, True, 2.0)
+        ),
     ],
     ids=str,
 )
-def test_a_field_of_another_type_is_an_error_that_names_the_file_and_the_field(name, value, message):
+def test_a_field_of_another_type_is_an_error_that_names_the_file_and_the_field(
+    name, value, message
+):
     with pytest.raises(CheckpointError) as caught:
         RecoverInfo.from_plain(info().to_plain() | {name: value}, "there")
     assert str(caught.value).startswith(f"Expected {name} in there to be ")
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["iteration", "consumed_samples", "skipped_iterations", "nan_iterations"])
 @pytest.mark.parametrize(
-    "value", ["7", 7.0, 7.5, -1, True, None, [7], {}, math.nan, math.inf, 2**63, 10**4000], ids=lambda v: str(v)[:9]
+    "name", ["iteration", "consumed_samples", "skipped_iterations", "nan_iterations"]
+)
+@pytest.mark.parametrize(
+    "value",
+    ["7", 7.0, 7.5, -1, True, None, [7], {}, math.nan, math.inf, 2**63, 10**4000],
+    ids=lambda v: str(v)[:9],
 )
 def test_a_counter_is_a_whole_number_and_nothing_is_made_one(name, value):
     plain = info().to_plain()
     plain["progress"] |= {name: value}
-    with pytest.raises(CheckpointError, match=f"Expected progress.{name} in there to be an integer") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"Expected progress.{name} in there to be an integer"
+    ) as caught:
         RecoverInfo.from_plain(plain, "there")
     assert len(str(caught.value)) < 200
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=9), each, max_size=3),
+    lambda each: (
+        st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=9), each, max_size=3)
+    ),
     max_leaves=6,
 )
-PLAIN = info(loss_scaler={"scale": 65536.0, "growth_tracker": 3, "hysteresis_tracker": 1}).to_plain()
+PLAIN = info(
+    loss_scaler={"scale": 65536.0, "growth_tracker": 3, "hysteresis_tracker": 1}
+).to_plain()
 PLACES = [(name,) for name in [*PLAIN, "other"]] + [
-    (name, inner) for name in ("progress", "schedule", "loss_scaler") for inner in [*PLAIN[name], "other"]
+    (name, inner)
+    for name in ("progress", "schedule", "loss_scaler")
+    for inner in [*PLAIN[name], "other"]
 ]
 
 
@@ -113,13 +142,18 @@ def test_whatever_stands_in_a_field_is_taken_over_as_it_is_or_is_one_line(place,
     taken = found.to_plain() | {"schedule": schedule.state()}
     if found.loss_scaler:
         taken["loss_scaler"] = scaler.state()
-    given_text, text = ({name: str(each[name]) for name in each if each[name] is not None} for each in (plain, taken))
+    given_text, text = (
+        {name: str(each[name]) for name in each if each[name] is not None}
+        for each in (plain, taken)
+    )
     assert text == given_text or place == ("loss_scaler", "scale")
     assert all(rate >= 0 for rate in (schedule(0), schedule(1), schedule(10**9)))
 
 
 def test_a_field_that_nobody_knows_is_an_error():
-    with pytest.raises(CheckpointError, match=r"Expected the fields of a run in there, got \['speed'\] besides"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected the fields of a run in there, got \['speed'\] besides"
+    ):
         RecoverInfo.from_plain(info().to_plain() | {"speed": 3}, "there")
 
 
@@ -127,9 +161,18 @@ def test_a_field_that_nobody_knows_is_an_error():
     ("text", "message"),
     [
         (b'{"progress": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "Expected JSON"),
-        (b'{"data": ' + b"[" * 40 + b"]" * 40 + b"}", "Expected JSON in there, got more than 32 levels"),
-        (b'{"data": ' + b'{"a": ' * 40 + b"1" + b"}" * 41, "Expected JSON in there, got more than 32 levels"),
-        (b'{"progress": {"iteration": ' + b"1" * 5000 + b"}}", "Expected JSON in there, got an integer of 5000 digits"),
+        (
+            b'{"data": ' + b"[" * 40 + b"]" * 40 + b"}",
+            "Expected JSON in there, got more than 32 levels",
+        ),
+        (
+            b'{"data": ' + b'{"a": ' * 40 + b"1" + b"}" * 41,
+            "Expected JSON in there, got more than 32 levels",
+        ),
+        (
+            b'{"progress": {"iteration": ' + b"1" * 5000 + b"}}",
+            "Expected JSON in there, got an integer of 5000 digits",
+        ),
         (b'{"progress": {"iteration": 1, "iteration": 2}}', "the key 'iteration' twice"),
         (b'{"a": 1, "b": 2, "a": 1}', "the key 'a' twice"),
         (b'{"a": "\xff"}', "Expected JSON in there, got 'utf-8' codec can't decode byte 0xff"),
@@ -154,11 +197,19 @@ def events_of(folder, *events):
 def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
     resume = {"event": "resume", "iteration": 4}
     damaged = {"event": "damaged", "checkpoint": "a", "reason": "short"}
-    found = events_of(tmp_path, resume, damaged, {"event": "damaged", "checkpoint": "b", "reason": "long"}, resume)
+    found = events_of(
+        tmp_path, resume, damaged, {"event": "damaged", "checkpoint": "b", "reason": "long"}, resume
+    )
     assert found == Memory({"a": "short", "b": "long"}, {4: 2}, has_saved=False, begun=4)
     found = events_of(tmp_path, resume, damaged, {"event": "save_published", "checkpoint": "a"})
     assert found == Memory({}, {4: 1}, has_saved=True, begun=4)
-    found = events_of(tmp_path, resume, damaged, {"event": "start", "restart": 1}, {"event": "start", "restart": 0})
+    found = events_of(
+        tmp_path,
+        resume,
+        damaged,
+        {"event": "start", "restart": 1},
+        {"event": "start", "restart": 0},
+    )
     assert found == Memory(), "a launch by hand forgets"
     found = events_of(tmp_path, resume, damaged, {"event": "start", "restart": False})
     assert found.damaged == {"a": "short"}, "false is no count of restarts"
@@ -167,7 +218,10 @@ def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
 @pytest.mark.parametrize(
     ("event", "name"),
     [
-        *(({"event": "resume", "iteration": value}, "iteration") for value in ("4", 4.0, -4, True, None, [4])),
+        *(
+            ({"event": "resume", "iteration": value}, "iteration")
+            for value in ("4", 4.0, -4, True, None, [4])
+        ),
         ({"event": "resume"}, "iteration"),
         ({"event": "damaged", "checkpoint": 7, "reason": "short"}, "checkpoint"),
         ({"event": "damaged", "checkpoint": "a", "reason": ["short"]}, "reason"),
@@ -176,7 +230,9 @@ def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
     ],
     ids=str,
 )
-def test_an_event_that_a_relaunch_cannot_understand_is_an_error_that_names_the_field(tmp_path, event, name):
+def test_an_event_that_a_relaunch_cannot_understand_is_an_error_that_names_the_field(
+    tmp_path, event, name
+):
     with pytest.raises(CheckpointError) as caught:
         events_of(tmp_path, event)
     expected = f"Expected {name} of the event '{event['event']}' in {tmp_path}/events.jsonl to be "
@@ -187,12 +243,16 @@ def test_an_event_that_a_relaunch_cannot_understand_is_an_error_that_names_the_f
     epoch=st.integers(1, 40),
     batches=st.lists(st.integers(1, 60), max_size=60),
 )
-def test_every_epoch_that_is_passed_is_followed_by_one_dump_however_large_the_batches(epoch, batches):
+def test_every_epoch_that_is_passed_is_followed_by_one_dump_however_large_the_batches(
+    epoch, batches
+):
     frequency, consumed, dumped = Frequency(samples=epoch), 0, []
     for iteration, batch in enumerate(batches, start=1):
         before, consumed = consumed, consumed + batch
         is_due = frequency.is_due(StepInfo(iteration, consumed), batch, 0.0)
-        assert is_due == any(before < multiple * epoch <= consumed for multiple in range(1, consumed // epoch + 1))
+        assert is_due == any(
+            before < multiple * epoch <= consumed for multiple in range(1, consumed // epoch + 1)
+        )
         dumped += [iteration] if is_due else []
     assert len(dumped) <= consumed // epoch
 

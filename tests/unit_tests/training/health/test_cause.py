@@ -51,7 +51,9 @@ from megatron.training.launch import Launch
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[4]
-CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
+CLOSED = (
+    "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
+)
 LATE = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
 
 
@@ -77,7 +79,11 @@ CASES = [
     (
         [lost(0), lost(1), OWN],
         [],
-        (ExitCode.LOST_RANK, (2,), "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom"),
+        (
+            ExitCode.LOST_RANK,
+            (2,),
+            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom",
+        ),
     ),
     (
         [lost(0), OWN, replace(OWN, rank=1, error="KeyError: 3", error_order=2)],
@@ -133,7 +139,11 @@ CASES = [
         (ExitCode.LOST_RANK, (1,), "rank 1 (host, pid 101) was ended by SIGTERM"),
     ),
     (
-        [stuck(0), rank(1, waits=False, idle_seconds=29.0, place="inject.py:213 in hang_for_ever"), stuck(2)],
+        [
+            stuck(0),
+            rank(1, waits=False, idle_seconds=29.0, place="inject.py:213 in hang_for_ever"),
+            stuck(2),
+        ],
         [],
         (
             ExitCode.HANG,
@@ -145,12 +155,20 @@ CASES = [
     (  # a rank that moves is not the one that hangs
         [stuck(0), rank(1, waits=False, idle_seconds=0.2), stuck(2, waits=False, place="a")],
         [],
-        (ExitCode.HANG, (2,), "rank 2 (host, pid 102) has made no progress for 30 s, in iteration 17, agree, at a"),
+        (
+            ExitCode.HANG,
+            (2,),
+            "rank 2 (host, pid 102) has made no progress for 30 s, in iteration 17, agree, at a",
+        ),
     ),
     (  # all wait, and one has got less far
         [stuck(0), stuck(1, num_marks=1, phase="backward", place="b"), stuck(2)],
         [],
-        (ExitCode.HANG, (1,), "rank 1 (host, pid 101) has made no progress for 30 s, in iteration 17, backward, at b"),
+        (
+            ExitCode.HANG,
+            (1,),
+            "rank 1 (host, pid 101) has made no progress for 30 s, in iteration 17, backward, at b",
+        ),
     ),
     (
         [stuck(0, place="x"), stuck(1)],
@@ -160,7 +178,11 @@ CASES = [
     (  # a collective that has run out of time is a hang too
         [lost(0, LATE), lost(1, CLOSED), rank(2, waits=False, idle_seconds=6.0, place="c")],
         [],
-        (ExitCode.HANG, (2,), "rank 2 (host, pid 102) has made no progress for 6 s, in iteration 17, agree, at c"),
+        (
+            ExitCode.HANG,
+            (2,),
+            "rank 2 (host, pid 102) has made no progress for 6 s, in iteration 17, agree, at c",
+        ),
     ),
     (
         [lost(0), rank(1)],
@@ -190,7 +212,10 @@ def test_the_cause_is_the_first_that_there_is_whatever_the_order(records, missin
         ([rank(0), rank(1)], []),
         ([rank(0, waits=False, idle_seconds=1e4)], []),
         ([rank(0)], [absent(1, Silence.SILENT), absent(2, Silence.STOPPED)]),  # nobody needs them
-        ([rank(0), rank(1, signal="SIGTERM", has_left=True)], []),  # told to end, as this one may be too
+        (
+            [rank(0), rank(1, signal="SIGTERM", has_left=True)],
+            [],
+        ),  # told to end, as this one may be too
         ([], []),  # all have finished
         ([], [absent(1, Silence.GONE)]),  # and one of them has done so without a word
     ],
@@ -221,7 +246,8 @@ records_of_runs = st.lists(
 @given(
     records_of_runs,
     st.lists(
-        st.builds(Absent, st.integers(6, 9), st.sampled_from(list(Silence))), unique_by=lambda absent: absent.rank
+        st.builds(Absent, st.integers(6, 9), st.sampled_from(list(Silence))),
+        unique_by=lambda absent: absent.rank,
     ),
     st.randoms(use_true_random=False),
 )
@@ -231,7 +257,9 @@ def test_every_state_of_a_run_has_one_cause_whatever_the_order(records, missing,
     random.shuffle(missing)
     assert find_cause(records, missing) == verdict
     is_well = not any(r.error or r.failed_collective or r.is_stuck for r in records) and not missing
-    assert (verdict is None) == is_well or (verdict is None and not any(r.needs_all for r in records))
+    assert (verdict is None) == is_well or (
+        verdict is None and not any(r.needs_all for r in records)
+    )
     if verdict is not None:
         known = {record.rank for record in records} | {one.rank for one in missing}
         assert verdict.ranks
@@ -253,8 +281,12 @@ def test_many_ranks_are_counted_and_not_listed():
     [
         RuntimeError(CLOSED),
         RuntimeError(LATE),
-        RuntimeError("Rank 2 successfully reached monitoredBarrier, but received errors while waiting"),
-        RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out connecting"),
+        RuntimeError(
+            "Rank 2 successfully reached monitoredBarrier, but received errors while waiting"
+        ),
+        RuntimeError(
+            "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out connecting"
+        ),
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1234, remote process exited"),
         dist.DistNetworkError("Connection reset by peer"),
         dist.DistStoreError("wait timeout after 300000ms"),
@@ -296,7 +328,10 @@ def _stack_in(function) -> tuple[Frame, ...]:
     return stack_of(sys._current_frames()[thread.ident])
 
 
-COLLECTIVE = (Frame("/x/megatron/a.py", 1, "f"), Frame("/y/torch/distributed/distributed_c10d.py", 2, "all_reduce"))
+COLLECTIVE = (
+    Frame("/x/megatron/a.py", 1, "f"),
+    Frame("/y/torch/distributed/distributed_c10d.py", 2, "all_reduce"),
+)
 
 
 def test_a_thread_that_waits_for_another_waits_for_other_ranks_only_if_that_one_does():
@@ -325,7 +360,9 @@ def test_a_function_that_is_marked_waits_for_other_ranks_where_it_is_the_innermo
 
     assert waits_for_others(_stack_in(read_result), [])
     assert not waits_for_others(_stack_in(compute), [])
-    assert not waits_for_others(_stack_in(agree), []), "it computes, in a function that it has called"
+    assert not waits_for_others(_stack_in(agree), []), (
+        "it computes, in a function that it has called"
+    )
     os.write(writer, b"123")
 
 
@@ -340,13 +377,16 @@ def _is_collective(node: ast.AST) -> bool:
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) == "dist"
-        and re.match(r"all_|broadcast|reduce|gather|scatter|barrier|send|recv", node.func.attr) is not None
+        and re.match(r"all_|broadcast|reduce|gather|scatter|barrier|send|recv", node.func.attr)
+        is not None
     )
 
 
 def test_every_function_that_calls_a_collective_is_marked_since_on_a_gpu_it_may_wait_there_itself():
     found = {
-        f"{path.relative_to(ROOT)}: {function.name}": [ast.unparse(d) for d in function.decorator_list]
+        f"{path.relative_to(ROOT)}: {function.name}": [
+            ast.unparse(d) for d in function.decorator_list
+        ]
         for path in sorted((ROOT / "megatron").rglob("*.py"))
         if "dist." in path.read_text()
         for function in ast.walk(ast.parse(path.read_text()))
@@ -361,7 +401,9 @@ def test_the_files_that_a_stack_is_searched_for_exist_in_this_version_of_torch_a
     roots = [packages, packages / "torch/cuda", Path(threading.__file__).parent]
     for name in (*cause._COLLECTIVE_FILES, *cause._COLLECTIVE_LEAVES, *cause._THREAD_WAITS):
         assert any((root / name[1:]).is_file() for root in roots), name
-    assert "_engine_run_backward" in vars(torch.autograd.graph), "where a backward waits for its threads"
+    assert "_engine_run_backward" in vars(torch.autograd.graph), (
+        "where a backward waits for its threads"
+    )
 
 
 def _norm(mesh: DeviceMesh) -> None:
@@ -437,7 +479,10 @@ def test_a_batch_that_does_not_come_is_no_wait_for_other_ranks():
 
 
 def test_a_place_is_named_without_the_folders_of_a_machine():
-    assert place_of(COLLECTIVE) == "megatron/a.py:1 in f, torch/distributed/distributed_c10d.py:2 in all_reduce"
+    assert (
+        place_of(COLLECTIVE)
+        == "megatron/a.py:1 in f, torch/distributed/distributed_c10d.py:2 in all_reduce"
+    )
     assert place_of((Frame("/home/someone/train.py", 3, "main"),)) == "train.py:3 in main"
     assert place_of(()) == "an unknown place"
 
@@ -455,6 +500,8 @@ SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase="step")
         ([replace(SAVING, is_excused=False, is_stuck=True), stuck(1), stuck(2)], [], (0,)),
     ],
 )
-def test_a_rank_that_waits_for_its_own_save_is_no_culprit_until_the_save_takes_too_long(records, missing, ranks):
+def test_a_rank_that_waits_for_its_own_save_is_no_culprit_until_the_save_takes_too_long(
+    records, missing, ranks
+):
     verdict = find_cause(records, missing)
     assert (None if verdict is None else verdict.ranks) == ranks

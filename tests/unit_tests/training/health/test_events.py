@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events, read_heartbeat
+from megatron.training.health.events import (
+    EVENTS_FILE,
+    HEARTBEAT_FILE,
+    EventLog,
+    read_events,
+    read_heartbeat,
+)
 
 
 @pytest.fixture
@@ -43,7 +49,11 @@ def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
 def test_fields_may_be_called_like_the_parameters(tmp_path):
     EventLog(tmp_path).write("set_aside", kind="x", name="iter_0000001.ab.damaged", self=1)
     (event,) = read_events(tmp_path)
-    assert (event["event"], event["kind"], event["name"]) == ("set_aside", "x", "iter_0000001.ab.damaged")
+    assert (event["event"], event["kind"], event["name"]) == (
+        "set_aside",
+        "x",
+        "iter_0000001.ab.damaged",
+    )
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
@@ -71,7 +81,10 @@ def test_a_run_that_is_started_again_goes_on_with_the_file_after_a_torn_line(tmp
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 17.0, "event": "save_b')
     EventLog(tmp_path, restart=1).write("start")
-    assert [(event["event"], event["restart"]) for event in read_events(tmp_path)] == [("start", 0), ("start", 1)]
+    assert [(event["event"], event["restart"]) for event in read_events(tmp_path)] == [
+        ("start", 0),
+        ("start", 1),
+    ]
 
 
 def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
@@ -80,7 +93,12 @@ def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
     events = EventLog(folder, restart=4, clock=lambda: 2.0)
     for iteration in (1, 2):
         events.beat(iteration=iteration, phase="forward")
-        assert read_heartbeat(folder) == {"time": 2.0, "restart": 4, "iteration": iteration, "phase": "forward"}
+        assert read_heartbeat(folder) == {
+            "time": 2.0,
+            "restart": 4,
+            "iteration": iteration,
+            "phase": "forward",
+        }
         assert [path.name for path in folder.iterdir()] == [HEARTBEAT_FILE]
 
 
@@ -128,7 +146,9 @@ def test_a_disk_that_is_full_is_one_warning_and_no_end(tmp_path, monkeypatch, sh
         events.write("start")
         events.beat(iteration=1)
     (line,) = shown.messages
-    assert line.startswith(f"Could not write {tmp_path / EVENTS_FILE}: [Errno 28] No space left on device.")
+    assert line.startswith(
+        f"Could not write {tmp_path / EVENTS_FILE}: [Errno 28] No space left on device."
+    )
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
     monkeypatch.undo()
     events.write("exit")

@@ -35,7 +35,10 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def injections(folder: Path, *specs: str, rank: int = 0, restart: int = 0) -> Injections:
     return Injections(
-        InjectConfig(specs), rank=rank, restart=restart, events=EventLog(folder, rank=rank, restart=restart)
+        InjectConfig(specs),
+        rank=rank,
+        restart=restart,
+        events=EventLog(folder, rank=rank, restart=restart),
     )
 
 
@@ -48,7 +51,9 @@ def told(folder: Path) -> list[tuple[str, str, int]]:
 def struck(monkeypatch) -> list[str]:
     """What has struck, where a process would otherwise have ended or slept."""
     strikes: list[str] = []
-    monkeypatch.setattr(inject.os, "kill", lambda pid, number: strikes.append(f"kill {pid} {number}"))
+    monkeypatch.setattr(
+        inject.os, "kill", lambda pid, number: strikes.append(f"kill {pid} {number}")
+    )
     monkeypatch.setattr(inject, "hang_for_ever", lambda: strikes.append("hang"))
     monkeypatch.setattr(inject.time, "sleep", lambda seconds: strikes.append(f"sleep {seconds}"))
     return strikes
@@ -62,7 +67,13 @@ KILLED = f"kill {os.getpid()} {signal.SIGKILL}"
 
 def test_a_specification_names_rank_iteration_phase_delay_and_restart():
     assert Injection.parse("kill:rank=1,step=17,at=step,delay=0.004,restart=2") == Injection(
-        "kill:rank=1,step=17,at=step,delay=0.004,restart=2", "kill", rank=1, step=17, at="step", restart=2, delay=0.004
+        "kill:rank=1,step=17,at=step,delay=0.004,restart=2",
+        "kill",
+        rank=1,
+        step=17,
+        at="step",
+        restart=2,
+        delay=0.004,
     )
     assert Injection.parse("slow:step=3,seconds=0.5,times=1,rank=any,restart=any") == Injection(
         "slow:step=3,seconds=0.5,times=1,rank=any,restart=any",
@@ -117,7 +128,10 @@ def test_whatever_cannot_be_injected_is_refused_with_what_was_expected(spec, exp
     assert "\n" not in str(caught.value)
 
 
-@given(st.text(max_size=40) | st.from_regex(r"(kill|slow|nan):([a-z]+=[a-z0-9.]+,?){0,4}", fullmatch=True))
+@given(
+    st.text(max_size=40)
+    | st.from_regex(r"(kill|slow|nan):([a-z]+=[a-z0-9.]+,?){0,4}", fullmatch=True)
+)
 def test_any_text_is_a_specification_or_a_configuration_error(text):
     try:
         (injection,) = InjectConfig((text,)).injections
@@ -141,7 +155,9 @@ def test_without_the_flag_nothing_is_done_or_written(tmp_path, struck):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_is_killed_once_at_the_beginning_of_its_phase_and_in_no_other(tmp_path, struck, phase):
+def test_a_rank_is_killed_once_at_the_beginning_of_its_phase_and_in_no_other(
+    tmp_path, struck, phase
+):
     spec = f"kill:rank=1,step={0 if phase == 'build' else 2},at={phase}"
     doomed, other = (injections(tmp_path, spec, rank=rank) for rank in (1, 0))
     for _ in range(2):
@@ -161,7 +177,9 @@ def test_a_phase_of_the_start_without_an_iteration_is_any_start(tmp_path, struck
     assert told(tmp_path) == [("hang:at=data,restart=1", "data", 40)]
 
 
-@pytest.mark.parametrize(("key", "strikes"), [("", [0]), (",restart=2", [2]), (",restart=any", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("key", "strikes"), [("", [0]), (",restart=2", [2]), (",restart=any", [0, 1, 2])]
+)
 def test_a_fault_strikes_in_its_restart_alone(tmp_path, struck, key, strikes):
     for restart in range(3):
         injections(tmp_path, f"kill:step=1{key}", restart=restart).at("forward", 1)
@@ -201,7 +219,9 @@ def test_a_slow_rank_sleeps_once_in_every_iteration_from_the_first_on(tmp_path, 
         for phase in ("forward", "backward", "forward", "backward"):
             slow.at(phase, iteration)
     assert struck == ["sleep 0.5"] * 2
-    assert told(tmp_path) == [("slow:step=2,seconds=0.5,at=backward", "backward", 2)], "it is told once"
+    assert told(tmp_path) == [("slow:step=2,seconds=0.5,at=backward", "backward", 2)], (
+        "it is told once"
+    )
 
 
 def test_a_slow_rank_may_be_slow_for_so_many_iterations(tmp_path, struck):
@@ -212,7 +232,9 @@ def test_a_slow_rank_may_be_slow_for_so_many_iterations(tmp_path, struck):
 
 
 def test_several_faults_are_each_their_own(tmp_path, struck):
-    both = injections(tmp_path, "slow:step=1,seconds=0.5,times=1", "kill:step=2", "kill:step=2,at=save")
+    both = injections(
+        tmp_path, "slow:step=1,seconds=0.5,times=1", "kill:step=2", "kill:step=2,at=save"
+    )
     for iteration in (1, 2):
         both.at("forward", iteration)
     assert struck == ["sleep 0.5", KILLED]
@@ -281,7 +303,10 @@ def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_p
         draft = store.draft_name(f"iter_{iteration:07d}", "0a1b2")
         store.make_folder(draft)
         sink = store.open_data(f"{draft}/__0_0.distcp")
-        for write in (lambda: sink.write(memoryview(b"data")), lambda: store.write(f"{draft}/.metadata", b"data")):  # noqa: B023
+        for write in (
+            lambda: sink.write(memoryview(b"data")),
+            lambda: store.write(f"{draft}/.metadata", b"data"),
+        ):  # noqa: B023
             if is_full:
                 with pytest.raises(OSError, match="No space left on device") as caught:
                     write()
@@ -295,7 +320,9 @@ def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_p
             store.write(f"{draft}/failed_0.json", b"")
         else:
             sink.close(4)
-            assert store.read(f"{draft}/__0_0.distcp") == store.read(f"{draft}/.metadata") == b"data"
+            assert (
+                store.read(f"{draft}/__0_0.distcp") == store.read(f"{draft}/.metadata") == b"data"
+            )
     store.write("latest_checkpointed_iteration.txt", b"40\n")
     assert store.folders() == real.folders()
     assert (store.root, store.is_rename_atomic) == (real.root, real.is_rename_atomic)
@@ -321,12 +348,17 @@ def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_p
 )
 def test_paths_that_look_like_production_are_refused(path):
     assert looks_like_production(path)
-    with pytest.raises(ConfigError, match=re.escape("--inject: expected local paths without live, prod, production,")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape("--inject: expected local paths without live, prod, production,"),
+    ):
         check_paths(InjectConfig(("kill:step=1",)), ["/tmp/run", path])
     check_paths(InjectConfig(), [path])
 
 
-@pytest.mark.parametrize("path", ["/tmp/run", "runs/gpt_cpu", "/data/products/alive", "/home/oliver/reproduction", ""])
+@pytest.mark.parametrize(
+    "path", ["/tmp/run", "runs/gpt_cpu", "/data/products/alive", "/home/oliver/reproduction", ""]
+)
 def test_other_paths_are_not(path):
     assert not looks_like_production(path)
     check_paths(InjectConfig(("kill:step=1",)), [path])

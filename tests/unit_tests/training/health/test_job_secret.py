@@ -70,14 +70,20 @@ def test_a_file_that_cannot_be_read_is_named(monkeypatch, tmp_path, make):
     path = tmp_path / "secret"
     make(path)
     monkeypatch.setenv(FILE_VARIABLE, str(path))
-    with pytest.raises(ConfigError, match=rf"{FILE_VARIABLE}: expected a file that can be read, got .*{path}"):
+    with pytest.raises(
+        ConfigError, match=rf"{FILE_VARIABLE}: expected a file that can be read, got .*{path}"
+    ):
         job_secret(is_one_machine=True)
 
 
 @pytest.mark.parametrize("secret", ["", "short", "x" * 5000])
-def test_a_secret_that_can_be_guessed_or_has_no_end_is_refused_without_being_shown(monkeypatch, secret):
+def test_a_secret_that_can_be_guessed_or_has_no_end_is_refused_without_being_shown(
+    monkeypatch, secret
+):
     monkeypatch.setenv(SECRET_VARIABLE, secret)
-    with pytest.raises(ConfigError, match="expected a secret of 16 to 4096 bytes, got one of ") as raised:
+    with pytest.raises(
+        ConfigError, match="expected a secret of 16 to 4096 bytes, got one of "
+    ) as raised:
         job_secret(is_one_machine=True)
     assert not secret or secret not in str(raised.value)
 
@@ -98,7 +104,12 @@ def test_a_folder_that_another_user_may_have_made_is_refused(tmp_path, make):
 
 
 KEYS = st.sampled_from(["1/record/1", "1/record/2", "2/record/1", "left/1"])
-PARTS = st.tuples(st.sampled_from(["a start", "another"]), KEYS, st.integers(0, 3), st.sampled_from(["x", 'x", "y']))
+PARTS = st.tuples(
+    st.sampled_from(["a start", "another"]),
+    KEYS,
+    st.integers(0, 3),
+    st.sampled_from(["x", 'x", "y']),
+)
 
 
 @given(PARTS, PARTS)
@@ -116,11 +127,16 @@ def test_a_record_is_good_for_its_start_key_rank_and_content_alone(made, found):
 def test_a_record_of_another_secret_or_none_is_refused():
     for secret in (b"", SECRET[:-1], SECRET + b"x"):
         record = Signer(secret, "a").sign("key", 0, {})
-        with pytest.raises(BadRecordError, match=rf"signed with this job's secret \({SECRET_VARIABLE}\)"):
+        with pytest.raises(
+            BadRecordError, match=rf"signed with this job's secret \({SECRET_VARIABLE}\)"
+        ):
             Signer(SECRET, "a").open("key", record.encode())
 
 
-@given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: ("0" * 64 + " 1 " + text).encode()))
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=100).map(lambda text: ("0" * 64 + " 1 " + text).encode())
+)
 def test_whatever_is_found_is_a_record_or_refused(record):
     with pytest.raises(BadRecordError):
         Signer(SECRET, "a").open("key", record)

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 
 from megatron.training.health.jsonl import JsonLines, finite, read_json_lines
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
 VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(), SCALARS, max_size=2)
 RECORDS = st.dictionaries(st.text(), VALUES, max_size=3)
 
@@ -40,7 +46,10 @@ def test_what_is_read_is_what_was_appended_to_the_last_bit(records):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    before=st.lists(RECORDS, max_size=3), torn=RECORDS, after=st.lists(RECORDS, min_size=1, max_size=3), data=st.data()
+    before=st.lists(RECORDS, max_size=3),
+    torn=RECORDS,
+    after=st.lists(RECORDS, min_size=1, max_size=3),
+    data=st.data(),
 )
 def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +60,9 @@ def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
         assert path.read_bytes().endswith(last)
         num_left = data.draw(st.integers(0, len(last)), label="bytes left of the torn line")
         os.truncate(path, path.stat().st_size - len(last) + num_left)
-        is_whole = num_left >= len(last) - 1  # all of the object is there; the newline may be missing
+        is_whole = (
+            num_left >= len(last) - 1
+        )  # all of the object is there; the newline may be missing
         assert read_json_lines(path) == [*before, *([torn] if is_whole else [])]
         for record in after:
             JsonLines(path).append(record)
@@ -71,7 +82,18 @@ def test_an_object_after_any_bytes_whatever_is_found(junk, record):
 
 def test_lines_that_are_no_objects_are_passed_over(path):
     path.parent.mkdir()
-    lines = [b'{"a": 1}', b"", b"[1]", b"3", b'"text"', b'{"a":', b"\xff\xfe", b"\0\0\0", b"[" * 100_000, b'{"a": 2}']
+    lines = [
+        b'{"a": 1}',
+        b"",
+        b"[1]",
+        b"3",
+        b'"text"',
+        b'{"a":',
+        b"\xff\xfe",
+        b"\0\0\0",
+        b"[" * 100_000,
+        b'{"a": 2}',
+    ]
     path.write_bytes(b"\n".join(lines))
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
 
@@ -91,7 +113,12 @@ def test_a_touched_file_is_there_and_keeps_what_it_has(path):
 
 
 def test_numbers_that_are_not_finite_become_null_wherever_they_stand(path):
-    record = {"a": math.nan, "b": [math.inf, (1.5, -math.inf)], "c": {"d": np.float64("nan")}, "e": True}
+    record = {
+        "a": math.nan,
+        "b": [math.inf, (1.5, -math.inf)],
+        "c": {"d": np.float64("nan")},
+        "e": True,
+    }
     assert finite(record) == {"a": None, "b": [None, [1.5, None]], "c": {"d": None}, "e": True}
     JsonLines(path).append(record)
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == finite(record)
@@ -114,12 +141,16 @@ def test_a_folder_that_was_taken_away_is_made_anew(path):
     assert read_json_lines(path) == [{"a": 3}]
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_the_next_one_is_whole(path, monkeypatch):
+def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_the_next_one_is_whole(
+    path, monkeypatch
+):
     lines = JsonLines(path)
     lines.append({"a": 1})
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:4]))
-    with pytest.raises(OSError, match=r"Expected to append 9 bytes to .*lines.jsonl, got 4 written\."):
+    with pytest.raises(
+        OSError, match=r"Expected to append 9 bytes to .*lines.jsonl, got 4 written\."
+    ):
         lines.append({"a": 2})
     monkeypatch.undo()
     lines.append({"a": 3})
@@ -174,7 +205,9 @@ while True:
 def test_killed_writers_cost_no_line_of_another(path):
     for writer in "abc":
         process = subprocess.Popen(
-            [sys.executable, "-c", APPENDS_FOR_EVER, str(path), writer], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", APPENDS_FOR_EVER, str(path), writer],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         with process.stdout:
@@ -210,11 +243,16 @@ def test_only_a_regular_file_is_appended_to(tmp_path, make, what):
         JsonLines(path).append({"a": 1})
     with pytest.raises(OSError, match=f"got {what}"):
         JsonLines(path).touch()
-    assert sorted(p.name for p in tmp_path.iterdir()) in (["lines.jsonl"], ["elsewhere", "lines.jsonl"])
+    assert sorted(p.name for p in tmp_path.iterdir()) in (
+        ["lines.jsonl"],
+        ["elsewhere", "lines.jsonl"],
+    )
     assert not (tmp_path / "elsewhere").exists() or (tmp_path / "elsewhere").read_text() == "theirs"
 
 
-def test_a_link_that_takes_the_name_at_the_last_moment_is_not_followed_either(tmp_path, monkeypatch):
+def test_a_link_that_takes_the_name_at_the_last_moment_is_not_followed_either(
+    tmp_path, monkeypatch
+):
     path, target = tmp_path / "lines.jsonl", tmp_path / "elsewhere"
     look = os.lstat
 

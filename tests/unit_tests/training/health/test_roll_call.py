@@ -27,7 +27,9 @@ def well(rank: int) -> Record:
 
 
 def stuck(rank: int, **fields: object) -> Record:
-    return replace(well(rank), is_stuck=True, needs_all=True, idle_seconds=9.0, place="a place", **fields)
+    return replace(
+        well(rank), is_stuck=True, needs_all=True, idle_seconds=9.0, place="a place", **fields
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,10 @@ def ranks() -> Iterator[list[RollCall]]:
 
 
 def joined(store: dist.Store, world_size: int, *extra: object) -> list[RollCall]:
-    calls = [RollCall(store, Launch(rank=rank, world_size=world_size), *extra) for rank in range(world_size)]
+    calls = [
+        RollCall(store, Launch(rank=rank, world_size=world_size), *extra)
+        for rank in range(world_size)
+    ]
     for call in calls:
         call.join()
     # A TCP store does not confirm what is set: another connection may see it a moment later.
@@ -144,7 +149,9 @@ def test_beyond_the_first_ranks_all_but_ask_for_the_verdict():
     begin = time.monotonic()
     verdicts = hold(numbered(calls), [stuck(9), stuck(10)])
     assert time.monotonic() - begin < 6.0
-    assert [verdict.ranks for verdict in verdicts] == [tuple(range(9))] * 2, "also if the first ranks are silent"
+    assert [verdict.ranks for verdict in verdicts] == [tuple(range(9))] * 2, (
+        "also if the first ranks are silent"
+    )
 
 
 class BrokenStore:
@@ -184,8 +191,12 @@ def test_without_its_store_a_rank_judges_by_itself(ranks, monkeypatch):
     assert not alone.has_peers
     assert alone.hold(well(1)) is None
     assert alone.hold(replace(well(1), error="ValueError", error_order=0)).ranks == (1,)
-    broken = replace(well(1), failed_collective="RuntimeError: Connection closed by peer", needs_all=True)
-    assert alone.hold(broken).ranks == (0,), "without torchrun's agent the store was in the process of rank 0"
+    broken = replace(
+        well(1), failed_collective="RuntimeError: Connection closed by peer", needs_all=True
+    )
+    assert alone.hold(broken).ranks == (0,), (
+        "without torchrun's agent the store was in the process of rank 0"
+    )
     monkeypatch.setattr(alone, "_agent_has_store", True)
     assert "the ranks' store has been lost too" in alone.hold(broken).text
 
@@ -273,11 +284,20 @@ def forged(signer: Signer) -> dict[str, str]:
         forged(Signer()),
         forged(Signer(b"another secret!!", "this start")),
         forged(Signer(b"0123456789abcdef", "an earlier start")),
-        dict.fromkeys(forged(Signer()), "\x00\udcff".encode("utf-8", "surrogateescape").decode("latin-1")),
+        dict.fromkeys(
+            forged(Signer()), "\x00\udcff".encode("utf-8", "surrogateescape").decode("latin-1")
+        ),
         dict.fromkeys(forged(Signer()), "finished"),
         dict.fromkeys(forged(Signer()), "[" * 10**5),
     ],
-    ids=["without the secret", "another secret", "of another start", "binary", "as it once was", "deep"],
+    ids=[
+        "without the secret",
+        "another secret",
+        "of another start",
+        "binary",
+        "as it once was",
+        "deep",
+    ],
 )
 def test_what_was_not_signed_with_the_secret_ends_no_run_and_is_told_once(store, values):
     warnings: list[str] = []
@@ -286,7 +306,9 @@ def test_what_was_not_signed_with_the_secret_ends_no_run_and_is_told_once(store,
     put(keys, values)
     assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
     assert len(warnings) <= 3, "one of each rank, which may not have looked"
-    assert all("is ignored: Expected a record signed with this job's secret" in text for text in warnings)
+    assert all(
+        "is ignored: Expected a record signed with this job's secret" in text for text in warnings
+    )
     assert warnings
 
 
@@ -301,7 +323,9 @@ def test_a_record_is_not_taken_for_one_of_another_key_rank_or_roll_call(store):
             "1/verdict": signed("7/verdict", 0, SIGNER, **answer),
             "left/2": signed("left/1", 2, SIGNER, record=DEAD.to_json()),
             "left/1": signed("left/1", 2, SIGNER, record=DEAD.to_json()),
-            "left/0": signed("left/0", 0, SIGNER, record=DEAD.to_json()),  # says that it is of rank 2
+            "left/0": signed(
+                "left/0", 0, SIGNER, record=DEAD.to_json()
+            ),  # says that it is of rank 2
         },
     )
     assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
@@ -349,7 +373,9 @@ def test_words_of_another_type_are_refused(field, value):
 
 
 def test_texts_of_other_ranks_are_harmless_and_bounded_and_a_stack_keeps_its_lines():
-    words = replace(well(0), error="a\nERROR: b\x1b[2J" + "x" * 10**6, stack="  a\nERROR: b\x07\n  c\n" * 1000)
+    words = replace(
+        well(0), error="a\nERROR: b\x1b[2J" + "x" * 10**6, stack="  a\nERROR: b\x07\n  c\n" * 1000
+    )
     heard = Record.from_json(words.to_json())
     assert heard.error.startswith(r"a\nERROR: b\x1b[2Jxxx")
     assert len(heard.error) == 2000
@@ -362,9 +388,17 @@ def test_texts_of_other_ranks_are_harmless_and_bounded_and_a_stack_keeps_its_lin
 def test_a_member_of_another_form_is_unknown():
     warnings: list[str] = []
     store = dist.HashStore()
-    calls = [RollCall(store, Launch(rank=rank, world_size=2), SIGNER, warnings.append) for rank in range(2)]
+    calls = [
+        RollCall(store, Launch(rank=rank, world_size=2), SIGNER, warnings.append)
+        for rank in range(2)
+    ]
     calls[0].join()
-    dist.PrefixStore("watchdog", store).set("member/1", signed("member/1", 1, SIGNER, host="h", pid="1"))
+    dist.PrefixStore("watchdog", store).set(
+        "member/1", signed("member/1", 1, SIGNER, host="h", pid="1")
+    )
     calls[0].learn()
     assert calls[0].knows_all
-    assert "member/1 in the launcher's store is ignored: Expected the fields of a Member" in warnings[0]
+    assert (
+        "member/1 in the launcher's store is ignored: Expected the fields of a Member"
+        in warnings[0]
+    )

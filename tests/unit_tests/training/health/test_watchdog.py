@@ -36,14 +36,24 @@ from megatron.core.options import ConfigError
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.cause import Silence
 from megatron.training.health.events import EventLog, read_events, read_heartbeat
-from megatron.training.health.exits import ExitCode, ExitError, code_of, exit_process, is_foreseen, process_status
+from megatron.training.health.exits import (
+    ExitCode,
+    ExitError,
+    code_of,
+    exit_process,
+    is_foreseen,
+    process_status,
+)
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 
 WAIT = 60.0  # seconds, for what must come
 TIMEOUT = 1.0  # --hang-timeout-seconds
 BOUND = 5.0  # within which after the timeout, or after a death, everybody must have ended
-QUICK = {"hang_timeout_seconds": TIMEOUT, "long_timeout_seconds": TIMEOUT}  # from the first iteration on
+QUICK = {
+    "hang_timeout_seconds": TIMEOUT,
+    "long_timeout_seconds": TIMEOUT,
+}  # from the first iteration on
 NAMES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -126,7 +136,9 @@ def guarded(body: Body, rank: Rank) -> None:
 class Job:
     """The processes of one job, and what they have said."""
 
-    def __init__(self, folder: Path, body: Body, world_size: int, is_elastic: bool, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, body: Body, world_size: int, is_elastic: bool, **options: Any
+    ) -> None:
         self.folder = folder
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         context = mp.get_context("forkserver")
@@ -137,14 +149,21 @@ class Job:
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         for rank in range(world_size):
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+            }
             environment = {name: str(value) for name, value in environment.items()}
             environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             if is_elastic:
                 environment.update(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True")
             ours, theirs = context.Pipe()
             job = cloudpickle.dumps((body, options))
-            process = context.Process(target=live, args=(rank, environment, str(folder), job, theirs), daemon=True)
+            process = context.Process(
+                target=live, args=(rank, environment, str(folder), job, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -172,11 +191,15 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def outputs(self) -> str:
-        return "\n".join(f"-- rank {rank}\n{self.output(rank)}" for rank in range(len(self.processes)))
+        return "\n".join(
+            f"-- rank {rank}\n{self.output(rank)}" for rank in range(len(self.processes))
+        )
 
     def causes(self) -> list[str]:
         """What was said at the level of errors, on all ranks together."""
-        lines = [line for rank in range(len(self.processes)) for line in self.output(rank).splitlines()]
+        lines = [
+            line for rank in range(len(self.processes)) for line in self.output(rank).splitlines()
+        ]
         return [line.partition("ERROR: ")[2] for line in lines if "ERROR: " in line]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -275,7 +298,9 @@ def test_two_ranks_that_are_killed_are_both_named(start):
         job.kill(victim, signal.SIGKILL)
     assert job.end(1, 3, within=BOUND) == [ExitCode.LOST_RANK] * 2
     assert len(job.causes()) == 1
-    assert job.causes()[0].startswith(f"{job.name(0)}, {job.name(2)} were killed or have crashed (rank 1 is in")
+    assert job.causes()[0].startswith(
+        f"{job.name(0)}, {job.name(2)} were killed or have crashed (rank 1 is in"
+    )
 
 
 def test_a_rank_that_fails_is_the_cause_and_not_the_connections_that_it_closes(start):
@@ -285,12 +310,16 @@ def test_a_rank_that_fails_is_the_cause_and_not_the_connections_that_it_closes(s
     job = start(on(1, fail), world_size=3)
     job.wait_until_ready()
     assert job.end(within=BOUND) == [ExitCode.LOST_RANK, ExitCode.FAILED, ExitCode.LOST_RANK]
-    assert job.causes() == [f"{job.name(1)} failed in iteration 3, forward: ValueError: a bad batch in file 7"]
+    assert job.causes() == [
+        f"{job.name(1)} failed in iteration 3, forward: ValueError: a bad batch in file 7"
+    ]
     assert "Traceback" in job.output(1)
     assert "Traceback" not in job.output(0) + job.output(2)
     lost, exit_event = job.events("lost", "exit")
     assert lost["ranks"] == [1]
-    assert (exit_event["code"], exit_event["name"]) == (1, "FAILED"), "what ended the run, not what it did to others"
+    assert (exit_event["code"], exit_event["name"]) == (1, "FAILED"), (
+        "what ended the run, not what it did to others"
+    )
 
 
 def test_the_error_of_every_rank_is_its_own(start):
@@ -340,7 +369,11 @@ def test_a_rank_that_hangs_while_it_leaves_ends_all_the_same(start):
 
 @pytest.mark.parametrize(
     ("fault", "place"),
-    [(forever, "threading.py"), (in_c, "test_watchdog.py"), (lambda: time.sleep(1e6), "test_watchdog.py")],
+    [
+        (forever, "threading.py"),
+        (in_c, "test_watchdog.py"),
+        (lambda: time.sleep(1e6), "test_watchdog.py"),
+    ],
     ids=["lock", "c", "sleep"],
 )
 def test_a_hung_rank_is_named_with_its_place_and_all_end(start, fault, place):
@@ -362,7 +395,9 @@ def test_a_rank_that_does_not_even_answer_is_the_one_that_hangs(start):
     job.wait_until_ready()
     assert job.end(0, 2, within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
     assert len(job.causes()) == 1
-    assert job.causes()[0].startswith(f"{job.name(1)} does not answer: it hangs, or its machine or the network is down")
+    assert job.causes()[0].startswith(
+        f"{job.name(1)} does not answer: it hangs, or its machine or the network is down"
+    )
 
 
 def test_a_stopped_process_is_the_cause(start):
@@ -371,7 +406,9 @@ def test_a_stopped_process_is_the_cause(start):
     job.kill(0, signal.SIGSTOP)
     assert job.end(1, 2, within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
     assert len(job.causes()) == 1
-    assert job.causes()[0].startswith(f"{job.name(0)} does not answer, since its process is stopped (SIGSTOP, or")
+    assert job.causes()[0].startswith(
+        f"{job.name(0)} does not answer, since its process is stopped (SIGSTOP, or"
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_all_named(start):
@@ -385,7 +422,9 @@ def test_ranks_that_wait_for_each_other_are_all_named(start):
     job = start(body, hang_timeout_seconds=TIMEOUT)
     job.wait_until_ready()
     assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
-    assert job.causes()[0].startswith("all 2 ranks wait for one another, in iteration 3, forward, at ")
+    assert job.causes()[0].startswith(
+        "all 2 ranks wait for one another, in iteration 3, forward, at "
+    )
     assert job.events("hang")[0]["ranks"] == [0, 1]
 
 
@@ -459,7 +498,10 @@ def test_a_rank_whose_device_is_stuck_before_a_collective_hangs(start):
     job.wait_until_ready()
     assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 3
     assert job.events("hang")[0]["ranks"] == [1]
-    assert "(its device has not come to the gather of the last layer, collective 1 of this rank)" in job.causes()[0]
+    assert (
+        "(its device has not come to the gather of the last layer, collective 1 of this rank)"
+        in job.causes()[0]
+    )
 
 
 def test_devices_that_all_wait_in_a_collective_are_all_named(start):
@@ -468,7 +510,9 @@ def test_devices_that_all_wait_in_a_collective_are_all_named(start):
     job.wait_until_ready()
     assert job.end(within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2
     assert job.events("hang")[0]["ranks"] == [0, 1]
-    assert job.causes()[0].startswith("all 2 ranks wait for one another, in iteration 3, forward, at ")
+    assert job.causes()[0].startswith(
+        "all 2 ranks wait for one another, in iteration 3, forward, at "
+    )
     assert "its device is waiting in the gather of the last layer" in job.causes()[0]
 
 
@@ -477,7 +521,9 @@ def test_a_failure_that_only_the_backend_knows_of_ends_the_run_with_its_name(sta
 
     def body(rank: Rank) -> None:
         if rank.rank == 0:
-            rank.watchdog._find_failure = lambda: "the communication of a collective failed, in the group 'outer'"
+            rank.watchdog._find_failure = lambda: (
+                "the communication of a collective failed, in the group 'outer'"
+            )
         rank.ready()
         in_c()
 
@@ -486,7 +532,9 @@ def test_a_failure_that_only_the_backend_knows_of_ends_the_run_with_its_name(sta
     assert job.end(within=BOUND) == [ExitCode.LOST_RANK] * 2
     (cause,) = job.causes()
     assert cause.startswith(f"the connection of {job.name(0)} to another rank failed ")
-    assert cause.endswith("though all ranks answer: the communication of a collective failed, in the group 'outer'")
+    assert cause.endswith(
+        "though all ranks answer: the communication of a collective failed, in the group 'outer'"
+    )
 
 
 # Signals
@@ -512,7 +560,9 @@ def test_a_rank_that_another_ones_sigterm_has_ended_is_named_as_such(start):
 
 
 @pytest.mark.parametrize("is_handled", [False, True])
-def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_that_death(start, is_handled):
+def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_that_death(
+    start, is_handled
+):
     """torchrun sends it to the survivors. Over NCCL nothing else would tell them."""
 
     def body(rank: Rank) -> None:
@@ -545,8 +595,12 @@ def test_a_signalled_rank_that_waits_in_vain_asks_once_more_and_ends(start):
     assert job.causes()[0].startswith(f"{job.name(1)} does not answer: it hangs")
 
 
-@pytest.mark.parametrize(("is_elastic", "status"), [(True, 0), (False, int(ExitCode.PREEMPTED_UNSAVED))])
-def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(start, is_elastic, status):
+@pytest.mark.parametrize(
+    ("is_elastic", "status"), [(True, 0), (False, int(ExitCode.PREEMPTED_UNSAVED))]
+)
+def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(
+    start, is_elastic, status
+):
     def body(rank: Rank) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         rank.watchdog.mark("forward", 7)
@@ -557,7 +611,9 @@ def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(star
     job.wait_until_ready()
     job.kill(0, signal.SIGUSR1)
     assert job.end(0, within=1.0 + BOUND) == [status]
-    assert job.causes() == ["rank 0: the 1 s after SIGUSR1 are over in iteration 7, forward, whose state was not saved"]
+    assert job.causes() == [
+        "rank 0: the 1 s after SIGUSR1 are over in iteration 7, forward, whose state was not saved"
+    ]
     event = job.events("exit")[0]
     assert (event["code"], event["name"]) == (76, "PREEMPTED_UNSAVED")
 
@@ -634,7 +690,13 @@ def test_a_rank_may_finish_long_before_the_others(start, is_elastic):
 def test_building_loading_and_the_first_iterations_may_take_longer_than_the_timeout(start):
     def body(rank: Rank) -> None:
         time.sleep(0.7)
-        for phase, iteration in (("build", 0), ("load", 0), ("data", 20), ("forward", 21), ("step", 21)):
+        for phase, iteration in (
+            ("build", 0),
+            ("load", 0),
+            ("data", 20),
+            ("forward", 21),
+            ("step", 21),
+        ):
             rank.watchdog.mark(phase, iteration)
             time.sleep(0.7)
         rank.train(lambda: None, iterations=5)
@@ -660,7 +722,13 @@ def test_a_start_that_takes_even_longer_is_a_hang(start):
 def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     """Nobody could make progress in it. Nor does that before the last mark count."""
     now = [100.0]
-    watchdog = Watchdog(launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=5.0, tick_seconds=1.0)
+    watchdog = Watchdog(
+        launch=Launch(),
+        store=None,
+        events=EventLog(None),
+        hang_timeout_seconds=5.0,
+        tick_seconds=1.0,
+    )
     monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watchdog._last_look = now[0]
 
@@ -675,7 +743,13 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     assert look(3600.0) == 4.0
     assert not watchdog._is_stuck()
     watchdog.mark("step", 3)
-    assert [look(1.0), *(look(1.5) for _ in range(3)), watchdog._is_stuck()] == [0.0, 1.5, 3.0, 4.5, False]
+    assert [look(1.0), *(look(1.5) for _ in range(3)), watchdog._is_stuck()] == [
+        0.0,
+        1.5,
+        3.0,
+        4.5,
+        False,
+    ]
     assert look(1.0) == 5.5
     assert watchdog._is_stuck()
     watchdog.mark("save", 3)
@@ -714,7 +788,9 @@ def test_a_rank_that_is_frozen_while_the_others_save_is_found_within_the_timeout
     job.wait_until_ready()
     job.kill(1, signal.SIGSTOP)
     assert job.end(0, within=TIMEOUT + BOUND) == [ExitCode.HANG]
-    assert job.causes()[0].startswith(f"{job.name(1)} does not answer, since its process is stopped")
+    assert job.causes()[0].startswith(
+        f"{job.name(1)} does not answer, since its process is stopped"
+    )
 
 
 def test_slow_iterations_are_no_hang(start):
@@ -753,7 +829,9 @@ def test_a_rank_without_others_says_where_it_hangs(start):
 def test_a_rank_without_others_fails_with_its_own_error(start):
     job = start(on(0, lambda: 1 / 0), world_size=1, is_elastic=False)
     assert job.end() == [ExitCode.FAILED]
-    assert job.causes() == [f"{job.name(0)} failed in iteration 3, forward: ZeroDivisionError: division by zero"]
+    assert job.causes() == [
+        f"{job.name(0)} failed in iteration 3, forward: ZeroDivisionError: division by zero"
+    ]
     assert [event["name"] for event in job.events("lost", "exit")] == ["FAILED"]
 
 
@@ -761,7 +839,9 @@ def test_a_watchdog_that_is_let_go_of_leaves_nothing_behind():
     """No thread, no handler, no socket that signals are written to: a program may train twice."""
     before, others = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     for _ in range(2):
-        with Watchdog(launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=None):
+        with Watchdog(
+            launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=None
+        ):
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             assert "watchdog" in {thread.name for thread in set(threading.enumerate()) - others}
         assert signal.getsignal(signal.SIGTERM) == before
@@ -841,13 +921,24 @@ exit_process(code)
     ("how", "launcher"),
     [("kill", ["--rdzv-backend", "static"]), ("hang", ["--standalone"])],
 )
-def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(tmp_path, monkeypatch, how, launcher):
+def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(
+    tmp_path, monkeypatch, how, launcher
+):
     """The agent keeps its store, so that the new ranks could take the old ones' addresses for each other's."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", "3", "--max-restarts", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *launcher,
+        "--nproc-per-node",
+        "3",
+        "--max-restarts",
+        "1",
+    ]
     command += ["--master-port", str(free_port())] if "static" in launcher else []
     command += [str(script), how, str(tmp_path / "events"), "1.0" if how == "hang" else "60.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT)
@@ -855,7 +946,9 @@ def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(tmp_path, monk
     assert done.returncode == 0, output
     for rank in range(3):
         assert f"rank {rank} has finished in restart 1" in output
-    causes = [line.partition("ERROR: ")[2] for line in done.stdout.splitlines() if "ERROR: rank" in line]
+    causes = [
+        line.partition("ERROR: ")[2] for line in done.stdout.splitlines() if "ERROR: rank" in line
+    ]
     assert len(causes) == 1, output
     assert causes[0].startswith(f"rank 1 ({socket.gethostname()}, pid ")
     expected = "was killed or has crashed" if how == "kill" else "has made no progress for "
@@ -864,5 +957,7 @@ def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(tmp_path, monk
     struck = float(re.search(r"strike ([\d.]+)", output).group(1))
     left = [float(text) for text in re.findall(r"rank \d leaves with [56] at ([\d.]+)", output)]
     assert all(time - struck < BOUND for time in left)
-    kind, exit_event = [e for e in read_events(tmp_path / "events") if e["event"] in ("lost", "hang", "exit")]
+    kind, exit_event = [
+        e for e in read_events(tmp_path / "events") if e["event"] in ("lost", "hang", "exit")
+    ]
     assert (kind["ranks"], kind["restart"], exit_event["restart"]) == ([1], 0, 0)

@@ -35,7 +35,9 @@ _DEADLINE_SECONDS = 20.0
 class _Drill:
     """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its watchdog."""
 
-    needs_collective = False  # whether rank 1 stands only once a collective of its device is not over
+    needs_collective = (
+        False  # whether rank 1 stands only once a collective of its device is not over
+    )
 
     def __init__(self, number: int) -> None:
         self._store, self._key = _get_default_store(), f"drill {number}"
@@ -117,9 +119,15 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
         return loss
 
     ways: dict[str, Callable[[], Any]] = {
-        "forward": lambda: (drill.sleep_on_rank_1(), engine.train_batch(batches(1, "sim", 4), forward_step)),
+        "forward": lambda: (
+            drill.sleep_on_rank_1(),
+            engine.train_batch(batches(1, "sim", 4), forward_step),
+        ),
         "backward": lambda: engine.train_batch(batches(1, "sim", 1), forward_and_sleep),
-        "evaluation": lambda: (drill.sleep_on_rank_1(), engine.eval_batch(batches(1, "sim", 1), forward_step)),
+        "evaluation": lambda: (
+            drill.sleep_on_rank_1(),
+            engine.eval_batch(batches(1, "sim", 1), forward_step),
+        ),
     }
     with sim.configured(queue_depth=1024 if where == "evaluation" else _SHORT_QUEUE):
         record = drill.run(ways[where])
@@ -131,7 +139,9 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
 def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(where, case):
     """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to the host."""
     number = time.monotonic_ns()
-    (waiting, is_over), (sleeping, _) = run_ranks(2, _sleep_before, where, number, case, device="sim")
+    (waiting, is_over), (sleeping, _) = run_ranks(
+        2, _sleep_before, where, number, case, device="sim"
+    )
     assert waiting.waits, waiting
     assert "its device is waiting in the " in waiting.place
     assert not sleeping.waits, sleeping
@@ -160,7 +170,9 @@ def _be_stuck_on_the_device(number: int) -> Record:
         drill.stand()
         engine.eval_batch(batches(1, "sim", 1), forward_step)
 
-    return drill.run(evaluate_with_a_kernel_that_does_not_end, then=lambda: stuck.__exit__(None, None, None))
+    return drill.run(
+        evaluate_with_a_kernel_that_does_not_end, then=lambda: stuck.__exit__(None, None, None)
+    )
 
 
 def test_a_rank_whose_device_does_not_come_to_the_collective_is_blamed_though_its_host_waits_for_it():

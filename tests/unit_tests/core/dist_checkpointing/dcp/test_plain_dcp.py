@@ -18,7 +18,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp.plain_dcp import _divided, load_model_weights, weights_prefix
+from megatron.core.dist_checkpointing.dcp.plain_dcp import (
+    _divided,
+    load_model_weights,
+    weights_prefix,
+)
 from megatron.core.dist_checkpointing.dcp.torch_dcp import read_metadata
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.store import open_store
@@ -46,7 +50,10 @@ def under(*prefixes: str) -> list[str]:
         (under(""), ""),
         (under("app.model."), "app.model."),
         (under("ema.", "model."), "model."),
-        ([*under("module."), *(f"optim.state.{name}.exp_avg" for name in NAMES), "step"], "module."),
+        (
+            [*under("module."), *(f"optim.state.{name}.exp_avg" for name in NAMES), "step"],
+            "module.",
+        ),
         (under("model.")[:2], "model."),
         ([*under("state.")[:2], *under("old.")[:1]], "state."),
     ],
@@ -56,7 +63,10 @@ def test_the_weights_are_found_under_the_one_prefix_that_has_them(keys, prefix):
     assert weights_prefix(NAMES, keys, "there") == prefix
 
 
-@given(prefix=st.lists(st.sampled_from(["a", "model", "layers", "0", "head"]), max_size=3), seed=st.randoms())
+@given(
+    prefix=st.lists(st.sampled_from(["a", "model", "layers", "0", "head"]), max_size=3),
+    seed=st.randoms(),
+)
 def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
     text = "".join(f"{part}." for part in prefix)
     keys = [*under(text), "optim.lr", "step"]
@@ -67,9 +77,15 @@ def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ([], "as model.<name> or under any other prefix, got nothing, where the model has layers.0.weight"),
+        (
+            [],
+            "as model.<name> or under any other prefix, got nothing, where the model has layers.0.weight",
+        ),
         (["other.weight", "step"], "got other.weight, step, where the model has layers.0.weight"),
-        (under("a.", "b."), "under one prefix in there, got 4 of its 4 names under each of 'a.', 'b.'"),
+        (
+            under("a.", "b."),
+            "under one prefix in there, got 4 of its 4 names under each of 'a.', 'b.'",
+        ),
         ([*under("a.")[:1], *under("b.")[1:2]], "got 1 of its 4 names under each of 'a.', 'b.'"),
     ],
     ids=str,
@@ -111,7 +127,9 @@ def _save_as_any_user_does(folder: str) -> None:
     dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}_bare")
 
 
-def _load_in_an_engine(folder: str, parallel: DataParallelConfig) -> tuple[list[bool], StepInfo, str]:
+def _load_in_an_engine(
+    folder: str, parallel: DataParallelConfig
+) -> tuple[list[bool], StepInfo, str]:
     config = EngineConfig(OptimizerConfig(), LRScheduleConfig(lr=1.0), parallel, train_iters=8)
     engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
     engine.initialize(Net(seed=2))
@@ -122,7 +140,11 @@ def _load_in_an_engine(folder: str, parallel: DataParallelConfig) -> tuple[list[
     same = []
     for name, parameter in engine.model.named_parameters():
         rows = local_tensor(parameter)
-        first = [n for n in range(len(expected[name])) if torch.equal(expected[name][n : n + len(rows)], rows)]
+        first = [
+            n
+            for n in range(len(expected[name]))
+            if torch.equal(expected[name][n : n + len(rows)], rows)
+        ]
         same.append(bool(first) or not rows.numel())
     same.append(torch.equal(engine.model.seen, expected["seen"]))
     with pytest.raises(CheckpointError) as caught:
@@ -132,13 +154,19 @@ def _load_in_an_engine(folder: str, parallel: DataParallelConfig) -> tuple[list[
 
 
 @pytest.mark.parametrize(
-    "parallel", [DataParallelConfig(), DataParallelConfig(use_torch_fsdp2=True)], ids=["ours", "fsdp2"]
+    "parallel",
+    [DataParallelConfig(), DataParallelConfig(use_torch_fsdp2=True)],
+    ids=["ours", "fsdp2"],
 )
 @pytest.mark.parametrize("name", ["saved", "saved_bare"])
-def test_what_fsdp2_has_saved_is_loaded_by_either_engine_as_weights_and_as_nothing_else(tmp_path, name, parallel):
+def test_what_fsdp2_has_saved_is_loaded_by_either_engine_as_weights_and_as_nothing_else(
+    tmp_path, name, parallel
+):
     run_ranks(2, _save_as_any_user_does, str(tmp_path / "saved"))
     for world_size in (1, 2):
-        for same, step_info, message in run_ranks(world_size, _load_in_an_engine, str(tmp_path / name), parallel):
+        for same, step_info, message in run_ranks(
+            world_size, _load_in_an_engine, str(tmp_path / name), parallel
+        ):
             assert same == [True] * 5
             assert step_info == StepInfo()
             assert "it has no train_state.json" in message
@@ -154,15 +182,23 @@ def _plain(folder: Path, state: dict[str, Any]) -> Path:
     ("change", "message"),
     [
         (lambda state: state.pop("head.weight"), "it lacks model.head.weight"),
-        (lambda state: state.update({"tail.weight": torch.ones(2)}), "the model has no model.tail.weight"),
+        (
+            lambda state: state.update({"tail.weight": torch.ones(2)}),
+            "the model has no model.tail.weight",
+        ),
         (
             lambda state: state.update({"head.bias": torch.ones(4)}),
             "model.head.bias has shape (4,) where the model has (3,)",
         ),
-        (lambda state: state.update({"seen": torch.ones(3).half()}), "model.seen is torch.float16 where the model has"),
+        (
+            lambda state: state.update({"seen": torch.ones(3).half()}),
+            "model.seen is torch.float16 where the model has",
+        ),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(tmp_path, change: Callable, message):
+def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(
+    tmp_path, change: Callable, message
+):
     state, model = dict(Net(seed=1).state_dict()), Net(seed=2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change(state)
@@ -179,5 +215,7 @@ def test_an_element_that_no_chunk_has_is_damage_and_does_not_stay_what_it_was(tm
     chunk = metadata.state_dict_metadata["model.body.weight"].chunks[0]
     chunk.sizes = torch.Size((chunk.sizes[0] - 1, chunk.sizes[1]))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointDamagedError, match=r"Expected each element of model\.body\.weight in one chunk"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected each element of model\.body\.weight in one chunk"
+    ):
         load_weights(open_store(tmp_path), "there", Net(seed=2))

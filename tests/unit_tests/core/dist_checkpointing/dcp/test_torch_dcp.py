@@ -15,7 +15,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.dcp.torch_dcp import check_files, load_tensors, read_metadata, save_checkpoint
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    check_files,
+    load_tensors,
+    read_metadata,
+    save_checkpoint,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
@@ -38,7 +43,9 @@ def checkpoint_folder(root: Path, iteration: int) -> Path:
 
 
 def save(root: Path, iteration: int, value: float = 0.0) -> Path:
-    return save_checkpoint(root, iteration, {"model": {"w": torch.full((3,), value)}}, {"iteration": iteration})
+    return save_checkpoint(
+        root, iteration, {"model": {"w": torch.full((3,), value)}}, {"iteration": iteration}
+    )
 
 
 def load(folder: Path, ignored: tuple[str, ...] = (), **wanted: torch.Tensor) -> dict:
@@ -76,7 +83,9 @@ def test_an_abandoned_save_is_not_found_and_is_replaced_by_the_next(tmp_path):
 
 def test_a_published_checkpoint_is_never_overwritten(tmp_path):
     save(tmp_path, 5, 1.0)
-    with pytest.raises(CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000005, got a published one"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000005, got a published one"
+    ):
         save(tmp_path, 5, 2.0)
     assert torch.equal(load(checkpoint_folder(tmp_path, 5), w=torch.zeros(3))["w"], torch.ones(3))
 
@@ -96,17 +105,26 @@ def test_a_tracker_that_was_set_back_is_not_followed_without_a_word(tmp_path, ca
     save(tmp_path, 10)
     (tmp_path / TRACKER_FILE).write_text("5\n")
     assert latest_iteration(tmp_path) == 10
-    assert "names 5, and 10 has been published since; taking that. To go back, use --ckpt-step." in caplog.text
+    assert (
+        "names 5, and 10 has been published since; taking that. To go back, use --ckpt-step."
+        in caplog.text
+    )
 
 
 def test_a_file_in_place_of_the_folder_is_no_fresh_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"Expected a folder of checkpoints at .*, got a file"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected a folder of checkpoints at .*, got a file"
+    ):
         latest_iteration(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("text", "message"), [("99\n", "iter_0000099"), ("release", "got 'release'"), ("", "got ''")])
-def test_a_tracker_that_names_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path, text, message):
+@pytest.mark.parametrize(
+    ("text", "message"), [("99\n", "iter_0000099"), ("release", "got 'release'"), ("", "got ''")]
+)
+def test_a_tracker_that_names_what_is_not_there_is_an_error_and_no_fresh_start(
+    tmp_path, text, message
+):
     save(tmp_path, 5)
     (tmp_path / TRACKER_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -143,8 +161,15 @@ def test_any_operation_that_fails_leaves_the_new_checkpoint_or_the_old_one_and_a
             assert "Input/output error" in error
             assert published_iterations(root) == [5], operation
         tracked = (root / TRACKER_FILE).read_text()
-        assert tracked == f"{latest_iteration(root)}\n" or "iter_0000010 is published, but" in caplog.text
-        left = {path.name for path in root.iterdir()} - {"iter_0000005", "iter_0000010", TRACKER_FILE}
+        assert (
+            tracked == f"{latest_iteration(root)}\n"
+            or "iter_0000010 is published, but" in caplog.text
+        )
+        left = {path.name for path in root.iterdir()} - {
+            "iter_0000005",
+            "iter_0000010",
+            TRACKER_FILE,
+        }
         assert not left, operation
         outcomes.append((operation, latest_iteration(root)))
 
@@ -174,12 +199,16 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one_whol
         folder = checkpoint_folder(images / str(number), iterations[-1])
         expected = torch.full((3,), 2.5 if 10 in iterations else 0.0)
         assert torch.equal(load(folder, w=torch.zeros(3))["w"], expected)
-        assert read_train_state(open_store(folder.parent), folder.name) == {"iteration": iterations[-1]}
+        assert read_train_state(open_store(folder.parent), folder.name) == {
+            "iteration": iterations[-1]
+        }
     assert published[0] == [5]
     assert published[-1] == [5, 10]
 
 
-@pytest.mark.parametrize("text", ["-5", "9" * 5000, "\u00b2", "\u0665", "5 5", "1e6", "0x5", "9" * 19, "\x1b[2J" * 100])
+@pytest.mark.parametrize(
+    "text", ["-5", "9" * 5000, "\u00b2", "\u0665", "5 5", "1e6", "0x5", "9" * 19, "\x1b[2J" * 100]
+)
 def test_a_tracker_with_anything_but_an_iteration_is_one_short_error(tmp_path, text):
     save(tmp_path, 5)
     (tmp_path / TRACKER_FILE).write_text(f"{text}\n")
@@ -208,7 +237,10 @@ def test_a_folder_of_another_name_is_no_checkpoint_of_any_iteration(tmp_path, na
     assert folders.parse_folder(name) is None
 
 
-@given(st.integers(0, 10**18 - 1), st.sampled_from(["", ".0a1b.saving", ".saving", ".0a1b.deleting", ".0a.damaged"]))
+@given(
+    st.integers(0, 10**18 - 1),
+    st.sampled_from(["", ".0a1b.saving", ".saving", ".0a1b.deleting", ".0a.damaged"]),
+)
 def test_a_name_and_what_it_says_are_each_others_inverse(iteration, suffix):
     name = checkpoint_name(iteration) + suffix
     assert folders.parse_folder(name) == (iteration, suffix)
@@ -217,7 +249,12 @@ def test_a_name_and_what_it_says_are_each_others_inverse(iteration, suffix):
 
 
 def test_every_difference_is_named_before_anything_is_touched(tmp_path):
-    tensors = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(2), "only_saved": torch.ones(1)}
+    tensors = {
+        "a": torch.ones(3),
+        "b": torch.ones(2),
+        "c": torch.ones(2),
+        "only_saved": torch.ones(1),
+    }
     folder = save_checkpoint(tmp_path, 1, {"model": tensors}, {})
     wanted = {
         "a": torch.zeros(3),
@@ -236,7 +273,9 @@ def test_every_difference_is_named_before_anything_is_touched(tmp_path):
 
 
 def test_keys_may_be_left_unread_only_by_naming_their_beginning(tmp_path):
-    folder = save_checkpoint(tmp_path, 1, {"model": {"w": torch.ones(1)}, "optim": {"m": torch.ones(1)}}, {})
+    folder = save_checkpoint(
+        tmp_path, 1, {"model": {"w": torch.ones(1)}, "optim": {"m": torch.ones(1)}}, {}
+    )
     with pytest.raises(CheckpointError, match=r"optim\.m"):
         load(folder, w=torch.zeros(1))
     assert torch.equal(load(folder, ("optim.",), w=torch.zeros(1))["w"], torch.ones(1))
@@ -318,8 +357,12 @@ def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path
         else:
             wanted = torch.zeros(3)
             load(folder, w=wanted)
-            assert torch.equal(wanted, torch.full((3,), 0.75)), f"bit {byte % 8} of byte {byte} matters"
-    assert num_found > place.length // 28  # the rest is padding, and copies of what stands elsewhere
+            assert torch.equal(wanted, torch.full((3,), 0.75)), (
+                f"bit {byte % 8} of byte {byte} matters"
+            )
+    assert (
+        num_found > place.length // 28
+    )  # the rest is padding, and copies of what stands elsewhere
 
 
 def test_ranks_share_the_checking_and_sizes_alone_may_be_checked(tmp_path):
@@ -342,7 +385,9 @@ def test_ranks_share_the_checking_and_sizes_alone_may_be_checked(tmp_path):
         check_files(folder, metadata, checks_data=False)
         file.write_bytes(whole)
     file.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointDamagedError, match=r"Expected \d+ bytes or more in .*, got \d+\."):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected \d+ bytes or more in .*, got \d+\."
+    ):
         check_files(folder, metadata, checks_data=False)
     file.unlink()
     with pytest.raises(CheckpointDamagedError, match="No such file"):

@@ -67,8 +67,14 @@ def nbytes_that_torch_saves(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Of 0 to 4 dimensions, sizes of every magnitude, and those where an integer takes a byte more."""
     edges = [n + step for n in (1 << 8, 1 << 16, 1 << 31) for step in (-1, 0, 1)]
-    size = st.integers(0, 40).flatmap(lambda bits: st.integers(0, 1 << bits)) | st.sampled_from(edges)
-    return st.lists(size, max_size=4).filter(lambda sizes: math.prod(n or 1 for n in sizes) <= max_numel).map(tuple)
+    size = st.integers(0, 40).flatmap(lambda bits: st.integers(0, 1 << bits)) | st.sampled_from(
+        edges
+    )
+    return (
+        st.lists(size, max_size=4)
+        .filter(lambda sizes: math.prod(n or 1 for n in sizes) <= max_numel)
+        .map(tuple)
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -99,7 +105,9 @@ def test_lengths_are_those_of_torch_save_at_any_size(dtype, shape):
 def test_lengths_are_right_where_offsets_stop_fitting_32_bits(dtype):
     beyond = [*range(-5000, 5000, 499), *range(-2200, -300, 37), -2, -1, 0, 1, 2]
     sizes = [(1 << 32) // dtype.itemsize + elements for elements in beyond]
-    assert [blob_layout(dtype, [n]).nbytes for n in sizes] == [nbytes_that_torch_saves(dtype, (n,)) for n in sizes]
+    assert [blob_layout(dtype, [n]).nbytes for n in sizes] == [
+        nbytes_that_torch_saves(dtype, (n,)) for n in sizes
+    ]
 
 
 def test_integers_are_taken_to_be_as_long_as_pickle_makes_them():
@@ -159,7 +167,10 @@ def test_a_torch_that_writes_blobs_of_another_length_is_found_out():
     blob._frame.cache_clear()
     with (
         serialization_config.patch("save.storage_alignment", 4096),
-        pytest.raises(RuntimeError, match=r"Expected torch.save of torch.float32 \(10, 3\) to write BlobLayout"),
+        pytest.raises(
+            RuntimeError,
+            match=r"Expected torch.save of torch.float32 \(10, 3\) to write BlobLayout",
+        ),
     ):
         blob_frame(torch.float32, (10, 3))
     blob._frame.cache_clear()
@@ -185,7 +196,9 @@ def with_parts_of_its_own(value: object) -> object:
     if isinstance(value, list | tuple):
         return type(value)([with_parts_of_its_own(item) for item in value])
     if isinstance(value, dict):
-        return {with_parts_of_its_own(key): with_parts_of_its_own(item) for key, item in value.items()}
+        return {
+            with_parts_of_its_own(key): with_parts_of_its_own(item) for key, item in value.items()
+        }
     return copy.copy(value)
 
 
@@ -207,7 +220,9 @@ def test_equal_values_give_different_bytes_without_plain_blob():
 
 def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
     whole = torch.arange(1 << 16, dtype=torch.float32)
-    content = plain_blob({"rng": torch.get_rng_state(), "row": whole[3:6], "twice": whole[3:6], "dtype": whole.dtype})
+    content = plain_blob(
+        {"rng": torch.get_rng_state(), "row": whole[3:6], "twice": whole[3:6], "dtype": whole.dtype}
+    )
     assert len(content) < 16384
     loaded = torch.load(io.BytesIO(content), weights_only=True)
     assert torch.equal(loaded["rng"], torch.get_rng_state())
@@ -223,7 +238,10 @@ def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
         ({"a": [1, {2}]}, r"at the value\['a'\]\[1\], got a builtins.set"),
         ({"a": (1, Path())}, r"at the value\['a'\]\[1\], got a pathlib"),
         ({(1, Path()): 2}, r"at a key of the value\[1\], got a pathlib"),
-        ([torch.nn.Parameter(torch.ones(2))], r"at the value\[0\], got a torch.nn.parameter.Parameter"),
+        (
+            [torch.nn.Parameter(torch.ones(2))],
+            r"at the value\[0\], got a torch.nn.parameter.Parameter",
+        ),
     ],
 )
 def test_what_is_not_plain_data_is_refused_with_its_place(value, place):

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.archive_directory import MAX_BLOB_DIRECTORY_BYTES, Window
+from megatron.core.dist_checkpointing.format.archive_directory import (
+    MAX_BLOB_DIRECTORY_BYTES,
+    Window,
+)
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, open_memory, read_plain
 from tests.checkpoints import raw_bytes
 
@@ -50,7 +53,11 @@ def saved(value: object, **how: Any) -> bytes:
 
 
 def memory_of(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def read(content: bytes, *, checks_crc: bool = True) -> Any:
@@ -255,7 +262,10 @@ FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: saved(ONES, _use_new_zipfile_serialization=False),
         "no archive .*_use_new_zipfile_serialization=False: load it with torch.load and save it again",
     ),
-    "a name of 2000 characters": (lambda: _append(saved(ONES), "x" * 2000), "names of at most 1024"),
+    "a name of 2000 characters": (
+        lambda: _append(saved(ONES), "x" * 2000),
+        "names of at most 1024",
+    ),
     "a storage": (lambda: saved([ONES.untyped_storage()]), "plain data .* got a _Storage"),
     "a conjugate view": (
         lambda: saved(torch.ones(2, dtype=torch.complex64).conj()),
@@ -286,7 +296,9 @@ def test_records_over_the_same_bytes_are_not_read_a_million_times():
         directory[at + 20 : at + 28] = (2 * (3000).to_bytes(4, "little"))[:8]
         directory[at + 42 : at + 46] = bytes(4)
     content[begin : begin + size] = directory
-    with pytest.raises(CheckpointDamagedError, match=r"Expected (records of \d+ bytes together|what torch.save)"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected (records of \d+ bytes together|what torch.save)"
+    ):
         read(bytes(content))
 
 
@@ -316,7 +328,9 @@ def test_a_record_with_another_checksum_is_found_where_checksums_are_asked_for(w
         content[place + record.index(b"cpu")] ^= 1  # a device, which is not looked at
     else:
         content[place] ^= 1
-    with pytest.raises(CheckpointDamagedError, match=rf"CRC-32 .* of the record 'archive/{where}' in here"):
+    with pytest.raises(
+        CheckpointDamagedError, match=rf"CRC-32 .* of the record 'archive/{where}' in here"
+    ):
         read(bytes(content))
     assert isinstance(read(bytes(content), checks_crc=False), torch.Tensor)
 
@@ -330,7 +344,9 @@ def test_a_large_directory_is_refused_before_zipfile_makes_an_object_of_each_ent
     memory = memory_of(directory + end)
 
     tracemalloc.start()
-    with pytest.raises(CheckpointDamagedError, match="Expected a directory of at most 1048576 bytes in here, got"):
+    with pytest.raises(
+        CheckpointDamagedError, match="Expected a directory of at most 1048576 bytes in here, got"
+    ):
         open_memory(memory, "here", checks_crc=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

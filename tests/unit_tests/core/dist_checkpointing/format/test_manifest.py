@@ -49,7 +49,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
             blob_nbytes = data_nbytes
         digests = tuple(digest(str(number).encode()) for number in range(num_blocks(data_nbytes)))
         offsets = tuple(draw(st.integers(0, 1 << 40)) for _ in sizes)
-        records.append(ChunkRecord(key, dtype, offsets, sizes, begin, blob_nbytes, data_offset, data_nbytes, digests))
+        records.append(
+            ChunkRecord(
+                key, dtype, offsets, sizes, begin, blob_nbytes, data_offset, data_nbytes, digests
+            )
+        )
         end = begin + blob_nbytes
     rank = draw(st.integers(0, 5000))
     return Manifest(draw(KEYS), rank, data_file(rank), end, tuple(records))
@@ -111,7 +115,9 @@ def test_digests_are_the_published_ones():
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
+)
 def test_dtypes_have_one_name(dtype: torch.dtype):
     assert dtype_named(dtype_name(dtype)) is dtype
     assert "." not in dtype_name(dtype)
@@ -189,14 +195,18 @@ def test_a_manifest_that_was_not_written_so_is_refused(member: str, value: Any, 
         ("digests", ["0"], "digests"),
     ],
 )
-def test_a_chunk_whose_values_do_not_fit_each_other_is_refused(field: str, value: Any, message: str):
+def test_a_chunk_whose_values_do_not_fit_each_other_is_refused(
+    field: str, value: Any, message: str
+):
     changed = [*TENSOR]
     changed[ChunkRecord._fields.index(field)] = value
     with pytest.raises(CheckpointDamagedError, match=f"Expected .*{message}"):
         Manifest.from_bytes(manifest_of(changed), "here")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 1}']
+)
 def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
     for read in (Manifest.from_bytes, Marker.from_bytes):
         with pytest.raises(CheckpointDamagedError, match="here"):
@@ -241,6 +251,8 @@ def test_another_version_of_the_format_is_no_damage():
         (Marker.from_bytes, signed(format_version=2)),
         (Manifest.from_bytes, manifest_of(format_version=2)),
     ):
-        with pytest.raises(CheckpointError, match="Expected format version 1 in here, got 2") as caught:
+        with pytest.raises(
+            CheckpointError, match="Expected format version 1 in here, got 2"
+        ) as caught:
             read(content, "here")
         assert not isinstance(caught.value, CheckpointDamagedError)

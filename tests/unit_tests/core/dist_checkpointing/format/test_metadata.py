@@ -64,7 +64,10 @@ def dcp_metadata(tensors: Sequence[SavedTensor], plain: Sequence[SavedPlain]) ->
         tensor.key: TensorStorageMetadata(
             TensorProperties(tensor.dtype),
             torch.Size(tensor.shape),
-            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks],
+            [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in tensor.chunks
+            ],
         )
         for tensor in tensors
     }
@@ -77,7 +80,9 @@ def dcp_metadata(tensors: Sequence[SavedTensor], plain: Sequence[SavedPlain]) ->
         for i, chunk in enumerate(tensor.chunks)
     }
     places |= {
-        MetadataIndex(item.key): _StorageInfo(f"__{item.rank}_0.distcp", item.blob_offset, item.blob_nbytes)
+        MetadataIndex(item.key): _StorageInfo(
+            f"__{item.rank}_0.distcp", item.blob_offset, item.blob_nbytes
+        )
         for item in plain
     }
     paths = {key: nested_path(key) for key in entries}
@@ -88,8 +93,12 @@ def assert_same_metadata(got: Metadata, expected: Metadata) -> None:
     assert got == expected
     assert list(got.state_dict_metadata) == list(expected.state_dict_metadata)
     # Indices are equal whatever chunk of the list they point at.
-    assert [index.index for index in got.storage_data] == [index.index for index in expected.storage_data]
-    assert pickle.loads(pickle.dumps(got)) == expected  # types without equality of their own have survived, too
+    assert [index.index for index in got.storage_data] == [
+        index.index for index in expected.storage_data
+    ]
+    assert (
+        pickle.loads(pickle.dumps(got)) == expected
+    )  # types without equality of their own have survived, too
 
 
 @st.composite
@@ -99,8 +108,13 @@ def saved_tensors(draw: st.DrawFn) -> list[SavedTensor]:
     for key in draw(st.lists(st.text("abß.", min_size=1, max_size=6), max_size=4, unique=True)):
         sizes = st.tuples(*[small | large] * draw(st.integers(0, 4)))
         places = draw(st.lists(sizes, max_size=5, unique=True))
-        chunks = [SavedChunk(place, draw(sizes), draw(small), draw(large), draw(large)) for place in places]
-        found.append(SavedTensor(f"model.{key}", draw(st.sampled_from(DTYPES)), draw(sizes), chunks))
+        chunks = [
+            SavedChunk(place, draw(sizes), draw(small), draw(large), draw(large))
+            for place in places
+        ]
+        found.append(
+            SavedTensor(f"model.{key}", draw(st.sampled_from(DTYPES)), draw(sizes), chunks)
+        )
     return found
 
 
@@ -128,7 +142,10 @@ def test_repeated_keys_are_refused():
     ("key", "path"),
     [
         ("model.layers.0.weight", ("model", "layers.0.weight")),
-        ("optimizer.state.layers.0.weight.exp_avg", ("optimizer", "state", "layers.0.weight", "exp_avg")),
+        (
+            "optimizer.state.layers.0.weight.exp_avg",
+            ("optimizer", "state", "layers.0.weight", "exp_avg"),
+        ),
         ("optimizer.param_groups", ("optimizer", "param_groups")),
         ("rng.3.torch", ("rng", "3", "torch")),
         ("iteration", ("iteration",)),
@@ -146,7 +163,9 @@ def test_keys_nest_as_the_state_dict_did(key, path):
 # Vanilla DCP reads it.
 
 
-def write_checkpoint(folder: Path, values: dict[str, Any], boxes: dict[str, list[tuple[int, Any, Any]]]) -> None:
+def write_checkpoint(
+    folder: Path, values: dict[str, Any], boxes: dict[str, list[tuple[int, Any, Any]]]
+) -> None:
     """A checkpoint of blobs whose data begin on multiples of 4096.
 
     Args:
@@ -168,7 +187,12 @@ def write_checkpoint(folder: Path, values: dict[str, Any], boxes: dict[str, list
             continue
         chunks = []
         for rank, offsets, sizes in boxes[key]:
-            box = value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+            box = value[
+                tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(offsets, sizes, strict=True)
+                )
+            ]
             header, footer = blob_frame(value.dtype, sizes)
             data = box.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             offset, nbytes = add(rank, header, data, footer)
@@ -229,13 +253,17 @@ def test_vanilla_dcp_reads_a_checkpoint_put_together_from_frames_and_composed_me
         "optimizer.state.layers.0.weight.exp_avg": torch.randn(37, 5).to(torch.float8_e4m3fn),
         "optimizer.state.layers.0.weight.step": torch.tensor(7.0),
         "optimizer.state.layers.0.weight.grid": torch.randn(6, 300, 2, dtype=torch.float64),
-        "optimizer.param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.weight"]}],
+        "optimizer.param_groups": [
+            {"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.weight"]}
+        ],
         "rng.0.torch": torch.get_rng_state(),
         "rng.1.python": (3, (1, 2, 3), None),
     }
     rows = [(2, (0, 0), (10, 5)), (0, (10, 0), (1, 5)), (1, (11, 0), (26, 5))]
     grid = [
-        (i, (a, b, 0), (c, d, 2)) for i, (a, c) in enumerate([(0, 4), (4, 2)]) for b, d in [(0, 1), (1, 256), (257, 43)]
+        (i, (a, b, 0), (c, d, 2))
+        for i, (a, c) in enumerate([(0, 4), (4, 2)])
+        for b, d in [(0, 1), (1, 256), (257, 43)]
     ]
     boxes = {
         "model.layers.0.weight": rows,
@@ -247,7 +275,9 @@ def test_vanilla_dcp_reads_a_checkpoint_put_together_from_frames_and_composed_me
     }
     write_checkpoint(tmp_path, values, boxes)
     torch.save(values, tmp_path / "expected.pt")
-    result = subprocess.run([sys.executable, "-c", VANILLA, tmp_path], capture_output=True, text=True, cwd=tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", VANILLA, tmp_path], capture_output=True, text=True, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "read 8\n"
 
@@ -258,7 +288,9 @@ def test_vanilla_dcp_reads_a_checkpoint_put_together_from_frames_and_composed_me
 def save_with_vanilla_dcp(folder: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # cut unevenly; the last weight has one row
+    model = nn.Sequential(
+        nn.Linear(3, 5), nn.Linear(5, 1)
+    )  # cut unevenly; the last weight has one row
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -283,7 +315,11 @@ def test_what_vanilla_dcp_writes_is_read_as_it_is(tmp_path):
     assert got.storage_meta.checkpoint_id == str(tmp_path)
     expected.storage_meta.checkpoint_id = str(expected.storage_meta.checkpoint_id)
     assert_same_metadata(got, expected)
-    assert {"model.0.weight", "optimizer.state.0.exp_avg", "plain.iteration"} <= got.state_dict_metadata.keys()
+    assert {
+        "model.0.weight",
+        "optimizer.state.0.exp_avg",
+        "plain.iteration",
+    } <= got.state_dict_metadata.keys()
     assert len(got.state_dict_metadata["model.0.weight"].chunks) == 2
     check_coverage(got, SOURCE)
 
@@ -304,7 +340,10 @@ class Command:
 def metadata_of_one_tensor() -> Metadata:
     tensors = [
         SavedTensor(
-            "model.w", torch.float32, (4, 3), [SavedChunk((0, 0), (2, 3), 0, 0, 9), SavedChunk((2, 0), (2, 3), 1, 0, 9)]
+            "model.w",
+            torch.float32,
+            (4, 3),
+            [SavedChunk((0, 0), (2, 3), 0, 0, 9), SavedChunk((2, 0), (2, 3), 1, 0, 9)],
         )
     ]
     return dcp_metadata(tensors, [SavedPlain("optimizer.param_groups", 0, 4096, 9)])
@@ -318,9 +357,15 @@ def inside(command: object) -> list[tuple[str, object]]:
     places: dict[str, Callable[[Metadata], None]] = {
         "an entry": lambda it: it.state_dict_metadata.update({"model.w": command}),
         "a chunk": lambda it: it.state_dict_metadata["model.w"].chunks.append(command),
-        "an offset": lambda it: setattr(it.state_dict_metadata["model.w"].chunks[0], "offsets", command),
-        "a dtype": lambda it: setattr(it.state_dict_metadata["model.w"].properties, "dtype", command),
-        "a file": lambda it: setattr(next(iter(it.storage_data.values())), "relative_path", command),
+        "an offset": lambda it: setattr(
+            it.state_dict_metadata["model.w"].chunks[0], "offsets", command
+        ),
+        "a dtype": lambda it: setattr(
+            it.state_dict_metadata["model.w"].properties, "dtype", command
+        ),
+        "a file": lambda it: setattr(
+            next(iter(it.storage_data.values())), "relative_path", command
+        ),
         "an unknown field": lambda it: setattr(it, "more", command),
     }
     for place, put in places.items():
@@ -338,7 +383,9 @@ def test_a_pickle_that_runs_a_command_is_refused_by_name_and_the_command_has_not
         with pytest.raises(CheckpointError, match=r"got (posix|nt)\.system") as caught:
             parse_metadata(content, SOURCE)
         assert SOURCE in str(caught.value), place
-        assert not isinstance(caught.value, CheckpointDamagedError)  # no reason to try an older one in silence
+        assert not isinstance(
+            caught.value, CheckpointDamagedError
+        )  # no reason to try an older one in silence
         assert not victim.exists(), place
         pickle.loads(content)  # which runs it
         assert victim.exists(), place
@@ -377,8 +424,14 @@ def build_on(module: str, name: str, state: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "ChunkStorageMetadata")),
-        *(("torch.distributed.checkpoint.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("Metadata", "ChunkStorageMetadata")
+        ),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")
+        ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch", "float32"),
@@ -398,12 +451,24 @@ def test_a_pickle_cannot_set_attributes_of_what_it_names(module, name, slots):
 
 @pytest.mark.parametrize(
     "file",
-    ["../victim", "a/../../victim", "/etc/passwd", "..", "", "C:\\victim", "..\\victim", "\\\\host\\victim", "a\0"],
+    [
+        "../victim",
+        "a/../../victim",
+        "/etc/passwd",
+        "..",
+        "",
+        "C:\\victim",
+        "..\\victim",
+        "\\\\host\\victim",
+        "a\0",
+    ],
 )
 def test_data_files_outside_of_the_folder_are_refused(file):
     metadata = metadata_of_one_tensor()
     next(iter(metadata.storage_data.values())).relative_path = file
-    with pytest.raises(CheckpointError, match=f"Expected data files in the folder of {SOURCE}, got"):
+    with pytest.raises(
+        CheckpointError, match=f"Expected data files in the folder of {SOURCE}, got"
+    ):
         parse_metadata(pickle.dumps(metadata), SOURCE)
 
 
@@ -477,8 +542,12 @@ def test_fields_of_the_wrong_type_are_found(case):
 
 def test_two_places_for_one_chunk_are_found():
     metadata = metadata_of_one_tensor()
-    index(metadata).__dict__["offset"] = torch.Size((2, 0))  # what the second chunk's is, under another hash
-    with pytest.raises(CheckpointDamagedError, match=r"one place for each chunk in .*, got 3 places for 2 chunks"):
+    index(metadata).__dict__["offset"] = torch.Size(
+        (2, 0)
+    )  # what the second chunk's is, under another hash
+    with pytest.raises(
+        CheckpointDamagedError, match=r"one place for each chunk in .*, got 3 places for 2 chunks"
+    ):
         parse_metadata(pickle.dumps(metadata), SOURCE)
 
 
@@ -488,7 +557,9 @@ def test_objects_that_stand_in_several_places_are_read():
     first = entry(metadata).chunks[0]
     for chunk in entry(metadata).chunks:
         metadata.storage_data[MetadataIndex("model.tied", chunk.offsets)] = info(metadata)
-    metadata.state_dict_metadata["model.other"] = TensorStorageMetadata(TensorProperties(), first.sizes, [first])
+    metadata.state_dict_metadata["model.other"] = TensorStorageMetadata(
+        TensorProperties(), first.sizes, [first]
+    )
     metadata.storage_data[MetadataIndex("model.other", first.offsets)] = info(metadata)
     assert_same_metadata(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
 
@@ -513,7 +584,9 @@ def test_a_truncated_file_is_damaged_wherever_it_ends(content):
             parse_metadata(content[:nbytes], SOURCE)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 500, COMPOSED + b"\0", COMPOSED + COMPOSED, b"N.", b"{}", b"(" * 999])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 500, COMPOSED + b"\0", COMPOSED + COMPOSED, b"N.", b"{}", b"(" * 999]
+)
 def test_what_is_no_pickle_of_metadata_or_more_than_that_is_damaged(content):
     with pytest.raises(CheckpointDamagedError, match=SOURCE):
         parse_metadata(content, SOURCE)
@@ -522,7 +595,9 @@ def test_what_is_no_pickle_of_metadata_or_more_than_that_is_damaged(content):
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from([COMPOSED, PICKLED]), st.integers(0), st.integers(1, 255))
 @example(PICKLED, 6418, 124)  # a record as the name of a field
-def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_error(content, place, change):
+def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_error(
+    content, place, change
+):
     damaged = bytearray(content)
     damaged[place % len(content)] ^= change
     with contextlib.suppress(CheckpointError):
@@ -532,7 +607,10 @@ def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_erro
 
 
 BOMBS = {
-    "an index of 2 ** 60 tuples": b"}" + b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
+    "an index of 2 ** 60 tuples": b"}"
+    + b")"
+    + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
+    + b"Ns.",
     "a memory format of 2 ** 60 tuples": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n)"
     + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
     + b"\x85R.",
@@ -553,7 +631,9 @@ def test_a_bomb_in_the_place_of_metadata_is_one_short_error(name):
 def test_a_list_of_chunks_that_all_tensors_share_is_not_read_again_for_each():
     metadata = metadata_of_one_tensor()
     metadata.state_dict_metadata |= {f"model.{number}": entry(metadata) for number in range(100)}
-    with pytest.raises(CheckpointDamagedError, match=f"no more chunks than the 3 places in {SOURCE}"):
+    with pytest.raises(
+        CheckpointDamagedError, match=f"no more chunks than the 3 places in {SOURCE}"
+    ):
         parse_metadata(pickle.dumps(metadata), SOURCE)
 
 
@@ -570,7 +650,9 @@ def cpu_seconds_to_parse(metadata: Metadata) -> float:
 
 def sharing_descriptors(length: int) -> Metadata:
     shared = ["a"] * length
-    places = {MetadataIndex("k", torch.Size([i])): _StorageInfo("f", 0, 1, shared) for i in range(1000)}
+    places = {
+        MetadataIndex("k", torch.Size([i])): _StorageInfo("f", 0, 1, shared) for i in range(1000)
+    }
     return Metadata({}, storage_data=places)
 
 
@@ -586,11 +668,20 @@ def test_what_a_thousand_records_share_is_looked_at_once(make, length):
 
 
 LONG: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "a key": (lambda it: it.state_dict_metadata.update({"k" * 4097: BytesStorageMetadata()}), "keys of at most 4096"),
+    "a key": (
+        lambda it: it.state_dict_metadata.update({"k" * 4097: BytesStorageMetadata()}),
+        "keys of at most 4096",
+    ),
     "the key of an index": (put(index, "fqn", "k" * 4097), "keys of at most 4096"),
-    "the key of a path": (put(lambda it: it, "planner_data", {"k" * 4097: ("k",)}), "keys of at most 4096"),
+    "the key of a path": (
+        put(lambda it: it, "planner_data", {"k" * 4097: ("k",)}),
+        "keys of at most 4096",
+    ),
     "a path": (put(lambda it: it, "planner_data", {"k": (0,) * 257}), "as a tuple of at most 256"),
-    "a size": (put(entry, "size", torch.Size([1] * 65)), "a size as a tuple of at most 64 integers"),
+    "a size": (
+        put(entry, "size", torch.Size([1] * 65)),
+        "a size as a tuple of at most 64 integers",
+    ),
     "a folder": (
         put(lambda it: it, "storage_meta", StorageMeta(pathlib.PosixPath("f" * 4097))),
         "a path of at most 4096 characters",
@@ -610,7 +701,9 @@ def test_what_readers_walk_for_every_chunk_has_a_bounded_length(name):
 def test_no_key_is_written_that_would_not_be_read():
     longest = SavedTensor("k" * 4096, torch.float32, (0,), [])
     parse_metadata(compose_metadata([longest], []), SOURCE)
-    with pytest.raises(ValueError, match="Expected keys of at most 4096 characters, got one of 4097"):
+    with pytest.raises(
+        ValueError, match="Expected keys of at most 4096 characters, got one of 4097"
+    ):
         compose_metadata([longest._replace(key="k" * 4097)], [])
 
 
@@ -648,7 +741,9 @@ def test_chunks_that_tile_a_tensor_are_accepted(tiling):
 def times_covered(shape: Sequence[int], boxes: Sequence[Box]) -> np.ndarray:
     times = np.zeros(shape, dtype=int)
     for offsets, sizes in boxes:
-        times[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))] += 1
+        times[
+            tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        ] += 1
     return times
 
 
@@ -675,7 +770,9 @@ def test_a_lost_added_or_moved_chunk_is_found_at_its_first_element(tiling, data)
     changed = list(boxes)
     _, sizes = changed.pop(data.draw(st.integers(0, len(boxes) - 1)))
     for _ in range(data.draw(st.integers(0, 2))):
-        moved = tuple(data.draw(st.integers(0, full - size)) for full, size in zip(shape, sizes, strict=True))
+        moved = tuple(
+            data.draw(st.integers(0, full - size)) for full, size in zip(shape, sizes, strict=True)
+        )
         changed.append((moved, sizes))
     assert_coverage_is_that_of_counting(shape, changed)
 
@@ -683,7 +780,9 @@ def test_a_lost_added_or_moved_chunk_is_found_at_its_first_element(tiling, data)
 def test_all_sets_of_boxes_in_a_small_tensor_are_judged_as_by_counting():
     shape = (2, 3)
     ranges = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
-    boxes = [(tuple(a for a, _ in box), tuple(n for _, n in box)) for box in itertools.product(*ranges)]
+    boxes = [
+        (tuple(a for a, _ in box), tuple(n for _, n in box)) for box in itertools.product(*ranges)
+    ]
     judged = [
         assert_coverage_is_that_of_counting(shape, chosen)
         for number in range(5)
@@ -695,10 +794,19 @@ def test_all_sets_of_boxes_in_a_small_tensor_are_judged_as_by_counting():
 
 @pytest.mark.parametrize(
     ("offsets", "sizes"),
-    [((3, 0), (2, 3)), ((0, 1), (4, 3)), ((0,), (4,)), ((0, 0, 0), (4, 3, 1)), ((9, 9), (0, 0)), ((0, 0), (5, 3))],
+    [
+        ((3, 0), (2, 3)),
+        ((0, 1), (4, 3)),
+        ((0,), (4,)),
+        ((0, 0, 0), (4, 3, 1)),
+        ((9, 9), (0, 0)),
+        ((0, 0), (5, 3)),
+    ],
 )
 def test_chunks_outside_of_their_tensor_are_found(offsets, sizes):
-    with pytest.raises(CheckpointDamagedError, match=r"Expected chunks of model.w inside \(4, 3\) in .*, got"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected chunks of model.w inside \(4, 3\) in .*, got"
+    ):
         check_coverage(metadata_of((4, 3), [(offsets, sizes)]), SOURCE)
 
 
@@ -725,12 +833,16 @@ def test_boxes_cut_along_many_dimensions_are_refused_before_their_corners_are_co
 
 @pytest.mark.parametrize("shape", [(1 << 60,), (1 << 40, 1 << 40), (0, 1 << 62), (1 << 62, 0, 4)])
 def test_more_elements_than_torch_can_count_are_refused(shape):
-    with pytest.raises(CheckpointDamagedError, match=r"Expected model\.w in .* to have at most \d+ elements, got"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected model\.w in .* to have at most \d+ elements, got"
+    ):
         check_coverage(metadata_of(shape, [((0,) * len(shape), shape)]), SOURCE)
 
 
 def test_a_chunk_or_a_value_without_a_place_is_found():
-    for lost, name in enumerate([r"model.w at \(0, 0\)", r"model.w at \(2, 0\)", "optimizer.param_groups"]):
+    for lost, name in enumerate(
+        [r"model.w at \(0, 0\)", r"model.w at \(2, 0\)", "optimizer.param_groups"]
+    ):
         metadata = metadata_of_one_tensor()
         check_coverage(metadata, SOURCE)
         del metadata.storage_data[list(metadata.storage_data)[lost]]

@@ -26,11 +26,17 @@ def walk(content: bytes, value: object) -> None:
 
 
 def read(content: bytes, **admitted: Any) -> object:
-    return read_pickle(content, "here", {("names", name): value for name, value in admitted.items()}, "names")
+    return read_pickle(
+        content, "here", {("names", name): value for name, value in admitted.items()}, "names"
+    )
 
 
 scalars = (
-    st.none() | st.booleans() | st.integers(-(2**127), 2**127 - 1) | st.floats(allow_nan=False) | st.text(max_size=300)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**127), 2**127 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
 )
 values = st.recursive(
     scalars,
@@ -83,9 +89,15 @@ BOMBS = {
     "a long of 5000 digits": b"L" + b"9" * 5000 + b"L\n.",
     "a key that is 2 ** 60 tuples": PROTO + b"}" + doublings(60, b"\x86") + b"Ns.",
     "a key that is 100000 tuples deep": PROTO + b"}" + b")" + b"\x85" * 100_000 + b"Ns.",
-    "an argument that is 100000 tuples deep": PROTO + b"cnames\nlook\n)" + b"\x85" * 100_000 + b"R.",
+    "an argument that is 100000 tuples deep": PROTO
+    + b"cnames\nlook\n)"
+    + b"\x85" * 100_000
+    + b"R.",
     "a value that is 2 ** 60 tuples": PROTO + doublings(60, b"\x86") + b".",
-    "a value that is 2 ** 60 lists": PROTO + b"]" + b"".join(b"q%c](h%ch%ce" % (i, i, i) for i in range(60)) + b".",
+    "a value that is 2 ** 60 lists": PROTO
+    + b"]"
+    + b"".join(b"q%c](h%ch%ce" % (i, i, i) for i in range(60))
+    + b".",
     "a list in itself": PROTO + b"]q\x00h\x00a.",
     "a value that is 100000 lists deep": PROTO + b"]" * 100_000 + b"a" * 99_999 + b".",
     "a hundred thousand marks": PROTO + b"(" * 100_000 + b".",
@@ -144,7 +156,9 @@ class Reduced:
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-@pytest.mark.parametrize("function", [os.system, eval, print, exec, getattr, pickle.loads, OrderedDict])
+@pytest.mark.parametrize(
+    "function", [os.system, eval, print, exec, getattr, pickle.loads, OrderedDict]
+)
 def test_what_is_not_listed_is_refused_by_name(function, protocol):
     content = pickle.dumps(Reduced(function, ("x",)), protocol)
     with pytest.raises(CheckpointError, match="Expected nothing but names in here, got ") as caught:
@@ -208,7 +222,9 @@ def test_short_keys_and_arguments_may_be_recalled_often():
 def test_a_dict_with_a_long_key_cannot_be_copied_again_and_again():
     value = [{(0,) * 50_000: 1}] * 1000
     content = pickle.dumps(value)
-    with pytest.raises(CheckpointDamagedError, match=r"Expected at most \d+ values in here, got more"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected at most \d+ values in here, got more"
+    ):
         walk(content, read(content))
 
 

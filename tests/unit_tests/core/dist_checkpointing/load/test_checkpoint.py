@@ -43,7 +43,10 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 TENSORS: dict[str, tuple[torch.Tensor, list[Cut]]] = {
     # Three ranks' rows, several blocks each, whose chunks do not end with a block.
-    "model.big": (_random(ROWS * 3 + 5, 64), row_cuts((ROWS * 3 + 5, 64), ROWS + 1, ROWS - 3, ROWS + 7)),
+    "model.big": (
+        _random(ROWS * 3 + 5, 64),
+        row_cuts((ROWS * 3 + 5, 64), ROWS + 1, ROWS - 3, ROWS + 7),
+    ),
     "model.small": (_random(7, 3, dtype=torch.bfloat16), row_cuts((7, 3), 2, 0, 5)),
     # Cut along two dims, as tensor parallelism would.
     "model.grid": (
@@ -79,7 +82,9 @@ class CountingStore(LocalStore):
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one checkpoint of three ranks. Not to be changed."""
     root = tmp_path_factory.mktemp("pristine")
-    write_checkpoint(root / NAME, TENSORS, PLAIN, world_size=3, train_state={"progress": {"iteration": 10}})
+    write_checkpoint(
+        root / NAME, TENSORS, PLAIN, world_size=3, train_state={"progress": {"iteration": 10}}
+    )
     return root
 
 
@@ -151,12 +156,16 @@ class Layouts:
 
     @staticmethod
     def part(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros([size + 2 for size in shape], dtype=dtype)[tuple(slice(1, size + 1) for size in shape)]
+        return torch.zeros([size + 2 for size in shape], dtype=dtype)[
+            tuple(slice(1, size + 1) for size in shape)
+        ]
 
 
 @settings(max_examples=150, deadline=None)
 @given(wanted_boxes(), st.sampled_from(["contiguous", "transposed", "part"]), st.booleans())
-def test_any_box_is_read_into_any_memory(pristine: Path, wanted: tuple[str, Box], layout: str, verify: bool):
+def test_any_box_is_read_into_any_memory(
+    pristine: Path, wanted: tuple[str, Box], layout: str, verify: bool
+):
     key, box = wanted
     tensor = TENSORS[key][0]
     checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME, verify=verify)
@@ -181,7 +190,9 @@ def test_what_lies_beside_the_box_is_left_alone(checkpoint: PublishedCheckpoint)
     assert (memory == -1).all()
 
 
-def test_small_pieces_of_staging_make_no_difference(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+def test_small_pieces_of_staging_make_no_difference(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(chunk_data, "_STAGING_BYTES", 48)
     monkeypatch.setattr(chunk_data, "_READ_BYTES", BLOCK_BYTES)
     assert torch.equal(read_all(pristine)["model.big"], TENSORS["model.big"][0])
@@ -196,10 +207,14 @@ def test_only_the_blocks_that_a_box_touches_are_read(pristine: Path):
     checkpoint = PublishedCheckpoint.open(store, NAME)
     # Rank 1's chunk begins at row ROWS + 1 and has two blocks and a bit less than a third.
     out = torch.empty(10, 64)
-    first = ROWS + 1 + BLOCK_BYTES // 256 - 4  # rows of 256 bytes: six before the second block, four in it
+    first = (
+        ROWS + 1 + BLOCK_BYTES // 256 - 4
+    )  # rows of 256 bytes: six before the second block, four in it
     assert checkpoint.read("model.big", (first, 0), out) == 2 * BLOCK_BYTES
     assert torch.equal(out, TENSORS["model.big"][0][first : first + 10])
-    assert {(path, nbytes) for path, _, nbytes in store.reads} == {(f"{NAME}/{data_file(1)}", BLOCK_BYTES)}
+    assert {(path, nbytes) for path, _, nbytes in store.reads} == {
+        (f"{NAME}/{data_file(1)}", BLOCK_BYTES)
+    }
     one_row = torch.empty(1, 64)
     assert checkpoint.read("model.big", (ROWS + 1 + ROWS - 4, 0), one_row) == BLOCK_BYTES - 3 * 256
 
@@ -220,15 +235,23 @@ def test_columns_are_read_block_by_block_and_no_block_twice(tmp_path: Path):
     write_checkpoint(tmp_path / NAME, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
     store = CountingStore(tmp_path)
     out = torch.empty(4, 8)
-    assert PublishedCheckpoint.open(store, NAME).read("model.w", (1, columns - 8), out) == 4 * BLOCK_BYTES
+    assert (
+        PublishedCheckpoint.open(store, NAME).read("model.w", (1, columns - 8), out)
+        == 4 * BLOCK_BYTES
+    )
     assert torch.equal(out, tensor[1:5, -8:])
     first = store.reads[0][1] - 3 * BLOCK_BYTES
     assert [(offset - first) // BLOCK_BYTES for _, offset, _ in store.reads] == [3, 5, 7, 9]
     # Rows of less than a block: all blocks hold some of the columns.
     narrow = tensor.reshape(-1, 1024)
-    write_checkpoint(tmp_path / "iter_0000020", {"model.w": (narrow, whole(narrow))}, {}, world_size=1)
+    write_checkpoint(
+        tmp_path / "iter_0000020", {"model.w": (narrow, whole(narrow))}, {}, world_size=1
+    )
     out = torch.empty(narrow.shape[0], 8)
-    assert PublishedCheckpoint.open(store, "iter_0000020").read("model.w", (0, 16), out) == tensor.nbytes
+    assert (
+        PublishedCheckpoint.open(store, "iter_0000020").read("model.w", (0, 16), out)
+        == tensor.nbytes
+    )
     assert torch.equal(out, narrow[:, 16:24])
 
 
@@ -239,9 +262,13 @@ def test_without_digests_only_what_is_wanted_is_read(pristine: Path):
     assert torch.equal(out, TENSORS["model.big"][0][ROWS - 4 : ROWS + 6])
 
 
-def test_manifests_are_read_when_they_are_needed_and_once(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+def test_manifests_are_read_when_they_are_needed_and_once(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+):
     store, read = LocalStore(pristine), []
-    monkeypatch.setattr(store, "read", lambda path, *most: read.append(path) or LocalStore.read(store, path, *most))
+    monkeypatch.setattr(
+        store, "read", lambda path, *most: read.append(path) or LocalStore.read(store, path, *most)
+    )
     checkpoint = PublishedCheckpoint.open(store, NAME)
     assert not [path for path in read if "manifest" in path]
     out = torch.empty(())
@@ -271,22 +298,38 @@ def test_threads_may_read_side_by_side(checkpoint: PublishedCheckpoint):
         ("model.grid", (0, 0, 0), torch.empty(4, 6), "Expected a box of 'model.grid' of shape"),
         ("model.grid", (1, 0, 0), torch.empty(4, 6, 5), "got .4, 6, 5. at .1, 0, 0."),
         ("model.grid", (-1, 0, 0), torch.empty(4, 6, 5), "Expected a box of 'model.grid' of shape"),
-        ("model.grid", (0, 0, 0), torch.empty(4, 6, 5).half(), "Expected torch.float32 for 'model.grid', got torch.f"),
+        (
+            "model.grid",
+            (0, 0, 0),
+            torch.empty(4, 6, 5).half(),
+            "Expected torch.float32 for 'model.grid', got torch.f",
+        ),
     ],
 )
 def test_a_box_that_is_not_in_the_tensor_is_refused(
-    checkpoint: PublishedCheckpoint, key: str, offsets: tuple[int, ...], out: torch.Tensor, message: str
+    checkpoint: PublishedCheckpoint,
+    key: str,
+    offsets: tuple[int, ...],
+    out: torch.Tensor,
+    message: str,
 ):
     with pytest.raises(ValueError, match=message):
         checkpoint.read(key, offsets, out)
 
 
 def test_a_key_that_is_not_there_is_named(checkpoint: PublishedCheckpoint):
-    with pytest.raises(CheckpointError, match=r"Expected the tensor 'model.no' in .*iter_0000010, got nothing of that"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Expected the tensor 'model.no' in .*iter_0000010, got nothing of that",
+    ):
         checkpoint.read("model.no", (), torch.empty(()))
-    with pytest.raises(CheckpointError, match=r"Expected the tensor 'optimizer.param_groups' in .*, got plain data"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected the tensor 'optimizer.param_groups' in .*, got plain data"
+    ):
         checkpoint.read("optimizer.param_groups", (), torch.empty(()))
-    with pytest.raises(CheckpointError, match=r"Expected plain data 'model.big' in .*, got a tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"Expected plain data 'model.big' in .*, got a tensor"
+    ):
         checkpoint.read_plain("model.big")
 
 
@@ -338,7 +381,9 @@ def _flipped(content: bytes, bit: int) -> bytes:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2), st.data())
-def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(pristine: Path, rank: int, data: st.DataObject):
+def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(
+    pristine: Path, rank: int, data: st.DataObject
+):
     manifest = Manifest.from_bytes((pristine / NAME / manifest_file(rank)).read_bytes(), "")
     chunk = data.draw(st.sampled_from(manifest.chunks))
     bit = data.draw(st.integers(0, 8 * chunk.data_nbytes - 1))
@@ -374,16 +419,22 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(root: Path):
     with pytest.raises(CheckpointDamagedError, match=data_file(0)):
         checkpoint.read("model.big", (0, 0), torch.empty(9, 64))
     (root / NAME / data_file(1)).unlink()
-    with pytest.raises(CheckpointDamagedError, match=f"Expected to read .*{data_file(1)}, got FileNotFoundError"):
+    with pytest.raises(
+        CheckpointDamagedError, match=f"Expected to read .*{data_file(1)}, got FileNotFoundError"
+    ):
         checkpoint.read("optimizer.state.big.step", (), torch.empty(()))
 
 
-def test_errors_of_the_system_that_are_no_damage_are_not_called_so(pristine: Path, monkeypatch: pytest.MonkeyPatch):
+def test_errors_of_the_system_that_are_no_damage_are_not_called_so(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*_: Any) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(LocalStore, "read", refuse)
-    with pytest.raises(CheckpointError, match=r"Expected to read .*published.json, got PermissionError") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"Expected to read .*published.json, got PermissionError"
+    ) as caught:
         PublishedCheckpoint.open(open_store(pristine), NAME)
     assert not isinstance(caught.value, CheckpointDamagedError)
 
@@ -395,24 +446,37 @@ def _mark_again(folder: Path, **changed: Any) -> None:
     for name, record in old.files.items():
         content = (folder / name).read_bytes()
         files[name] = FileRecord(len(content), None if record.digest is None else digest(content))
-    values = {"save_id": old.save_id, "iteration": old.iteration, "world_size": old.world_size, **changed}
+    values = {
+        "save_id": old.save_id,
+        "iteration": old.iteration,
+        "world_size": old.world_size,
+        **changed,
+    }
     (folder / MARKER_FILE).write_bytes(Marker(files=files, **values).to_bytes())
 
 
 def test_a_manifest_of_another_save_is_refused(root: Path):
     other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
     shutil.copy(other / manifest_file(1), root / NAME / manifest_file(1))
-    with pytest.raises(CheckpointDamagedError, match=f"digest .* {manifest_file(1)}|bytes in .*{manifest_file(1)}"):
+    with pytest.raises(
+        CheckpointDamagedError, match=f"digest .* {manifest_file(1)}|bytes in .*{manifest_file(1)}"
+    ):
         read_all(root)
     _mark_again(root / NAME)
-    with pytest.raises(CheckpointDamagedError, match=f"Expected save id a-save in .*{manifest_file(1)}, got another"):
+    with pytest.raises(
+        CheckpointDamagedError,
+        match=f"Expected save id a-save in .*{manifest_file(1)}, got another",
+    ):
         read_all(root)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda chunks: chunks[1:], r"Expected the chunk of 'model.big' at \(0, 0\) in .*manifest_0.json, got none"),
+        (
+            lambda chunks: chunks[1:],
+            r"Expected the chunk of 'model.big' at \(0, 0\) in .*manifest_0.json, got none",
+        ),
         (
             lambda chunks: (chunks[0]._replace(key="model.bag"), *chunks[1:]),
             r"Expected chunks that .metadata has in .*manifest_0.json, got 'model.bag' at \(0, 0\)",
@@ -430,7 +494,9 @@ def test_a_manifest_of_another_save_is_refused(root: Path):
 def test_a_manifest_that_contradicts_the_metadata_is_refused(root: Path, change: Any, message: str):
     path = root / NAME / manifest_file(0)
     manifest = Manifest.from_bytes(path.read_bytes(), "")
-    path.write_bytes(Manifest(*list(vars(manifest).values())[:4], change(manifest.chunks)).to_bytes())
+    path.write_bytes(
+        Manifest(*list(vars(manifest).values())[:4], change(manifest.chunks)).to_bytes()
+    )
     _mark_again(root / NAME)
     with pytest.raises(CheckpointDamagedError, match=message):
         read_all(root)
@@ -440,16 +506,23 @@ def test_a_manifest_of_another_rank_is_refused(root: Path):
     path = root / NAME / manifest_file(0)
     shutil.copy(root / NAME / manifest_file(1), path)
     _mark_again(root / NAME)
-    with pytest.raises(CheckpointDamagedError, match=r"Expected rank 0 in .*manifest_0.json, got 1"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Expected rank 0 in .*manifest_0.json, got 1"
+    ):
         read_all(root)
 
 
 def test_metadata_that_names_other_files_is_refused(root: Path):
-    moved = {key: (tensor, [cut._replace(rank=3) for cut in cuts]) for key, (tensor, cuts) in TENSORS.items()}
+    moved = {
+        key: (tensor, [cut._replace(rank=3) for cut in cuts])
+        for key, (tensor, cuts) in TENSORS.items()
+    }
     elsewhere = write_checkpoint(root / "elsewhere", moved, PLAIN, world_size=4)
     shutil.copy(elsewhere / METADATA_FILE, root / NAME / METADATA_FILE)
     _mark_again(root / NAME)
-    with pytest.raises(CheckpointDamagedError, match=rf"Expected data files of 3 ranks in .*, got {data_file(3)}"):
+    with pytest.raises(
+        CheckpointDamagedError, match=rf"Expected data files of 3 ranks in .*, got {data_file(3)}"
+    ):
         PublishedCheckpoint.open(open_store(root), NAME)
 
 
@@ -457,7 +530,10 @@ def test_a_data_file_that_is_shorter_than_the_metadata_says_is_refused(root: Pat
     path = root / NAME / data_file(2)
     path.write_bytes(path.read_bytes()[:-5000])
     _mark_again(root / NAME)
-    with pytest.raises(CheckpointDamagedError, match=f"Expected blobs within the .* bytes of {data_file(2)} in .*meta"):
+    with pytest.raises(
+        CheckpointDamagedError,
+        match=f"Expected blobs within the .* bytes of {data_file(2)} in .*meta",
+    ):
         PublishedCheckpoint.open(open_store(root), NAME)
 
 
@@ -489,5 +565,8 @@ def test_plain_data_that_cannot_be_unpickled_safely_is_refused(root: Path):
     chunks = (*manifest.chunks[:-1], chunk._replace(digests=digests_of(changed)))
     path.write_bytes(Manifest(*list(vars(manifest).values())[:4], chunks).to_bytes())
     _mark_again(folder)
-    with pytest.raises(CheckpointDamagedError, match=r"Expected .* plain data 'rng.0.python' in .*__0_0.distcp, got"):
+    with pytest.raises(
+        CheckpointDamagedError,
+        match=r"Expected .* plain data 'rng.0.python' in .*__0_0.distcp, got",
+    ):
         read_all(root)

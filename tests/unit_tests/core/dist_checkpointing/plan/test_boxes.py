@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, range_of, ranges, row_major_strides
+from megatron.core.dist_checkpointing.plan.boxes import (
+    Box,
+    BoxIndex,
+    range_of,
+    ranges,
+    row_major_strides,
+)
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -14,11 +20,18 @@ SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Box(offsets, tuple(draw(st.integers(1, size - start)) for start, size in zip(offsets, shape, strict=True)))
+    return Box(
+        offsets,
+        tuple(
+            draw(st.integers(1, size - start)) for start, size in zip(offsets, shape, strict=True)
+        ),
+    )
 
 
 def places(box: Box) -> set[tuple[int, ...]]:
-    return set(itertools.product(*(range(start, start + size) for start, size in zip(*box, strict=True))))
+    return set(
+        itertools.product(*(range(start, start + size) for start, size in zip(*box, strict=True)))
+    )
 
 
 @given(SHAPES.flatmap(lambda shape: st.tuples(boxes_in(shape), boxes_in(shape))))
@@ -29,13 +42,17 @@ def test_an_overlap_is_what_lies_in_both(pair: tuple[Box, Box]):
     assert one.covers(other) == (places(other) <= places(one))
 
 
-@given(SHAPES.flatmap(lambda shape: st.tuples(st.lists(boxes_in(shape), max_size=12), boxes_in(shape))))
+@given(
+    SHAPES.flatmap(lambda shape: st.tuples(st.lists(boxes_in(shape), max_size=12), boxes_in(shape)))
+)
 def test_an_index_finds_what_overlaps_and_nothing_else(drawn: tuple[list[Box], Box]):
     boxes, wanted = drawn
     index = BoxIndex(boxes)
     assert sorted(index.boxes) == sorted(boxes)
     found = dict(index.overlaps(wanted))
-    assert {place: wanted.overlap(box) for place, box in enumerate(index.boxes) if wanted.overlap(box)} == found
+    assert {
+        place: wanted.overlap(box) for place, box in enumerate(index.boxes) if wanted.overlap(box)
+    } == found
 
 
 def test_an_index_looks_only_at_rows_that_are_near():
@@ -72,7 +89,9 @@ def test_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]):
     st.integers(1, 300),
     st.integers(0, 300),
 )
-def test_ranges_hold_each_element_of_the_box_once_in_the_order_of_memory(drawn, max_span: int, max_gap: int):
+def test_ranges_hold_each_element_of_the_box_once_in_the_order_of_memory(
+    drawn, max_span: int, max_gap: int
+):
     shape, box = drawn
     memory = torch.arange(torch.Size(shape).numel()).reshape(shape)
     parts = list(ranges(box, shape, max_span=max_span, max_gap=max_gap))
@@ -93,5 +112,11 @@ def test_ranges_hold_each_element_of_the_box_once_in_the_order_of_memory(drawn, 
 
 def test_the_example_of_the_module_is_one_range_or_three():
     two_columns = Box((0, 0), (3, 2))
-    assert [(part.start, part.span) for part in ranges(two_columns, (3, 5), max_span=99, max_gap=3)] == [(0, 12)]
-    assert [part.start for part in ranges(two_columns, (3, 5), max_span=99, max_gap=2)] == [0, 5, 10]
+    assert [
+        (part.start, part.span) for part in ranges(two_columns, (3, 5), max_span=99, max_gap=3)
+    ] == [(0, 12)]
+    assert [part.start for part in ranges(two_columns, (3, 5), max_span=99, max_gap=2)] == [
+        0,
+        5,
+        10,
+    ]

@@ -49,7 +49,9 @@ def flat_shards(draw: st.DrawFn) -> FlatShards:
 
 
 def box(chunk: Holding | Share) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return tuple(
+        slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
 
 
 def counts(shape: tuple[int, ...], chunks: Iterable[Holding | Share]) -> torch.Tensor:
@@ -65,7 +67,9 @@ def counts(shape: tuple[int, ...], chunks: Iterable[Holding | Share]) -> torch.T
 def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
     layout, mesh = shards.layout, shards.mesh
     whole = torch.full((layout.size,), -1)
-    tensors = [torch.arange(layout.numel(i)).view(shape) for i, shape in enumerate(layout.tensor_shapes)]
+    tensors = [
+        torch.arange(layout.numel(i)).view(shape) for i, shape in enumerate(layout.tensor_shapes)
+    ]
     for i, tensor in enumerate(tensors):
         whole[layout.tensor_to_offset[i] :][: tensor.numel()] = tensor.flatten()
     for place, rank in enumerate(mesh.ranks):
@@ -73,7 +77,9 @@ def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
         held = whole[piece.start : piece.stop]
         for i, tensor in enumerate(tensors):
             own = list(FlatTensor(shards, i).holdings(rank))
-            assert own == [holding for holding in FlatTensor(shards, i).holdings() if rank in holding.ranks]
+            assert own == [
+                holding for holding in FlatTensor(shards, i).holdings() if rank in holding.ranks
+            ]
             chunk = layout.chunk(i, piece)
             assert len(own) == (chunk.num_rows > 0)
             for holding in own:
@@ -84,7 +90,9 @@ def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
 @settings(deadline=None)
 @given(flat_shards())
 def test_every_element_is_written_once_by_one_who_holds_it(shards):
-    tensors: list[tuple[Holdings, int]] = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
+    tensors: list[tuple[Holdings, int]] = [
+        (FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))
+    ]
     scalar, own = Replicated((), shards.mesh.ranks), Replicated((3,), shards.mesh.ranks[-1:])
     tensors += [(scalar, 4), (own, 1)]
     all_shapes = [*shards.layout.tensor_shapes, (), (3,)]
@@ -139,7 +147,9 @@ def test_the_drawing_in_the_note_is_what_is_computed():
 )
 def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
     dims = [data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh_shape]
-    mesh = RankMesh(tuple(mesh_shape), tuple(data.draw(st.permutations(range(math.prod(mesh_shape))))))
+    mesh = RankMesh(
+        tuple(mesh_shape), tuple(data.draw(st.permutations(range(math.prod(mesh_shape)))))
+    )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     shards = EvenShards(shape, mesh, dims)
     everyone = list(shards.holdings())

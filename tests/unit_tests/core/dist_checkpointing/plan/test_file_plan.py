@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.format.blob import blob_layout
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
-from megatron.core.dist_checkpointing.plan.chunks import FlatShards, FlatTensor, RankMesh, Replicated
+from megatron.core.dist_checkpointing.plan.chunks import (
+    FlatShards,
+    FlatTensor,
+    RankMesh,
+    Replicated,
+)
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
@@ -48,4 +53,6 @@ def test_a_rank_knows_its_own_file_and_rank_zero_all_of_them(shapes, num_ranks, 
     tensors = state(shapes, num_ranks, is_sharded)
     everything = list(place(tensors))
     for rank in range(num_ranks):
-        assert list(place(tensors, rank)) == [placed for placed in everything if placed.rank == rank]
+        assert list(place(tensors, rank)) == [
+            placed for placed in everything if placed.rank == rank
+        ]

@@ -169,14 +169,22 @@ NEAR_BOUNDARIES = st.builds(
     st.integers(0, 3),
     st.integers(-2, 2),
 )
-STEPS = st.lists(st.tuples(st.sampled_from(["write", "tensor"]), NEAR_BOUNDARIES | st.integers(0, 9000)), max_size=8)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["write", "tensor"]), NEAR_BOUNDARIES | st.integers(0, 9000)),
+    max_size=8,
+)
 
 
 @pytest.mark.parametrize("reads", ["host", "device"])
 @given(STEPS, st.integers(0, 3), st.integers(0, 1000))
 @settings(deadline=None, max_examples=40)
 def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra_zeros, seed):
-    pool, disk, sink, model = BufferPool(CPU, buffer_bytes=SMALL), CPU.host_lane("disk"), MemorySink(), Model()
+    pool, disk, sink, model = (
+        BufferPool(CPU, buffer_bytes=SMALL),
+        CPU.host_lane("disk"),
+        MemorySink(),
+        Model(),
+    )
     writer = DataFileWriter(sink, pool, disk)
     with delays(seed), pytest.MonkeyPatch.context() as patch:
         if reads == "device":
@@ -184,7 +192,10 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
         for kind, nbytes in steps:
             tensor = random_tensor(nbytes)
             if kind == "tensor":
-                aligned = -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT + num_extra_zeros * DATA_ALIGNMENT
+                aligned = (
+                    -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+                    + num_extra_zeros * DATA_ALIGNMENT
+                )
                 writer.pad_to(aligned)
                 model.pad_to(aligned)
                 assert writer.write_tensor(tensor) == digests_of(bytes_of(tensor))
@@ -240,7 +251,9 @@ def test_a_tensor_of_any_strides_is_written_row_by_row(pool, disk, reads, monkey
 @pytest.mark.parametrize("reads", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 200_001)], ids=str)
-def test_a_state_with_a_scale_is_written_as_its_values(pool, disk, reads, dtype, shape, monkeypatch):
+def test_a_state_with_a_scale_is_written_as_its_values(
+    pool, disk, reads, dtype, shape, monkeypatch
+):
     if reads == "device":
         monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
     stored, scale, sink = torch.randn(shape).to(dtype), torch.tensor(0.123), MemorySink()
@@ -272,7 +285,9 @@ class NotedLane:
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(pool, disk, is_strided, monkeypatch):
+def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(
+    pool, disk, is_strided, monkeypatch
+):
     lane, reads = NotedLane(), []
     real_read, real_contiguous = scaled_states.read, torch.Tensor.contiguous
 
@@ -294,7 +309,9 @@ def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(pool
     writer = DataFileWriter(sink, pool, disk)
     writer.write_tensor(stored, scale)
     writer.finish()
-    assert reads == [True] * (lane.num_pieces + 1), "a contiguous copy, and of each piece the product"
+    assert reads == [True] * (lane.num_pieces + 1), (
+        "a contiguous copy, and of each piece the product"
+    )
     assert lane.num_pieces > 2
     assert sink.content == bytes_of(values)
 
@@ -335,7 +352,9 @@ def test_the_saving_thread_waits_when_all_buffers_are_on_their_way(pool, disk):
     assert sink.content == before
 
 
-def test_a_large_file_needs_no_more_memory_than_the_pool_and_the_next_one_takes_the_same(pool, disk):
+def test_a_large_file_needs_no_more_memory_than_the_pool_and_the_next_one_takes_the_same(
+    pool, disk
+):
     addresses = set()
     for _ in range(2):
         sink = MemorySink()
@@ -369,7 +388,9 @@ def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, nbytes)))
 
 
-def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same_memory(disk, monkeypatch):
+def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same_memory(
+    disk, monkeypatch
+):
     room_for(monkeypatch, 12 * SMALL)
     monkeypatch.setattr(data_file, "SLAB_BUFFERS", 2)
     pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
@@ -426,7 +447,8 @@ def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_m
     share, num_ranks, num_buffers, monkeypatch
 ):
     pools = [
-        BufferPool(CPU, buffer_bytes=SMALL, staging_share=share, num_local_ranks=num_ranks) for _ in range(num_ranks)
+        BufferPool(CPU, buffer_bytes=SMALL, staging_share=share, num_local_ranks=num_ranks)
+        for _ in range(num_ranks)
     ]
 
     def read(_: type) -> HostLimits:
@@ -439,7 +461,9 @@ def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_m
     assert {pool.staged_bytes // SMALL for pool in pools} <= {num_buffers, num_buffers + 1}
 
 
-def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_there_is(monkeypatch):
+def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_there_is(
+    monkeypatch,
+):
     device = PinningDevice("cpu")
     object.__setattr__(device, "pinned", [])
     pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5)
@@ -501,7 +525,9 @@ def test_a_tensor_off_its_place_is_refused_and_the_file_goes_on(pool, disk):
     with pytest.raises(ValueError, match=r"at a multiple of 4096 bytes, got .* at byte 6"):
         writer.write_tensor(torch.ones(1))
     writer.pad_to(DATA_ALIGNMENT)
-    with pytest.raises(ValueError, match="Expected to pad a data file of 4096 bytes so far, got up to 4095"):
+    with pytest.raises(
+        ValueError, match="Expected to pad a data file of 4096 bytes so far, got up to 4095"
+    ):
         writer.pad_to(DATA_ALIGNMENT - 1)
     writer.finish()
     assert sink.content == b"header" + bytes(DATA_ALIGNMENT - 6)
@@ -526,14 +552,17 @@ def test_a_file_that_has_ended_takes_nothing_more(pool, disk, end):
         writer.finish,
     ]
     for use in uses:
-        with pytest.raises(RuntimeError, match="Expected a data file that is being written, got one that has ended"):
+        with pytest.raises(
+            RuntimeError, match="Expected a data file that is being written, got one that has ended"
+        ):
             use()
     writer.abort()
     check_usable(pool, disk)
 
 
 @pytest.mark.parametrize(
-    ("num_buffers", "buffer_bytes"), [(1, BUFFER_BYTES), (3, BLOCK_BYTES - DATA_ALIGNMENT), (3, BUFFER_BYTES + 1)]
+    ("num_buffers", "buffer_bytes"),
+    [(1, BUFFER_BYTES), (3, BLOCK_BYTES - DATA_ALIGNMENT), (3, BUFFER_BYTES + 1)],
 )
 def test_a_pool_that_could_not_work_is_refused(num_buffers, buffer_bytes):
     with pytest.raises(ValueError, match=f"got {num_buffers} of {buffer_bytes}"):
@@ -545,7 +574,9 @@ def test_a_pool_that_could_not_work_is_refused(num_buffers, buffer_bytes):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_writes", [0, 1, 2, 3, 7, 8])
-def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_needs(pool, disk, num_writes, seed):
+def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_needs(
+    pool, disk, num_writes, seed
+):
     sink = FailingSink(num_writes)
     writer = DataFileWriter(sink, pool, disk)
 
@@ -575,7 +606,12 @@ def test_the_first_call_after_an_error_raises_it(pool, disk, use):
     writer.write(b"which sends the full buffer to the disk")
     disk.enqueue(lambda: None).synchronize()
     assert sink.num_failures == 1
-    arguments = {"write": (b"more",), "pad_to": (2 * SMALL,), "write_tensor": (torch.ones(1),), "finish": ()}
+    arguments = {
+        "write": (b"more",),
+        "pad_to": (2 * SMALL,),
+        "write_tensor": (torch.ones(1),),
+        "finish": (),
+    }
     with pytest.raises(OSError, match="No space left"):
         getattr(writer, use)(*arguments[use])
     check_usable(pool, disk)

@@ -69,7 +69,10 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 def load(store: Store, iteration: int) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors, loaded into a model that had others."""
     model, optimizer = trained(seed=99)
-    checkpoint, contents = PublishedCheckpoint.open(store, checkpoint_name(iteration)), collect(model, optimizer)
+    checkpoint, contents = (
+        PublishedCheckpoint.open(store, checkpoint_name(iteration)),
+        collect(model, optimizer),
+    )
     load_entries(checkpoint, contents, check_contents(checkpoint, contents))
     return values(model, optimizer)
 
@@ -82,10 +85,14 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def test_the_ranks_of_a_machine_divide_what_a_manager_stages_in(tmp_path, monkeypatch):
     """Whatever the environment says: programs with ranks of their own set no LOCAL_WORLD_SIZE."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(80 * BUFFER_BYTES, None)))
+    monkeypatch.setattr(
+        HostLimits, "read", classmethod(lambda _: HostLimits(80 * BUFFER_BYTES, None))
+    )
     staged = {}
     for num_ranks in (1, 4, 8):
-        with CheckpointManager.start(str(tmp_path), DEVICE, staging_share=0.25, num_local_ranks=num_ranks) as manager:
+        with CheckpointManager.start(
+            str(tmp_path), DEVICE, staging_share=0.25, num_local_ranks=num_ranks
+        ) as manager:
             manager._pool.lend_more()
             staged[num_ranks] = manager._pool.staged_bytes / BUFFER_BYTES
     assert staged == {1: 20, 4: 5, 8: 2}
@@ -107,7 +114,9 @@ def test_what_is_saved_is_found_and_loaded_from_either_store(root):
     assert latest_iteration(store) == 10
     assert store.read("latest_checkpointed_iteration.txt") == b"10\n"
     for iteration, expected in saved.items():
-        assert PublishedCheckpoint.open(store, checkpoint_name(iteration)).train_state == {"iteration": iteration}
+        assert PublishedCheckpoint.open(store, checkpoint_name(iteration)).train_state == {
+            "iteration": iteration
+        }
         assert_same(load(store, iteration), expected)
     assert not torch.equal(saved[5]["model.0.weight"], saved[10]["model.0.weight"])
 
@@ -122,7 +131,8 @@ def test_a_published_checkpoint_is_never_overwritten(root):
         for _ in range(2):  # also not by clearing up after the first attempt
             manager.save(5, collect(model, optimizer), {})
             with pytest.raises(
-                CheckpointError, match=r"Expected no checkpoint yet at iter_0000005, got a published one"
+                CheckpointError,
+                match=r"Expected no checkpoint yet at iter_0000005, got a published one",
             ):
                 manager.finish()
         assert manager.num_failed == 2
@@ -171,7 +181,9 @@ def _no_space(_: str) -> None:
 def test_older_checkpoints_go_once_a_newer_one_is_published(root, monkeypatch):
     model, optimizer = trained(seed=0)
     store = open_store(root)
-    with CheckpointManager.start(root, DEVICE, retention=Retention(keep_last=2, interval=3)) as manager:
+    with CheckpointManager.start(
+        root, DEVICE, retention=Retention(keep_last=2, interval=3)
+    ) as manager:
         for iteration in range(1, 8):
             manager.save(iteration, collect(model, optimizer), {})
             manager.finish()
@@ -209,7 +221,9 @@ def test_a_file_in_the_folders_place_is_an_error(tmp_path):
         CheckpointManager.start(str(tmp_path / "file"), DEVICE)
 
 
-def _of_two_ranks(root: str, rank: int, model: nn.Module, optimizer: FusedAdam) -> CheckpointManager:
+def _of_two_ranks(
+    root: str, rank: int, model: nn.Module, optimizer: FusedAdam
+) -> CheckpointManager:
     """A manager that has begun to save, as one of two ranks in this process."""
     manager = CheckpointManager(open_store(root), DEVICE, rank, 2, "token", timeout_seconds=20.0)
     contents = collect(model, optimizer, rank=rank, world_size=2)
@@ -218,7 +232,9 @@ def _of_two_ranks(root: str, rank: int, model: nn.Module, optimizer: FusedAdam) 
     return manager
 
 
-def test_a_rank_that_leaves_while_rank_zero_publishes_takes_nothing_with_it(root, monkeypatch, caplog):
+def test_a_rank_that_leaves_while_rank_zero_publishes_takes_nothing_with_it(
+    root, monkeypatch, caplog
+):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     model, optimizer = trained(seed=0)
     expected = values(model, optimizer)
@@ -246,12 +262,23 @@ class _DownError(Exception):
     """What a remote file system raises, which is no OSError."""
 
 
-@pytest.mark.parametrize("error", [OSError("the network is down"), _DownError("the network is down")])
+@pytest.mark.parametrize(
+    "error", [OSError("the network is down"), _DownError("the network is down")]
+)
 def test_a_store_that_is_down_fails_the_save_and_nothing_else(root, monkeypatch, error):
     model, optimizer = trained(seed=0)
     with CheckpointManager.start(root, DEVICE) as manager:
         with monkeypatch.context() as patch:
-            for method in ("open_data", "write", "exists", "delete", "make_folder", "remove", "read", "files"):
+            for method in (
+                "open_data",
+                "write",
+                "exists",
+                "delete",
+                "make_folder",
+                "remove",
+                "read",
+                "files",
+            ):
                 patch.setattr(manager.store, method, _raising(error))
             manager.save(1, collect(model, optimizer), {})
             step(model, optimizer)  # it waits for what reads its states
@@ -289,7 +316,10 @@ def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, capl
         with monkeypatch.context() as patch:
             patch.setattr(manager.store, "write", no_tracker)
             save(2)
-            assert f"is published, but {TRACKER_FILE} may still name another: the network is down" in caplog.text
+            assert (
+                f"is published, but {TRACKER_FILE} may still name another: the network is down"
+                in caplog.text
+            )
             assert published_iterations(store) == [1, 2], "what the tracker names must not go"
             assert latest_iteration(store) == 2
         with monkeypatch.context() as patch:
@@ -353,7 +383,9 @@ def test_a_manager_that_is_let_go_of_finishes_its_save(root):
     assert_same(load(open_store(root), 5), expected)
 
 
-def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published_one(tmp_path, monkeypatch):
+def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published_one(
+    tmp_path, monkeypatch
+):
     root = f"memory://{tmp_path}/swept"
     write = RemoteStore.write
 

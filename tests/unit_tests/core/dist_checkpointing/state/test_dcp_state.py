@@ -39,20 +39,31 @@ class TwoLayers(nn.Module):
 PLAIN, FSDP2, HSDP, HFSDP = "plain", "fsdp2", "hsdp", "hfsdp"
 
 
-def build(engine: str, seed: int, optimizer: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    engine: str, seed: int, optimizer: str = "adam"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = TwoLayers()
     mesh = build_mesh("cpu", dist.get_world_size())
     if engine == FSDP2:
-        torch_fsdp2.shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+        torch_fsdp2.shard_model(
+            model, mesh, compute_dtype=torch.float32, reshard_after_forward=True
+        )
     elif engine != PLAIN:
         if engine in SHARDING_STRATEGIES:
             config = DataParallelConfig(data_parallel_sharding_strategy=engine)
         else:
             outer = {HSDP: "no_shard", HFSDP: "optim"}[engine]
-            config = DataParallelConfig(num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer)
+            config = DataParallelConfig(
+                num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer
+            )
         megatron_fsdp.shard_model(
-            model, mesh, Device("cpu"), config, compute_dtype=torch.float32, reset_parameters=_not_on_meta
+            model,
+            mesh,
+            Device("cpu"),
+            config,
+            compute_dtype=torch.float32,
+            reset_parameters=_not_on_meta,
         )
     return model, build_torch_optimizer(model, OptimizerConfig(optimizer=optimizer), lr=0.1)
 
@@ -69,8 +80,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 
 
 def local_tensors(state: dict) -> dict[str, torch.Tensor]:
-    tensors = {key: value for key, value in flatten(state).items() if isinstance(value, torch.Tensor)}
-    return {key: (v.to_local() if isinstance(v, DTensor) else v).detach().clone() for key, v in tensors.items()}
+    tensors = {
+        key: value for key, value in flatten(state).items() if isinstance(value, torch.Tensor)
+    }
+    return {
+        key: (v.to_local() if isinstance(v, DTensor) else v).detach().clone()
+        for key, v in tensors.items()
+    }
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -107,7 +123,9 @@ def _save_destroy_load(path: str, engine: str, optimizer_name: str) -> None:
         (4, HFSDP),
     ],
 )
-def test_what_is_loaded_equals_what_was_saved_and_goes_on_alike(tmp_path, world_size, engine, optimizer_name):
+def test_what_is_loaded_equals_what_was_saved_and_goes_on_alike(
+    tmp_path, world_size, engine, optimizer_name
+):
     run_ranks(world_size, _save_destroy_load, str(tmp_path / "checkpoint"), engine, optimizer_name)
 
 
@@ -159,7 +177,10 @@ def _weights_only(path: str, engine: str) -> None:
     assert list(DCPState(model).state_dict()) == ["model"]
     fresh_model, fresh_optimizer = build(engine, seed=1)
     dcp.load({"app": DCPState(fresh_model)}, checkpoint_id=path)
-    assert_same(local_tensors(DCPState(fresh_model).state_dict()), local_tensors(DCPState(model).state_dict()))
+    assert_same(
+        local_tensors(DCPState(fresh_model).state_dict()),
+        local_tensors(DCPState(model).state_dict()),
+    )
     assert not fresh_optimizer.state
     with pytest.raises(CheckpointError, match=r"optimizer's state, got \['model'\]"):
         DCPState(fresh_model, fresh_optimizer).load_state_dict(DCPState(model).state_dict())
@@ -192,9 +213,13 @@ def _states_are_dtensors(engine: str) -> None:
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     assert "model.layers.0.weight" in tensors
     assert "optim.state.layers.0.weight.exp_avg" in tensors
-    assert all(isinstance(value, DTensor) for key, value in tensors.items() if not key.endswith(".step"))
+    assert all(
+        isinstance(value, DTensor) for key, value in tensors.items() if not key.endswith(".step")
+    )
     model_weight = next(model.parameters())
-    assert tensors["model.layers.0.weight"].to_local().data_ptr() == model_weight.to_local().data_ptr()
+    assert (
+        tensors["model.layers.0.weight"].to_local().data_ptr() == model_weight.to_local().data_ptr()
+    )
 
 
 @pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])

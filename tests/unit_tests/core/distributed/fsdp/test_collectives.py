@@ -43,7 +43,9 @@ def _reduce_scatter(dtype: torch.dtype, is_average: bool, is_in_place: bool) -> 
 @pytest.mark.parametrize("is_average", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reduce_scatter_adds_up_every_ranks_part(world_size, dtype, tolerance, is_average, is_in_place):
+def test_reduce_scatter_adds_up_every_ranks_part(
+    world_size, dtype, tolerance, is_average, is_in_place
+):
     parts = run_ranks(world_size, _reduce_scatter, dtype, is_average, is_in_place)
     total = sum(values(rank, world_size * 6, dtype).float() for rank in range(world_size))
     exact = total / world_size if is_average else total
@@ -63,7 +65,10 @@ def _widened(numel: int) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bf16_parts_are_added_in_fp32_with_the_bits_of_sending_them_in_fp32(world_size):
     parts = run_ranks(world_size, _widened, 1000)
-    exact = sum(values(rank, world_size * 1000, torch.bfloat16).double() for rank in range(world_size)) / world_size
+    exact = (
+        sum(values(rank, world_size * 1000, torch.bfloat16).double() for rank in range(world_size))
+        / world_size
+    )
     torch.testing.assert_close(torch.cat(parts).double(), exact, rtol=1e-6, atol=1e-7)
 
 
@@ -118,7 +123,9 @@ def _mistakes() -> None:
         lambda: collectives.all_gather(whole, wrong_place, group),
         lambda: collectives.reduce_scatter(wrong_place, whole, group, Reduction(False)),
     ):
-        with pytest.raises(ValueError, match=f"no part of the whole but that of rank {rank}, got an overlap"):
+        with pytest.raises(
+            ValueError, match=f"no part of the whole but that of rank {rank}, got an overlap"
+        ):
             call()
     with pytest.raises(ValueError, match="Expected 2 parts of 2 elements, got a whole of 6"):
         collectives.all_gather(whole, torch.zeros(2), group)
@@ -165,14 +172,18 @@ def _pieces(accumulates: bool, divisor: float) -> None:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("divisor", [1.0, 4.0])
-def test_long_parts_are_exchanged_piece_by_piece_and_may_be_added_to_what_is_there(accumulates, divisor):
+def test_long_parts_are_exchanged_piece_by_piece_and_may_be_added_to_what_is_there(
+    accumulates, divisor
+):
     run_ranks(3, _pieces, accumulates, divisor)
 
 
 def _accumulated_all_reduce(dtype: torch.dtype) -> torch.Tensor:
     whole = torch.full((6,), float(dist.get_rank()), dtype=torch.bfloat16)
     out = torch.ones(6, dtype=dtype)
-    collectives.all_reduce(out, whole, dist.group.WORLD, Reduction(is_average=False, accumulates=True))
+    collectives.all_reduce(
+        out, whole, dist.group.WORLD, Reduction(is_average=False, accumulates=True)
+    )
     assert whole.tolist() == [float(dist.get_rank())] * 6
     return out
 
@@ -186,7 +197,9 @@ def test_an_all_reduce_may_be_added_to_another_tensor_of_another_dtype(dtype):
 
 def _uneven_all_reduce() -> None:
     with pytest.raises(ValueError, match="same length, a multiple of 2, got 7 for 7"):
-        collectives.all_reduce(torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False))
+        collectives.all_reduce(
+            torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False)
+        )
 
 
 def test_an_all_reduce_that_cannot_be_shared_out_is_refused():
@@ -200,10 +213,14 @@ def _different_notes() -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     collectives.all_gather(out, torch.ones(2), dist.group.WORLD, note=same)
     before = out.clone()
     with pytest.raises(collectives.MismatchError) as caught:
-        collectives.all_gather(out, torch.zeros(2), dist.group.WORLD, note=[7, 9 if rank == 2 else 8])
+        collectives.all_gather(
+            out, torch.zeros(2), dist.group.WORLD, note=[7, 9 if rank == 2 else 8]
+        )
     assert torch.equal(out, before)
     # Nothing has been sent, so the group can go on.
-    collectives.reduce_scatter(torch.zeros(2), out, dist.group.WORLD, Reduction(is_average=False), note=same)
+    collectives.reduce_scatter(
+        torch.zeros(2), out, dist.group.WORLD, Reduction(is_average=False), note=same
+    )
     return caught.value.peer, caught.value.own[:2], caught.value.theirs[:2]
 
 

@@ -35,8 +35,13 @@ NUM_MICROBATCHES = 2
 NOTE_BYTES = 128
 
 PLACEMENTS = {
-    **{name: Placements.for_strategy(name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
-    "hsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat())),
+    **{
+        name: Placements.for_strategy(name)
+        for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    },
+    "hsdp": Placements(
+        (0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat())
+    ),
     "hfsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Flat(), Flat())),
 }
 # compute weights, gradients as they are sent, main gradients, and how to get them
@@ -96,7 +101,9 @@ def _times(count: int, calls: Sequence[Collective]) -> Counter[Collective]:
     return Counter([*calls] * count)
 
 
-def planned(name: str, numel: int, dtypes: str, *, reshards: bool = True, is_scoped: bool = True) -> Plan:
+def planned(
+    name: str, numel: int, dtypes: str, *, reshards: bool = True, is_scoped: bool = True
+) -> Plan:
     """What a strategy cannot do without, where every axis of the mesh has two ranks."""
     compute, sent, main = (dtype.itemsize for dtype in DTYPES[dtypes][:3])
     # Sums, of microbatches or of ranks, go out as the policy says, and are not rounded to the compute dtype again.
@@ -151,7 +158,9 @@ class Traffic:
 
     def assert_is(self, expected: Counter[Collective]) -> None:
         assert self.calls == expected
-        assert self.lane.sent_bytes == sum(call.sent_bytes * count for call, count in expected.items())
+        assert self.lane.sent_bytes == sum(
+            call.sent_bytes * count for call, count in expected.items()
+        )
         assert self.lane.operations == ({"c10d::send", "c10d::recv_"} if expected else set())
         assert not self.thread.operations
 
@@ -161,12 +170,20 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
     """Everything that goes out inside; of collectives that are made of others, only the outer ones count as calls."""
     traffic, lane = Traffic(), context.gather_lane
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    originals = {name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    originals = {
+        name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")
+    }
     enqueue = lane.enqueue
     depth = 0
 
     def counting(name: str) -> Callable[..., None]:
-        def call(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
+        def call(
+            out: torch.Tensor,
+            own: torch.Tensor,
+            group: dist.ProcessGroup,
+            *args: Any,
+            **options: Any,
+        ) -> None:
             nonlocal depth
             if depth == 0:
                 traffic.calls[Collective(name, groups.index(group), own.nbytes, out.nbytes)] += 1
@@ -176,7 +193,9 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
 
         return call
 
-    def enqueue_watched(work: Callable[[], object], after: Sequence[Event] = (), *notes: Any) -> Event:
+    def enqueue_watched(
+        work: Callable[[], object], after: Sequence[Event] = (), *notes: Any
+    ) -> Event:
         def watched_work() -> None:
             with traffic.lane:
                 work()
@@ -213,7 +232,9 @@ class Trained:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         fully_shard_optimizer(self.optimizer)
         self.compute = compute
-        self.plan = planned(name, layers[0].parameter_groups[0].layout.size, dtypes, reshards=reshards)
+        self.plan = planned(
+            name, layers[0].parameter_groups[0].layout.size, dtypes, reshards=reshards
+        )
 
     def step(self, *, is_scoped: bool = True) -> None:
         for number in range(NUM_MICROBATCHES):

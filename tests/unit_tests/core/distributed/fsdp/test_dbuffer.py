@@ -60,7 +60,9 @@ def _gather() -> list[int]:
 def test_what_is_distributed_comes_back_whole_and_every_row_has_one_owner(world_size):
     rows = run_ranks(world_size, _gather)
     assert [sum(counts) for counts in zip(*rows, strict=True)] == [shape[0] for shape in SHAPES]
-    assert world_size < 3 or any(0 in counts for counts in rows), "some rank holds nothing of some tensor"
+    assert world_size < 3 or any(0 in counts for counts in rows), (
+        "some rank holds nothing of some tensor"
+    )
 
 
 def _reduce(reduce_op: str) -> None:
@@ -92,7 +94,9 @@ def _reduce_in_fp32() -> None:
     reduced = partial.reduce_scatter(0, Flat(), dtype=torch.float32)
     assert reduced.dtype == torch.float32
     assert_holds(reduced, mean)
-    with pytest.raises(ValueError, match=r"Expected out with dtype torch.float32, got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"Expected out with dtype torch.float32, got torch.bfloat16"
+    ):
         partial.reduce_scatter(0, Flat(), dtype=torch.float32, out=partial.view([Flat()]))
 
 
@@ -112,7 +116,9 @@ def _two_axes() -> None:
             assert source.redistribute(wanted, out=out) is out
             assert_holds(out, tensors())
     mine = distributed([Replicate(), Replicate()], mesh, seed=dist.get_rank())
-    partial = DBuffer.from_local(mine.local_buffer, mesh, [Partial("avg"), Partial("avg")], mine.layout)
+    partial = DBuffer.from_local(
+        mine.local_buffer, mesh, [Partial("avg"), Partial("avg")], mine.layout
+    )
     mean = [sum(parts) / 4 for parts in zip(*(tensors(rank) for rank in range(4)), strict=True)]
     for wanted in ([Replicate(), Flat()], [Flat(), Flat()], [Replicate(), Replicate()]):
         assert_holds(partial.redistribute(wanted), mean)
@@ -127,7 +133,11 @@ def _every_transition(mesh_shape: tuple[int, ...]) -> int:
     mesh = init_device_mesh("cpu", mesh_shape)
     size = dist.get_world_size()
     kinds = (Replicate(), Partial("sum"), Partial("avg"), Flat())
-    valid = [list(choice) for choice in itertools.product(kinds, repeat=len(mesh_shape)) if _is_valid(choice)]
+    valid = [
+        list(choice)
+        for choice in itertools.product(kinds, repeat=len(mesh_shape))
+        if _is_valid(choice)
+    ]
     wholes = [tensors(rank) for rank in range(size)]
     count = 0
     for source, wanted in itertools.product(valid, valid):
@@ -158,15 +168,21 @@ def _number(mesh: DeviceMesh, placements: list, coordinate: tuple[int, ...]) -> 
     return number
 
 
-def _reduced(mesh: DeviceMesh, placements: list, wholes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def _reduced(
+    mesh: DeviceMesh, placements: list, wholes: list[list[torch.Tensor]]
+) -> list[torch.Tensor]:
     """What the partial values come to."""
-    partial_sizes = [size for size, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Partial)]
+    partial_sizes = [
+        size for size, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Partial)
+    ]
     averaged = [size for size, p in zip(mesh.shape, placements, strict=True) if p == Partial("avg")]
     addends = wholes[: math.prod(partial_sizes)]
     return [sum(parts) / math.prod(averaged) for parts in zip(*addends, strict=True)]
 
 
-@pytest.mark.parametrize(("world_size", "mesh_shape"), [(3, (3,)), (4, (2, 2)), (4, (2, 1, 2)), (5, (5,))])
+@pytest.mark.parametrize(
+    ("world_size", "mesh_shape"), [(3, (3,)), (4, (2, 2)), (4, (2, 1, 2)), (5, (5,))]
+)
 def test_every_transition_on_every_mesh_gives_the_same_tensors(world_size, mesh_shape):
     counts = run_ranks(world_size, _every_transition, mesh_shape)
     assert counts[0] >= 8
@@ -182,7 +198,9 @@ def _views() -> None:
         assert dtensor.stride() == torch.empty(SHAPES[index]).stride()
         local.fill_(index)
         assert torch.equal(dtensor.to_local(), local)
-        assert local.untyped_storage().data_ptr() == buffer.local_buffer.untyped_storage().data_ptr()
+        assert (
+            local.untyped_storage().data_ptr() == buffer.local_buffer.untyped_storage().data_ptr()
+        )
         assert dtensor.to_local().untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     total = sum(index * buffer.get_local_tensor(index).numel() for index in range(len(SHAPES)))
     held = [buffer.get_local_tensor(index).sum() for index in range(len(SHAPES))]
@@ -242,7 +260,9 @@ def _storage() -> None:
     assert torch.equal(view, torch.full((4, 4), 3.0)), "memory that is there stays"
     assert storage.data_ptr() == address, "and is not copied to other memory"
     part = buffer.view([Flat()])
-    covering = DBuffer.from_local(buffer.local_buffer, buffer.mesh, buffer.placements, buffer.layout)
+    covering = DBuffer.from_local(
+        buffer.local_buffer, buffer.mesh, buffer.placements, buffer.layout
+    )
     for borrowed in (part, covering):
         with pytest.raises(RuntimeError, match="Expected a buffer that owns its storage"):
             borrowed.release_storage()
@@ -265,7 +285,10 @@ def _released() -> None:
         lambda: released.redistribute([Replicate()], out=buffer),
         lambda: released.copy_from(0, torch.zeros(2, 6)),
     ):
-        with pytest.raises(RuntimeError, match="Expected a buffer that has its memory, got one whose storage is rel"):
+        with pytest.raises(
+            RuntimeError,
+            match="Expected a buffer that has its memory, got one whose storage is rel",
+        ):
             call()
 
 
@@ -296,7 +319,10 @@ def test_casting_keeps_layout_and_placements_and_does_nothing_needlessly():
 def _other_devices() -> None:
     meta = DBuffer(line(), [Flat()], SHAPES, torch.float32, "meta")
     assert meta.get_local_tensor(0).is_meta
-    mixed = [torch.empty(shape, device="meta") if i % 2 else torch.ones(shape) for i, shape in enumerate(SHAPES)]
+    mixed = [
+        torch.empty(shape, device="meta") if i % 2 else torch.ones(shape)
+        for i, shape in enumerate(SHAPES)
+    ]
     real = DBuffer.distribute_tensors(mixed, line(), [Replicate()])
     assert [bool((real.get_local_tensor(i) == 1).all()) for i in (0, 2, 4)] == [True] * 3
 
@@ -318,19 +344,39 @@ def _mistakes() -> None:
         with pytest.raises(ValueError, match=f"Expected out with {name} "):
             buffer.allgather(0, out=out)
     for call, message in (
-        (lambda: buffer.reduce_scatter(0, Flat()), "Expected Partial on axis 0 for reduce_scatter, got"),
+        (
+            lambda: buffer.reduce_scatter(0, Flat()),
+            "Expected Partial on axis 0 for reduce_scatter, got",
+        ),
         (lambda: buffer.allreduce(0), "Expected Partial on axis 0 for allreduce"),
         (lambda: buffer.scatter(0, Flat()), "Expected Replicate on axis 0 for scatter"),
         (lambda: buffer.allgather(0).allgather(0), "Expected Shard on axis 0 for allgather"),
-        (lambda: buffer.allgather(0).scatter(0, Replicate()), "Expected Shard as the new placement of axis 0"),
+        (
+            lambda: buffer.allgather(0).scatter(0, Replicate()),
+            "Expected Shard as the new placement of axis 0",
+        ),
         (lambda: buffer.allgather(3), "Expected an axis of the mesh, 0 to 0, for allgather, got 3"),
-        (lambda: buffer.allgather(-1), "Expected an axis of the mesh, 0 to 0, for allgather, got -1"),
-        (lambda: buffer.redistribute([Flat(), Flat()]), "Expected 1 placements, one for each mesh axis, got 2"),
+        (
+            lambda: buffer.allgather(-1),
+            "Expected an axis of the mesh, 0 to 0, for allgather, got -1",
+        ),
+        (
+            lambda: buffer.redistribute([Flat(), Flat()]),
+            "Expected 1 placements, one for each mesh axis, got 2",
+        ),
         (lambda: buffer.view([Replicate()]), "Expected placements whose range lies in"),
-        (lambda: buffer.copy_from(0, torch.zeros(6, 2)), r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)"),
+        (
+            lambda: buffer.copy_from(0, torch.zeros(6, 2)),
+            r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)",
+        ),
         (lambda: from_local(buffer, torch.zeros(3)), "elements on this rank, got 3"),
         (lambda: from_local(buffer, torch.zeros(2, 3)), "Expected a flat, contiguous tensor"),
-        (lambda: DBuffer.distribute_tensors([torch.zeros(1), torch.zeros(1).half()], mesh, [Flat()]), "of one dtype"),
+        (
+            lambda: DBuffer.distribute_tensors(
+                [torch.zeros(1), torch.zeros(1).half()], mesh, [Flat()]
+            ),
+            "of one dtype",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -45,7 +45,10 @@ class IssuingLane:
         self.notes: list[tuple[int, ...]] = []
 
     def enqueue(
-        self, work: Callable[[], object], after: Sequence[Event] = (), notes: Sequence[Sequence[int]] = ()
+        self,
+        work: Callable[[], object],
+        after: Sequence[Event] = (),
+        notes: Sequence[Sequence[int]] = (),
     ) -> Event:
         self.queued.append(after)
         self.notes += map(tuple, notes)
@@ -81,9 +84,13 @@ def shard(strategy: str) -> tuple[nn.Sequential, FsdpContext, IssuingLane]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with fully_shard_context("cpu") as context:
         for layer in model:
-            fully_shard(layer, mesh, Placements.for_strategy(strategy), offload_policy=OffloadPolicy(True))
+            fully_shard(
+                layer, mesh, Placements.for_strategy(strategy), offload_policy=OffloadPolicy(True)
+            )
     with torch.no_grad():
-        model(torch.ones(1, DIM))  # after which nothing but a delivery is to be gathered where weights stay whole
+        model(
+            torch.ones(1, DIM)
+        )  # after which nothing but a delivery is to be gathered where weights stay whole
     lane = context.gather_lane = context.reduce_lane = IssuingLane()
     context.lanes_issue_at_once = True
     return model, context, lane
@@ -96,14 +103,18 @@ def _does_not_hold_up(strategy: str) -> list[bool | None]:
         layer.look = delivery.let
     with torch.no_grad():
         output = model(torch.ones(1, DIM))
-    expected = (model[0].weight.full_tensor().sum(dim=1) * (2.0 * DIM) ** (NUM_LAYERS - 2)).sum() * 2.0
+    expected = (
+        model[0].weight.full_tensor().sum(dim=1) * (2.0 * DIM) ** (NUM_LAYERS - 2)
+    ).sum() * 2.0
     torch.testing.assert_close(output, expected.expand(1, DIM))
     assert context.backward_order
     return [delivery.was_let for delivery in deliveries]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_prefetch_whose_delivery_is_pending_does_not_keep_the_module_before_from_being_issued(strategy):
+def test_a_prefetch_whose_delivery_is_pending_does_not_keep_the_module_before_from_being_issued(
+    strategy,
+):
     """Each delivery ends only after the layer before has run: a thread that waits for it earlier waits in vain."""
     assert run_ranks(2, _does_not_hold_up, strategy) == [[True] * (NUM_LAYERS - 1)] * 2
 
@@ -175,7 +186,9 @@ def _begins_early(strategy: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_postponed_gather_waits_for_nothing_that_was_issued_since_but_writes_to_the_weights(strategy):
+def test_a_postponed_gather_waits_for_nothing_that_was_issued_since_but_writes_to_the_weights(
+    strategy,
+):
     assert run_ranks(2, _begins_early, strategy) == [["before", "after"]] * 2
 
 
@@ -190,7 +203,9 @@ def _skipped() -> None:
     with torch.no_grad():
         model[2](model[0](torch.ones(1, DIM)))
         assert sizes == [group.layout.size * 4]
-        assert storage.nbytes() == 0, "memory that was reserved for a module that does not come is given back"
+        assert storage.nbytes() == 0, (
+            "memory that was reserved for a module that does not come is given back"
+        )
         output = model[1](torch.ones(1, DIM))
     assert torch.equal(output, torch.full((1, DIM), 2.0 * DIM))
     assert context.forward_order == list(model)

@@ -88,7 +88,10 @@ def line() -> DeviceMesh:
 
 
 def shard(
-    *modules: nn.Module, strategy: str = ZERO_3, policy: MixedPrecisionPolicy | None = None, **options: Any
+    *modules: nn.Module,
+    strategy: str = ZERO_3,
+    policy: MixedPrecisionPolicy | None = None,
+    **options: Any,
 ) -> FsdpContext:
     """Shards modules, the inner ones of which come first, in a context of their own."""
     mesh, placements = line(), Placements.for_strategy(strategy)
@@ -104,7 +107,9 @@ def settle(context: FsdpContext) -> None:
 
 
 def batch(rank: int = 0, number: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(100 * rank + number)).to(dtype)
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(100 * rank + number)).to(
+        dtype
+    )
 
 
 def own_batch(number: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,7 +133,9 @@ def expected_gradients(plain: nn.Module, *numbers: int) -> dict[str, torch.Tenso
 def held_rows(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """The rows of a parameter's whole value, or gradient, that this rank has."""
     group = group_of(parameter)
-    index = next(index for index, own in enumerate(group.fsdp_parameters) if own.sharded is parameter)
+    index = next(
+        index for index, own in enumerate(group.fsdp_parameters) if own.sharded is parameter
+    )
     chunk = group.main_weight.chunk(index)
     return whole[chunk.first_row : chunk.first_row + chunk.num_rows]
 
@@ -140,7 +147,9 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor | None])
             assert parameter.grad is None, name
         else:
             rows = held_rows(parameter, expected[name])
-            torch.testing.assert_close(parameter.grad.to_local(), rows, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                parameter.grad.to_local(), rows, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def clear_gradients(model: nn.Module) -> None:
@@ -149,7 +158,9 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def groups_of(*modules: nn.Module) -> list[FsdpParameterGroup]:
-    found = (child for module in modules for child in module.modules() if isinstance(child, FsdpModule))
+    found = (
+        child for module in modules for child in module.modules() if isinstance(child, FsdpModule)
+    )
     return [group for module in found for group in module.parameter_groups]
 
 
@@ -200,7 +211,9 @@ def _phases(strategy: str, dtype: torch.dtype) -> None:
             assert torch.equal(own, whole)
         seen.append((number, module.phase.value))
         others = [other for other in model.layers if other is not module]
-        assert all(isinstance(parameter, DTensor) for other in others for parameter in other.parameters())
+        assert all(
+            isinstance(parameter, DTensor) for other in others for parameter in other.parameters()
+        )
 
     for layer in model.layers:
         layer.look = look
@@ -216,13 +229,18 @@ def _phases(strategy: str, dtype: torch.dtype) -> None:
         assert_resting(model)
         loss_of(output).backward()
     assert_resting(model)
-    forward, backward = [(number, "forward") for number in range(3)], [(number, "backward") for number in (2, 1, 0)]
+    forward, backward = (
+        [(number, "forward") for number in range(3)],
+        [(number, "backward") for number in (2, 1, 0)],
+    )
     assert seen == [*forward, *backward] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_are_shards_of_main_weights_at_rest_and_plain_and_whole_in_forward_and_backward(strategy, dtype):
+def test_parameters_are_shards_of_main_weights_at_rest_and_plain_and_whole_in_forward_and_backward(
+    strategy, dtype
+):
     run_ranks(2, _phases, strategy, dtype)
 
 
@@ -241,7 +259,9 @@ class Block(nn.Module):
 
 
 def _orders() -> None:
-    model = nn.Sequential(Block(), nn.Sequential(nn.ReLU(), nn.Linear(DIM, DIM)), nn.Linear(DIM, DIM))
+    model = nn.Sequential(
+        Block(), nn.Sequential(nn.ReLU(), nn.Linear(DIM, DIM)), nn.Linear(DIM, DIM)
+    )
     model.register_parameter("own", nn.Parameter(torch.ones(DIM)))
     names = {id(module): name or "root" for name, module in model.named_modules()}
     block, (_, inner), last = model
@@ -294,7 +314,9 @@ def _contexts_in_another_order() -> None:
     models = [Stack(1), Stack(1)]
     for model in models:
         shard(*model.layers)
-    with pytest.raises(RuntimeError, match="Expected every rank to do the same, got: this rank is about to gather"):
+    with pytest.raises(
+        RuntimeError, match="Expected every rank to do the same, got: this rank is about to gather"
+    ):
         models[dist.get_rank()](own_batch())
 
 
@@ -312,7 +334,11 @@ def record_unsharded(model: Stack) -> list[Moment]:
     moments: list[Moment] = []
 
     def look(module: Watched) -> None:
-        unsharded = {index for index, layer in enumerate(model.layers) if layer.parameter_groups[0].is_unsharded}
+        unsharded = {
+            index
+            for index, layer in enumerate(model.layers)
+            if layer.parameter_groups[0].is_unsharded
+        }
         moments.append((module.phase.value, list(model.layers).index(module), unsharded))
 
     for layer in model.layers:
@@ -426,10 +452,15 @@ def _different_parameters(strategy: str) -> None:
     _shard_under_root(model, strategy)
     is_first = dist.get_rank() == 0
     model["pair"].uses_second = is_first
-    own, other = "reduce the gradients of pair", "reduce the gradients of pair, which has none for pair.second"
+    own, other = (
+        "reduce the gradients of pair",
+        "reduce the gradients of pair, which has none for pair.second",
+    )
     if not is_first:
         own, other = other, own
-    message = rf"this rank is about to {own}; rank {int(is_first)} of its group is about to {other}\.$"
+    message = (
+        rf"this rank is about to {own}; rank {int(is_first)} of its group is about to {other}\.$"
+    )
     with pytest.raises(RuntimeError, match=message):
         loss_of(model["pair"](own_batch())).backward()
     # The lane is dead: nothing may go out that another rank could take for something else.
@@ -452,7 +483,11 @@ def _different_modules(strategy: str) -> None:
     for name in "abc" if dist.get_rank() == 0 else "ac":
         x = model[name](x)
     # Where weights have to come, ranks disagree about the next ones; else about the next reduction.
-    message = r"about to gather b[;.]" if strategy == ZERO_3 else r"about to reduce the gradients of b[;.]"
+    message = (
+        r"about to gather b[;.]"
+        if strategy == ZERO_3
+        else r"about to reduce the gradients of b[;.]"
+    )
     with pytest.raises(RuntimeError, match=message):
         loss_of(x).backward()
     with pytest.raises(RuntimeError, match=message):
@@ -470,7 +505,11 @@ def test_ranks_with_different_gradients_all_raise_and_name_the_parameter(strateg
 
 def _main_grads(strategy: str) -> None:
     model = Stack(dtype=torch.bfloat16)
-    shard(*model.layers, strategy=strategy, policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
+    shard(
+        *model.layers,
+        strategy=strategy,
+        policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+    )
     for _ in range(2):
         loss_of(model(own_batch(dtype=torch.bfloat16))).backward()
         for parameter in model.parameters():
@@ -540,7 +579,9 @@ def _stepped_between(strategy: str, dtype: torch.dtype) -> list[str]:
     for reshard_after_forward in (True, False):
         model = viewing(dtype)
         policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-        context = shard(*model, strategy=strategy, policy=policy, reshard_after_forward=reshard_after_forward)
+        context = shard(
+            *model, strategy=strategy, policy=policy, reshard_after_forward=reshard_after_forward
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         loss_of(model(own_batch(dtype=dtype))).backward()
         loss = loss_of(model(own_batch(dtype=dtype)))
@@ -570,13 +611,17 @@ def compute_weights(model: Stack) -> list[torch.Tensor]:
         model(own_batch(dtype=groups_of(model)[0].dtype))
     for layer in model.layers:
         layer.look = None
-    parameters = [parameter for index in model.used for parameter in model.layers[index].parameters()]
+    parameters = [
+        parameter for index in model.used for parameter in model.layers[index].parameters()
+    ]
     for parameter, whole in zip(parameters, found, strict=True):
         assert torch.equal(held_rows(parameter, whole), parameter.to_local().to(whole.dtype))
     return found
 
 
-def _train(model: Stack, dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], prepares: bool) -> None:
+def _train(
+    model: Stack, dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], prepares: bool
+) -> None:
     clear_gradients(model)
     optimizer = make(model.parameters())
     if prepares:
@@ -605,7 +650,11 @@ def _write(model: Stack, way: str) -> None:
 
 def _follows(strategy: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     model = Stack(dtype=dtype)
-    shard(*model.layers, strategy=strategy, policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
+    shard(
+        *model.layers,
+        strategy=strategy,
+        policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+    )
     states = [compute_weights(model)]
     for make in (
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -637,9 +686,18 @@ def _follows_a_cast_step(strategy: str) -> None:
     model = Stack(dtype=torch.bfloat16)
     shard(*model.layers, strategy=strategy)
     before = compute_weights(model)
-    _train(model, torch.bfloat16, lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True), prepares=True)
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}, "back after the step"
-    assert not any(torch.equal(old, new) for old, new in zip(before, compute_weights(model), strict=True))
+    _train(
+        model,
+        torch.bfloat16,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        prepares=True,
+    )
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}, (
+        "back after the step"
+    )
+    assert not any(
+        torch.equal(old, new) for old, new in zip(before, compute_weights(model), strict=True)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -727,7 +785,10 @@ def _state_dicts(strategy: str, dtype: torch.dtype) -> None:
     assert all(own is other for own, other in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(model(x), before)
     for target in (model, model.layers[1]):
-        with pytest.raises(ValueError, match=r"Expected load_state_dict\(assign=False\) for a sharded module, whose"):
+        with pytest.raises(
+            ValueError,
+            match=r"Expected load_state_dict\(assign=False\) for a sharded module, whose",
+        ):
             target.load_state_dict(target.state_dict(), assign=True)
     assert_resting(model)
     assert torch.equal(model(x), before)
@@ -768,7 +829,10 @@ def fragile(has_root: bool) -> nn.Sequential:
 
 
 def _fails(strategy: str, has_root: bool, fails_in: str, places: list[int]) -> list[str]:
-    return [outcome_of(partial(_fails_and_goes_on, strategy, has_root, fails_in, place)) for place in places]
+    return [
+        outcome_of(partial(_fails_and_goes_on, strategy, has_root, fails_in, place))
+        for place in places
+    ]
 
 
 def _fails_and_goes_on(strategy: str, has_root: bool, fails_in: str, place: int) -> None:
@@ -883,12 +947,19 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
     return [
         buffer.local_buffer
         for group in groups_of(model)
-        for buffer in (group.model_weight, group.main_weight, group.unsharded_weight, group.main_grad)
+        for buffer in (
+            group.model_weight,
+            group.main_weight,
+            group.unsharded_weight,
+            group.main_grad,
+        )
     ]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_that_is_deleted_frees_its_memory_and_ends_its_lane_without_the_garbage_collector(strategy):
+def test_a_model_that_is_deleted_frees_its_memory_and_ends_its_lane_without_the_garbage_collector(
+    strategy,
+):
     run_ranks(2, _deleted, strategy)
 
 
@@ -899,7 +970,12 @@ def _toggled(strategy: str) -> None:
     plain = Stack()
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
-    for frozen in (["layers.1.weight"], ["layers.1.weight", "layers.1.bias"], ["layers.0.bias"], []):
+    for frozen in (
+        ["layers.1.weight"],
+        ["layers.1.weight", "layers.1.bias"],
+        ["layers.0.bias"],
+        [],
+    ):
         for own in (plain, model):
             for name, parameter in own.named_parameters():
                 parameter.requires_grad_(name not in frozen)
@@ -979,7 +1055,9 @@ def _evaluated(strategy: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_without_gradients_and_in_inference_mode_gives_the_same_and_leaves_nothing(strategy, dtype):
+def test_forward_without_gradients_and_in_inference_mode_gives_the_same_and_leaves_nothing(
+    strategy, dtype
+):
     run_ranks(2, _evaluated, strategy, dtype)
 
 
@@ -1003,7 +1081,10 @@ WRAPPINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.
     "tuple": (lambda x: (x, None, 1), lambda output: output[0]),
     "dict": (lambda x: {"x": x, "name": "x"}, lambda output: output["x"]),
     "dataclass": (lambda x: Output(x, {}), lambda output: output.hidden),
-    "nested": (lambda x: [Output(torch.ones(1), {"in": Output(x, {})})], lambda output: output[0].rest["in"].hidden),
+    "nested": (
+        lambda x: [Output(torch.ones(1), {"in": Output(x, {})})],
+        lambda output: output[0].rest["in"].hidden,
+    ),
     "opaque": (lambda x: Opaque(x), lambda output: output.hidden),
     "opaque in a dict": (lambda x: {"x": Opaque(x)}, lambda output: output["x"].hidden),
     "opaque beside another": (lambda x: (x.relu(), Opaque(x * 2)), lambda output: output[1].hidden),
@@ -1142,13 +1223,41 @@ def _mistakes_with_modules() -> None:
             (ValueError, owned_twice.format("1.", "ModuleList"), tied),
             (ValueError, owned_twice.format("", "Linear"), tied[1]),
             (ValueError, owned_twice.format("0.", "Sequential"), inside[0]),
-            (ValueError, r"without attributes that FsdpModule has, got \['phase'\]", Clashing(DIM, DIM)),
-            (TypeError, "Expected plain parameters, got the DTensor own with .*Shard", Holder(dtensor)),
-            (ValueError, r"with rows and elements, got own of \(\)", Holder(nn.Parameter(torch.tensor(1.0)))),
-            (ValueError, r"with rows and elements, got own of \(0, 2\)", Holder(nn.Parameter(torch.ones(0, 2)))),
-            (TypeError, "Expected parameters whose shapes are known, got weight, which is lazy", nn.LazyLinear(2)),
-            (TypeError, "Expected parameters of one of the dtypes .*, got torch.int64", Holder(integers)),
-            (RuntimeError, "Expected a reset_parameters in Holder", Holder(nn.Parameter(torch.ones(1, device="meta")))),
+            (
+                ValueError,
+                r"without attributes that FsdpModule has, got \['phase'\]",
+                Clashing(DIM, DIM),
+            ),
+            (
+                TypeError,
+                "Expected plain parameters, got the DTensor own with .*Shard",
+                Holder(dtensor),
+            ),
+            (
+                ValueError,
+                r"with rows and elements, got own of \(\)",
+                Holder(nn.Parameter(torch.tensor(1.0))),
+            ),
+            (
+                ValueError,
+                r"with rows and elements, got own of \(0, 2\)",
+                Holder(nn.Parameter(torch.ones(0, 2))),
+            ),
+            (
+                TypeError,
+                "Expected parameters whose shapes are known, got weight, which is lazy",
+                nn.LazyLinear(2),
+            ),
+            (
+                TypeError,
+                "Expected parameters of one of the dtypes .*, got torch.int64",
+                Holder(integers),
+            ),
+            (
+                RuntimeError,
+                "Expected a reset_parameters in Holder",
+                Holder(nn.Parameter(torch.ones(1, device="meta"))),
+            ),
             (RuntimeError, "Expected buffers with storage, .*counts.* on meta", with_meta_buffer()),
         ):
             _raises(error, message, partial(fully_shard, module, mesh, placements))
@@ -1175,7 +1284,11 @@ def _mistakes_with_meshes() -> None:
                 mesh,
                 Placements.for_strategy(ZERO_3, "dp"),
             ),
-            (r"Expected axes of the mesh, 0 to 0 or one of \(\), got 1\.", mesh, Placements((0, 1), *hsdp)),
+            (
+                r"Expected axes of the mesh, 0 to 0 or one of \(\), got 1\.",
+                mesh,
+                Placements((0, 1), *hsdp),
+            ),
             (
                 r"Expected axes of the mesh, 0 to 1 or one of \('outer', 'inner'\), got 'dp'",
                 named,
@@ -1188,7 +1301,9 @@ def _mistakes_with_meshes() -> None:
             _raises(ValueError, message, partial(fully_shard, linear(), own_mesh, placements))
         for divisor in (-1, 0, float("nan")):
             message = rf"Expected a positive grad_divisor, got {divisor}\."
-            _raises(ValueError, message, partial(fully_shard, linear(), mesh, zero_3, None, divisor))
+            _raises(
+                ValueError, message, partial(fully_shard, linear(), mesh, zero_3, None, divisor)
+            )
         by_name = fully_shard(linear(), named, Placements.for_strategy(ZERO_3, "outer"))
         by_number = fully_shard(linear(), named, Placements.for_strategy(ZERO_3, 0))
     for module in (by_name, by_number):
@@ -1198,15 +1313,31 @@ def _mistakes_with_meshes() -> None:
     kinds = (Flat(),), (Flat(),), (Flat(),)
     for message, arguments in (
         (r"Expected 2 parameter placements for \(0, 1\), got 1", ((0, 1), *kinds)),
-        (r"Expected 1 gradient placements for \(0,\), got 2", ((0,), (Flat(),), (Flat(), Flat()), (Flat(),))),
+        (
+            r"Expected 1 gradient placements for \(0,\), got 2",
+            ((0,), (Flat(),), (Flat(), Flat()), (Flat(),)),
+        ),
         (r"Expected 1 optimizer placements for \(0,\), got 0", ((0,), (Flat(),), (Flat(),), ())),
         (r"Expected every mesh axis once, got \(0, 0\)", ((0, 0), *hsdp)),
-        (r"Expected parameter buffers that are replicated or sharded", ((0,), (Partial(),), (Flat(),), (Flat(),))),
-        (r"Expected gradient placements that are cut wherever parameter", ((0,), (Flat(),), (Partial(),), (Flat(),))),
-        (r"Expected optimizer placements that are cut wherever gradient", ((0,), *kinds[:2], (Replicate(),))),
+        (
+            r"Expected parameter buffers that are replicated or sharded",
+            ((0,), (Partial(),), (Flat(),), (Flat(),)),
+        ),
+        (
+            r"Expected gradient placements that are cut wherever parameter",
+            ((0,), (Flat(),), (Partial(),), (Flat(),)),
+        ),
+        (
+            r"Expected optimizer placements that are cut wherever gradient",
+            ((0,), *kinds[:2], (Replicate(),)),
+        ),
     ):
         _raises(ValueError, message, partial(Placements, *arguments))
-    _raises(ValueError, "Expected one of .*'optim_grads_params'.*, got 'zero'", lambda: Placements.for_strategy("zero"))
+    _raises(
+        ValueError,
+        "Expected one of .*'optim_grads_params'.*, got 'zero'",
+        lambda: Placements.for_strategy("zero"),
+    )
 
 
 def test_mistakes_with_meshes_placements_and_divisors_have_their_own_messages():
@@ -1219,7 +1350,11 @@ def _mistakes_with_optimizers() -> None:
     context = shard(*model.layers, strategy="optim")
     for error, message, argument in (
         (TypeError, r"Expected a torch\.optim\.Optimizer, got Stack\.", model),
-        (ValueError, r"Expected an optimizer built after fully_shard, got 6 parameters from before\.", before),
+        (
+            ValueError,
+            r"Expected an optimizer built after fully_shard, got 6 parameters from before\.",
+            before,
+        ),
         (
             ValueError,
             r"Expected an optimizer over sharded parameters, got none among its parameters\.",
@@ -1233,7 +1368,11 @@ def _mistakes_with_optimizers() -> None:
     with microbatch(context, is_last=False):
         loss_of(model(own_batch(dtype=torch.bfloat16))).backward()
     assert all(parameter.grad.placements == (Partial("avg"),) for parameter in model.parameters())
-    _raises(RuntimeError, r"Expected the gradients of a whole step, got partial sums: the last mic", optimizer.step)
+    _raises(
+        RuntimeError,
+        r"Expected the gradients of a whole step, got partial sums: the last mic",
+        optimizer.step,
+    )
     with pytest.raises(ArithmeticError, match="mine"), microbatch(context, is_last=False):
         raise ArithmeticError("mine")
     assert context.is_last_microbatch
@@ -1242,9 +1381,13 @@ def _mistakes_with_optimizers() -> None:
     _raises(NotImplementedError, message, lambda: optimizer.step(lambda: 0.0))
     _raises(NotImplementedError, message, lambda: optimizer.step(closure=lambda: 0.0))
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert all(torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True))
+    assert all(
+        torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True)
+    )
     optimizer.step(None)
-    assert not any(torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True))
+    assert not any(
+        torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True)
+    )
 
 
 def test_mistakes_with_optimizers_have_their_own_messages_and_change_no_weight():
@@ -1270,13 +1413,33 @@ def _mistakes_in_use() -> None:
     settled = "Expected dtype and device to be settled before fully_shard, got a change from torch.float32 on cpu to "
     _raises(RuntimeError, settled + "torch.bfloat16 on cpu", model.bfloat16)
     _raises(RuntimeError, settled + "torch.float32 on meta", lambda: model.to("meta"))
-    _raises(NotImplementedError, "Expected a copy to be made before fully_shard", lambda: copy.deepcopy(model))
+    _raises(
+        NotImplementedError,
+        "Expected a copy to be made before fully_shard",
+        lambda: copy.deepcopy(model),
+    )
     assert model.to(torch.float32) is model
     for error, message, act in (
-        (RuntimeError, "got one of its weights or a view of one, which is whole only", lambda own, _: own.weight),
-        (RuntimeError, "got one of its weights or a view of one, which is whole only", lambda own, _: [own.weight[1:]]),
-        (RuntimeError, "from another phase, got forward; a sharded module cannot run inside itself", Whatever.__call__),
-        (NotImplementedError, "Expected a dense gradient for weight, got torch.sparse_coo", _looks_up),
+        (
+            RuntimeError,
+            "got one of its weights or a view of one, which is whole only",
+            lambda own, _: own.weight,
+        ),
+        (
+            RuntimeError,
+            "got one of its weights or a view of one, which is whole only",
+            lambda own, _: [own.weight[1:]],
+        ),
+        (
+            RuntimeError,
+            "from another phase, got forward; a sharded module cannot run inside itself",
+            Whatever.__call__,
+        ),
+        (
+            NotImplementedError,
+            "Expected a dense gradient for weight, got torch.sparse_coo",
+            _looks_up,
+        ),
     ):
         module = Whatever(DIM, DIM)
         context = shard(module)
@@ -1292,15 +1455,23 @@ def _mistakes_in_use() -> None:
     replaced = linear()
     shard(replaced)
     replaced.weight = nn.Parameter(torch.zeros(DIM, DIM))
-    _raises(RuntimeError, "Expected weight to be the view of its buffer", lambda: replaced(own_batch()))
+    _raises(
+        RuntimeError, "Expected weight to be the view of its buffer", lambda: replaced(own_batch())
+    )
     hooked = linear()
     hooked.weight.register_hook(lambda gradient: gradient)
     _raises(
-        ValueError, "Expected parameters without hooks, which would be lost, got some on weight", lambda: shard(hooked)
+        ValueError,
+        "Expected parameters without hooks, which would be lost, got some on weight",
+        lambda: shard(hooked),
     )
     torch.manual_seed(dist.get_rank())
     different = linear()
-    _raises(ValueError, "the same weights on every rank, got diff", lambda: shard(different, strategy="no_shard"))
+    _raises(
+        ValueError,
+        "the same weights on every rank, got diff",
+        lambda: shard(different, strategy="no_shard"),
+    )
 
 
 def test_mistakes_in_use_have_their_own_messages():

@@ -34,8 +34,17 @@ def test_the_worked_example():
     layout = GlobalLayout.build([(2, 6), (4, 4), (4, 4), (1, 2), (1, 6)], 5)
     assert layout.tensor_to_offset == (0, 12, 32, 28, 48)
     assert layout.size == 60
-    held = [[(c.tensor, c.first_row, c.num_rows) for c in layout.chunks(FlatRange(12 * rank, 12))] for rank in range(5)]
-    assert held == [[(0, 0, 2)], [(1, 0, 3)], [(1, 3, 1), (2, 0, 1), (3, 0, 1)], [(2, 1, 3)], [(4, 0, 1)]]
+    held = [
+        [(c.tensor, c.first_row, c.num_rows) for c in layout.chunks(FlatRange(12 * rank, 12))]
+        for rank in range(5)
+    ]
+    assert held == [
+        [(0, 0, 2)],
+        [(1, 0, 3)],
+        [(1, 3, 1), (2, 0, 1), (3, 0, 1)],
+        [(2, 1, 3)],
+        [(4, 0, 1)],
+    ]
     assert layout.chunk(2, FlatRange(24, 12)) == Chunk(tensor=2, first_row=0, num_rows=1, offset=8)
 
 
@@ -75,7 +84,9 @@ def test_padding_stays_small(shapes, dp_size):
     """Less than a unit behind each large tensor and for each small one's alignment, and the last rounding."""
     layout = GlobalLayout.build(shapes, dp_size)
     alignment = math.lcm(*(row_numel(shape) for shape in shapes))
-    assert layout.size - sum(math.prod(shape) for shape in shapes) < alignment * (len(shapes) + dp_size)
+    assert layout.size - sum(math.prod(shape) for shape in shapes) < alignment * (
+        len(shapes) + dp_size
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,13 +104,17 @@ def test_every_row_is_owned_exactly_once_by_each_set_of_ranks_that_cuts(shapes, 
     for coordinate in coordinates(mesh_shape):
         piece = layout.local_range(mesh_shape, is_sharded, coordinate)
         there = {entry for entry in elements[piece.start : piece.stop] if entry is not None}
-        told = {(c.tensor, c.first_row + row) for c in layout.chunks(piece) for row in range(c.num_rows)}
+        told = {
+            (c.tensor, c.first_row + row) for c in layout.chunks(piece) for row in range(c.num_rows)
+        }
         assert told == there
         for chunk in layout.chunks(piece):
             assert elements[piece.start + chunk.offset] == (chunk.tensor, chunk.first_row)
         for row in told:
             owners.setdefault(row, []).append(coordinate)
-    num_replicas = math.prod(size for size, cuts in zip(mesh_shape, is_sharded, strict=True) if not cuts)
+    num_replicas = math.prod(
+        size for size, cuts in zip(mesh_shape, is_sharded, strict=True) if not cuts
+    )
     assert len(owners) == sum(shape[0] for shape in shapes)
     assert all(len(ranks) == num_replicas for ranks in owners.values())
 
@@ -128,7 +143,8 @@ def test_a_layout_for_another_number_of_ranks_is_refused():
     layout = GlobalLayout.build([(4, 2)], 2)
     for num_ranks in (3, 8):
         with pytest.raises(
-            ValueError, match=rf"Expected a layout built for the mesh \({num_ranks},\), got one of size 8"
+            ValueError,
+            match=rf"Expected a layout built for the mesh \({num_ranks},\), got one of size 8",
         ):
             layout.local_range((num_ranks,), (True,), (0,))
     with pytest.raises(ValueError, match="Expected a piece cut between rows of tensor 0"):

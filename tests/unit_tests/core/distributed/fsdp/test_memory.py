@@ -62,8 +62,13 @@ class Case(NamedTuple):
 
 
 STRATEGIES = {
-    **{name: Placements.for_strategy(name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
-    "hsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat())),
+    **{
+        name: Placements.for_strategy(name)
+        for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    },
+    "hsdp": Placements(
+        (0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat())
+    ),
     "hfsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Flat(), Flat())),
 }
 PIECES = {
@@ -94,7 +99,9 @@ class Sizes:
         self.unsharded_gradient = numel * case.sent.itemsize
         # Gradients that are reduced over an axis later are summed up beside the main ones, where there is such an axis.
         is_deferred = case.name not in ("optim_grads", "optim_grads_params")
-        self.partial_gradient = numel // pieces.gradient * case.main_grads.itemsize if is_deferred else 0
+        self.partial_gradient = (
+            numel // pieces.gradient * case.main_grads.itemsize if is_deferred else 0
+        )
         # Where no axis is reduced before the last microbatch, a single one goes into the main ones at once.
         self.partial_gradient_of_one = self.partial_gradient if pieces.gradient > 1 else 0
 
@@ -155,7 +162,12 @@ def storages_of(groups: Iterable[FsdpParameterGroup]) -> dict[int, int]:
     """The bytes of all storages that belong to the groups' buffers."""
     storages: dict[int, int] = {}
     for group in groups:
-        buffers = [group.model_weight, group.main_weight, group.post_optimizer_model_weight, group.unsharded_weight]
+        buffers = [
+            group.model_weight,
+            group.main_weight,
+            group.post_optimizer_model_weight,
+            group.unsharded_weight,
+        ]
         if group.gradients is not None:
             buffers += [group.gradients.main, group.gradients.unsharded]
             buffers += [] if group.gradients.partial is None else [group.gradients.partial]
@@ -188,7 +200,11 @@ def live_bytes() -> int:
     storages: dict[int, int] = {}
     for value in gc.get_objects():
         # The local tensor of a DTensor is another live one.
-        if issubclass(type(value), torch.Tensor) and not issubclass(type(value), DTensor) and not value.is_meta:
+        if (
+            issubclass(type(value), torch.Tensor)
+            and not issubclass(type(value), DTensor)
+            and not value.is_meta
+        ):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
     return sum(num_bytes for num_bytes in storages.values() if num_bytes >= SMALL_BYTES)
 
@@ -224,7 +240,11 @@ def _rests(case: Case) -> None:
         with only_new_objects():
             model = Model(case, is_nested=is_nested)
             plain_bytes = [parameter.nbytes for parameter in model.parameters()]
-            assert live_bytes() == sum(num_bytes for num_bytes in plain_bytes if num_bytes >= SMALL_BYTES) > 0
+            assert (
+                live_bytes()
+                == sum(num_bytes for num_bytes in plain_bytes if num_bytes >= SMALL_BYTES)
+                > 0
+            )
             originals = list(model.parameters())
             model.layers[0].requires_grad_(False)
             context = shard(model, case, mesh)
@@ -232,25 +252,33 @@ def _rests(case: Case) -> None:
             frozen = [group for group in groups if not group.requires_grad]
             assert [group.layout.tensor_shapes for group in frozen] == [((DIM, DIM), (DIM,))]
             expected = sum(
-                Sizes(case, group.layout.size).resting if group.requires_grad else Sizes(case, group.layout.size).frozen
+                Sizes(case, group.layout.size).resting
+                if group.requires_grad
+                else Sizes(case, group.layout.size).frozen
                 for group in groups
             )
             assert engine_bytes(groups) == expected
             gc.collect()
-            assert live_bytes() == expected, "nothing else has stayed, not even for who holds the original parameters"
+            assert live_bytes() == expected, (
+                "nothing else has stayed, not even for who holds the original parameters"
+            )
             assert sum(original.untyped_storage().nbytes() for original in originals) == 0
             for is_last in (True, False):
                 _uses_and_rests(model, case, context, expected, is_last=is_last)
 
 
-def _uses_and_rests(model: Model, case: Case, context: FsdpContext, expected: int, *, is_last: bool) -> None:
+def _uses_and_rests(
+    model: Model, case: Case, context: FsdpContext, expected: int, *, is_last: bool
+) -> None:
     groups = groups_of(model)
     with torch.no_grad():
         model(batch(case))
     assert engine_bytes(groups) == expected
     with microbatch(context, is_last=is_last):
         backward(model, case)
-    partial_sums = sum(Sizes(case, group.layout.size).partial_gradient for group in groups if group.requires_grad)
+    partial_sums = sum(
+        Sizes(case, group.layout.size).partial_gradient for group in groups if group.requires_grad
+    )
     assert engine_bytes(groups) == expected + (0 if is_last else partial_sums)
     if not is_last:
         backward(model, case)
@@ -294,7 +322,10 @@ def _peaks(case: Case) -> None:
         root = Sizes(case, model.parameter_groups[0].layout.size) if is_nested else Sizes(case, 0)
         with engine_peaks(groups) as peaks, torch.no_grad():
             model(batch(case))
-        assert max(peaks, default=resting) == resting + 2 * layer.unsharded_weight + root.unsharded_weight
+        assert (
+            max(peaks, default=resting)
+            == resting + 2 * layer.unsharded_weight + root.unsharded_weight
+        )
         transient = 2 * (layer.unsharded_weight + layer.unsharded_gradient)
         transient += root.unsharded_weight + root.unsharded_gradient
         with engine_peaks(groups) as peaks:
@@ -367,7 +398,9 @@ def _live_peaks(case: Case) -> None:
         with live_peaks(model) as peaks, torch.no_grad():
             model(batch(case))
         assert max(peaks) == resting + 2 * layer.unsharded_weight
-        engine = 2 * (layer.unsharded_weight + layer.unsharded_gradient + layer.partial_gradient_of_one)
+        engine = 2 * (
+            layer.unsharded_weight + layer.unsharded_gradient + layer.partial_gradient_of_one
+        )
         # A weight's gradient in the hands of autograd, and the pieces that one reduction sends and receives.
         passing = DIM * DIM * case.compute.itemsize + numel * case.sent.itemsize
         for _ in range(2):
@@ -379,7 +412,9 @@ def _live_peaks(case: Case) -> None:
         assert context.forward_order == list(model.layers)
 
 
-@pytest.mark.parametrize("case", [Case("optim"), Case(ZERO_3), Case(ZERO_3, **ONE_DTYPE), Case("hsdp")], ids=repr)
+@pytest.mark.parametrize(
+    "case", [Case("optim"), Case(ZERO_3), Case(ZERO_3, **ONE_DTYPE), Case("hsdp")], ids=repr
+)
 def test_nothing_else_of_size_is_alive_in_a_step_but_pieces_on_their_way(case):
     run_ranks(num_ranks(case), _live_peaks, case)
 
@@ -408,7 +443,9 @@ class Allocations(TorchDispatchMode):
 def states_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The storages of its moments."""
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return {value.to_local().untyped_storage()._cdata for value in values if isinstance(value, DTensor)}
+    return {
+        value.to_local().untyped_storage()._cdata for value in values if isinstance(value, DTensor)
+    }
 
 
 def _is_steady(case: Case) -> None:
@@ -431,7 +468,9 @@ def _is_steady(case: Case) -> None:
             states = states_of(optimizer)
             assert allocations.alive() <= storages_of(groups_of(model)).keys() | states
             assert allocations.alive() & states, "it does see what stays"
-            assert len(allocations.storages) > len(allocations.alive()), "and what goes, gradients at least"
+            assert len(allocations.storages) > len(allocations.alive()), (
+                "and what goes, gradients at least"
+            )
             seen.append((engine_bytes(groups_of(model)), live_bytes()))
         assert len(set(seen[2:])) == 1
 

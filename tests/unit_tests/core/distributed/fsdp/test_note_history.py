@@ -88,7 +88,9 @@ def num_ranks(strategy: str) -> int:
 
 
 def own_batch(number: int = 0) -> torch.Tensor:
-    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * dist.get_rank() + number))
+    return torch.randn(
+        3, DIM, generator=torch.Generator().manual_seed(10 * dist.get_rank() + number)
+    )
 
 
 def backward(model: Pairs, number: int = 0) -> None:
@@ -138,9 +140,13 @@ def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
 
 
 def _room_with_and_without_notes() -> None:
-    assert _groups_that_room_is_made_for(is_frozen=False) == ["a"], "b's ranks tell each other, and need no memory"
+    assert _groups_that_room_is_made_for(is_frozen=False) == ["a"], (
+        "b's ranks tell each other, and need no memory"
+    )
     with without_notes():
-        assert sorted(_groups_that_room_is_made_for(is_frozen=False)) == ["a", "b"], "b's ranks reduce zeros"
+        assert sorted(_groups_that_room_is_made_for(is_frozen=False)) == ["a", "b"], (
+            "b's ranks reduce zeros"
+        )
         assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
 
 
@@ -247,7 +253,9 @@ def _same_with_and_without_notes(strategy: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
-def test_gradients_that_all_ranks_lack_are_none_and_the_others_the_same_bits_as_with_notes(strategy):
+def test_gradients_that_all_ranks_lack_are_none_and_the_others_the_same_bits_as_with_notes(
+    strategy,
+):
     assert all(run_ranks(num_ranks(strategy), _same_with_and_without_notes, strategy))
 
 
@@ -270,7 +278,9 @@ def _own_sums_differ_without_notes(strategy: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_sums_that_a_rank_makes_by_itself_are_its_own_business(strategy):
-    expected, found = (run_ranks(2, f, strategy) for f in (_own_sums_differ, _own_sums_differ_without_notes))
+    expected, found = (
+        run_ranks(2, f, strategy) for f in (_own_sums_differ, _own_sums_differ_without_notes)
+    )
     assert all(torch.equal(own[0], expected[0][0]) for own in [*found, *expected])
     assert expected[0][0].isfinite().all()
 
@@ -281,7 +291,10 @@ def _frozen() -> list[int]:
         shard(model, "optim_grads")
         sent: list[int] = []
         original = collectives.reduce_scatter
-        collectives.reduce_scatter = lambda out, *args, **options: (sent.append(1), original(out, *args, **options))
+        collectives.reduce_scatter = lambda out, *args, **options: (
+            sent.append(1),
+            original(out, *args, **options),
+        )
         try:
             model.b.requires_grad_(False)
             backward(model)
@@ -328,7 +341,9 @@ def _steps(differs: bool) -> tuple[str, bool]:
 
 def test_a_training_step_ends_before_weights_change_when_ranks_disagree():
     for outcome, is_unchanged in run_ranks(2, _steps, True):
-        assert "rank 1 was about to reduce the gradients of b, which has none for b.second" in outcome
+        assert (
+            "rank 1 was about to reduce the gradients of b, which has none for b.second" in outcome
+        )
         assert is_unchanged
     assert run_ranks(2, _steps, False) == [("", False)] * 2, "those that agree step"
 
@@ -338,7 +353,9 @@ def test_a_training_step_ends_before_weights_change_when_ranks_disagree():
 
 def test_a_digest_tells_notes_orders_and_numbers_of_notes_apart():
     histories = [NoteHistory() for _ in range(5)]
-    for history, notes in zip(histories, ([], [(1, 2)], [(1, 2), (2, 3)], [(2, 3), (1, 2)], [(1, 2)]), strict=True):
+    for history, notes in zip(
+        histories, ([], [(1, 2)], [(1, 2), (2, 3)], [(2, 3), (1, 2)], [(1, 2)]), strict=True
+    ):
         for note in notes:
             history.add(note)
     assert len({history.digest for history in histories}) == 4
@@ -358,10 +375,16 @@ def _histories(notes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ..
 @pytest.mark.parametrize(
     ("notes", "expected"),
     [
-        ([[(1, 5), (2, 7, 3)], [(1, 5), (2, 7, 3), (1, 9)], [(1, 5), (2, 8)]], [(2, 7, 3), (2, 7, 3), (2, 8, 0)]),
+        (
+            [[(1, 5), (2, 7, 3)], [(1, 5), (2, 7, 3), (1, 9)], [(1, 5), (2, 8)]],
+            [(2, 7, 3), (2, 7, 3), (2, 8, 0)],
+        ),
         ([[(1, 5), (1, 6)], [(1, 5)], [(1, 5), (1, 6)]], [(1, 6, 0), (0, 0, 0), (1, 6, 0)]),
         ([[], [(1, 5)], []], [(0, 0, 0), (1, 5, 0), (0, 0, 0)]),
-        ([[(2, 1, -(2**62))], [(2, 1, 2**62 - 1)], []], [(2, 1, -(2**62)), (2, 1, 2**62 - 1), (0, 0, 0)]),
+        (
+            [[(2, 1, -(2**62))], [(2, 1, 2**62 - 1)], []],
+            [(2, 1, -(2**62)), (2, 1, 2**62 - 1), (0, 0, 0)],
+        ),
     ],
 )
 def test_ranks_find_the_first_note_that_is_not_the_same(notes, expected):
@@ -372,7 +395,8 @@ def test_ranks_that_agree_with_each_other_are_named_together():
     notes = [(1, 7), (1, 7), (0, 0), (1, 8)]
     told = tell_apart(notes, lambda note: f"gather {note[1]}")
     assert (
-        told == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; rank 3 was about to gather 8"
+        told
+        == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; rank 3 was about to gather 8"
     )
     told = tell_apart(notes[:2], str)
     assert told == "a difference after the first 65536 collectives, which were the same"

@@ -77,11 +77,17 @@ def _joins() -> None:
             assert fully_shard(model, **options) is model
             assert len(contexts_of(model)) == 1
             model(torch.zeros(1, 6))  # completes the context
-            numbers = [group.number for module in model.context.forward_order for group in module.parameter_groups]
+            numbers = [
+                group.number
+                for module in model.context.forward_order
+                for group in module.parameter_groups
+            ]
             assert len(set(numbers)) == len(numbers) == 4
             assert losses(model) == expected
             assert model.is_root()
-            assert [type(module).__name__ for module in model.context.forward_order] == ["FsdpNet"] + ["FsdpLinear"] * 3
+            assert [type(module).__name__ for module in model.context.forward_order] == [
+                "FsdpNet"
+            ] + ["FsdpLinear"] * 3
 
 
 def test_modules_join_what_contains_them_and_train_as_in_a_context():
@@ -159,7 +165,9 @@ def _too_late() -> None:
     model = net()
     fully_shard(model.layers[0])
     model.layers[0](torch.randn(2, 6))
-    with pytest.raises(RuntimeError, match=r"Expected every fully_shard before the first forward, got one of Net"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected every fully_shard before the first forward, got one of Net"
+    ):
         fully_shard(model)
     # What is there goes on working.
     model.layers[0](torch.randn(2, 6)).sum().backward()
@@ -244,7 +252,9 @@ def _old_handles() -> None:
     """What was taken from a parameter earlier is read after the updates under way, too."""
     model = net()
     fully_shard(model)
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
+    )
     handles = [parameter.detach() for parameter in model.parameters()]
     views = [parameter.detach().view(-1) for parameter in model.parameters()]
     for seed in range(4):

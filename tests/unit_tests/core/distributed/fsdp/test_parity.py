@@ -42,7 +42,9 @@ from tests.ranks import random_delays, rank_device, run_ranks
 
 AVG = Partial("avg")
 ON_TWO_AXES = {
-    "hsdp": Placements(("outer", "inner"), (Replicate(), Flat()), (AVG, Flat()), (Replicate(), Flat())),
+    "hsdp": Placements(
+        ("outer", "inner"), (Replicate(), Flat()), (AVG, Flat()), (Replicate(), Flat())
+    ),
     "hfsdp": Placements(("outer", "inner"), (Replicate(), Flat()), (AVG, Flat()), (Flat(), Flat())),
     "full": Placements(("outer", "inner"), (Flat(), Flat()), (Flat(), Flat()), (Flat(), Flat())),
 }
@@ -56,7 +58,9 @@ def mesh_and_placements(sharding: str) -> tuple[DeviceMesh, Placements]:
     """What a strategy on all ranks, or a kind of sharding on two axes of two ranks, is."""
     kind = rank_device().type
     if sharding in ON_TWO_AXES:
-        return init_device_mesh(kind, (2, 2), mesh_dim_names=("outer", "inner")), ON_TWO_AXES[sharding]
+        return init_device_mesh(kind, (2, 2), mesh_dim_names=("outer", "inner")), ON_TWO_AXES[
+            sharding
+        ]
     return init_device_mesh(kind, (dist.get_world_size(),)), Placements.for_strategy(sharding)
 
 
@@ -89,9 +93,13 @@ def assert_at_rest(modules: Sequence[nn.Module]) -> None:
         if group.is_gathered:
             assert group.unsharded_weight.local_buffer.untyped_storage().nbytes() == 0, group.name
         if group.gradients is not None:
-            assert group.gradients.unsharded.local_buffer.untyped_storage().nbytes() == 0, group.name
+            assert group.gradients.unsharded.local_buffer.untyped_storage().nbytes() == 0, (
+                group.name
+            )
         for parameter in group.fsdp_parameters:
-            assert all(owner()._parameters[name] is parameter.sharded for owner, name in parameter.owners)
+            assert all(
+                owner()._parameters[name] is parameter.sharded for owner, name in parameter.owners
+            )
 
 
 def assert_cut_as_placed(modules: Sequence[nn.Module]) -> None:
@@ -102,7 +110,11 @@ def assert_cut_as_placed(modules: Sequence[nn.Module]) -> None:
             (group.main_weight, group.placements.optimizer),
         ):
             sizes = zip(placements, group.mesh.shape, strict=True)
-            num_parts = torch.tensor([size for placement, size in sizes if isinstance(placement, Flat)]).prod().item()
+            num_parts = (
+                torch.tensor([size for placement, size in sizes if isinstance(placement, Flat)])
+                .prod()
+                .item()
+            )
             assert buffer.local_buffer.numel() * num_parts == group.layout.size
 
 
@@ -137,7 +149,12 @@ class Run:
 
 def gpt_on_meta(**changes: Any) -> GPTModel:
     """Two layers, and an embedding that is also the output projection, unless changes say otherwise."""
-    values = {"ffn_hidden_size": 24, "attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1}
+    values = {
+        "ffn_hidden_size": 24,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": 0.1,
+    }
     config = TransformerConfig(2, 16, 2, **{**values, **changes})
     with torch.device("meta"):
         return GPTModel(config, VOCAB)
@@ -200,7 +217,9 @@ def losses_of_fsdp2(run: Run) -> list[float]:
 def _train_with_fsdp2(run: Run) -> list[float]:
     model = gpt()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=FP32, cast_forward_inputs=False)
+    policy = fsdp2.MixedPrecisionPolicy(
+        param_dtype=run.dtype, reduce_dtype=FP32, cast_forward_inputs=False
+    )
     for unit in (*model.decoder.layers, model):
         fsdp2.fully_shard(unit, mesh=mesh, mp_policy=policy)
     optimizer = run.make_optimizer(model.parameters())
@@ -263,7 +282,9 @@ def parity_cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("run", "sharding"), list(parity_cases()))
 def test_losses_equal_those_of_one_rank_with_the_same_global_batch_and_of_fsdp2(run, sharding):
     expected = losses_on_one_rank(run)
-    assert expected[-1] < 0.97 * expected[0], "it learns, so losses of weights that are not updated would differ"
+    assert expected[-1] < 0.97 * expected[0], (
+        "it learns, so losses of weights that are not updated would differ"
+    )
     tolerance = TOLERANCES[run.dtype]
     for losses in run_ranks(run.world_size, _train_sharded, run, sharding):
         assert losses == pytest.approx(expected, rel=tolerance, abs=0)
@@ -309,7 +330,10 @@ def _train_delayed(run: Run, shardings: Sequence[str], seeds: Sequence[int]) -> 
         (Run(2, 2, "adamw", BF16, num_steps=3), SHARDING_STRATEGIES, (1, 2)),
         (Run(4, 2, "sgd", FP32, num_steps=3), ("hfsdp",), (1, 2)),
         pytest.param(
-            Run(4, 3, "adamw", BF16), (*SHARDING_STRATEGIES, *ON_TWO_AXES), (4, 5, 6, 7), marks=pytest.mark.wide
+            Run(4, 3, "adamw", BF16),
+            (*SHARDING_STRATEGIES, *ON_TWO_AXES),
+            (4, 5, 6, 7),
+            marks=pytest.mark.wide,
         ),
     ],
     ids=["2-strategies", "4-hfsdp", "4-all"],
@@ -323,8 +347,12 @@ def test_lanes_that_pause_at_random_change_no_bit_of_losses_and_weights(run, sha
     ("run", "shardings", "seeds"),
     [
         (Run(2, 2, "adamw", BF16, num_steps=2), ["optim_grads"], (1,)),
-        pytest.param(Run(2, 2, "adamw", BF16), SHARDING_STRATEGIES, (1, 2, 3), marks=pytest.mark.wide),
-        pytest.param(Run(4, 3, "adamw", BF16), list(ON_TWO_AXES), (4, 5, 6), marks=pytest.mark.wide),
+        pytest.param(
+            Run(2, 2, "adamw", BF16), SHARDING_STRATEGIES, (1, 2, 3), marks=pytest.mark.wide
+        ),
+        pytest.param(
+            Run(4, 3, "adamw", BF16), list(ON_TWO_AXES), (4, 5, 6), marks=pytest.mark.wide
+        ),
     ],
     ids=["2-zero2", "2-strategies", "4-two-axes"],
 )
@@ -409,7 +437,9 @@ class Subject:
         return found
 
     def layers(self) -> set[Layer]:
-        return {module for unit in self.units for module in unit.modules() if isinstance(module, Layer)}
+        return {
+            module for unit in self.units for module in unit.modules() if isinstance(module, Layer)
+        }
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters().values(), lr=0.1, momentum=0.9)
@@ -430,8 +460,14 @@ class Setting:
 @pytest.fixture(
     params=[
         pytest.param(Setting(2, ("optim", "optim_grads_params")), id="2"),
-        pytest.param(Setting(2, SHARDING_STRATEGIES, delay_seed=1), id="2-delayed", marks=pytest.mark.wide),
-        pytest.param(Setting(4, ("optim", "optim_grads_params", *ON_TWO_AXES)), id="4", marks=pytest.mark.wide),
+        pytest.param(
+            Setting(2, SHARDING_STRATEGIES, delay_seed=1), id="2-delayed", marks=pytest.mark.wide
+        ),
+        pytest.param(
+            Setting(4, ("optim", "optim_grads_params", *ON_TWO_AXES)),
+            id="4",
+            marks=pytest.mark.wide,
+        ),
     ]
 )
 def setting(request: pytest.FixtureRequest) -> Setting:
@@ -463,7 +499,8 @@ def whole_gradients(subject: Subject) -> dict[str, Tensor | None]:
     """The reduced gradients of a sharded subject; None where a parameter shows none."""
     found = buffers_of(subject, lambda group: group.main_grad)
     return {
-        name: None if parameter.grad is None else found[parameter] for name, parameter in subject.parameters().items()
+        name: None if parameter.grad is None else found[parameter]
+        for name, parameter in subject.parameters().items()
     }
 
 
@@ -472,7 +509,9 @@ def whole_weights(subject: Subject) -> dict[str, Tensor]:
     return {name: found[parameter] for name, parameter in subject.parameters().items()}
 
 
-def buffers_of(subject: Subject, choose: Callable[[FsdpParameterGroup], DBuffer | None]) -> dict[nn.Parameter, Tensor]:
+def buffers_of(
+    subject: Subject, choose: Callable[[FsdpParameterGroup], DBuffer | None]
+) -> dict[nn.Parameter, Tensor]:
     """The whole tensors that stand behind sharded parameters in one of the buffers."""
     found = {}
     for group in {id(group): group for group in groups_of(subject.units)}.values():
@@ -491,7 +530,11 @@ def assert_trains_as_on_one_rank(setting: Setting, build: Build) -> None:
 def _train_alike(setting: Setting, build: Build) -> None:
     for sharding in setting.shardings:
         try:
-            with nullcontext() if setting.delay_seed is None else delays(setting.delay_seed + dist.get_rank()):
+            with (
+                nullcontext()
+                if setting.delay_seed is None
+                else delays(setting.delay_seed + dist.get_rank())
+            ):
                 train_alike(build, sharding)
         except Exception as error:
             raise AssertionError(f"{sharding}: {error}") from error
@@ -512,9 +555,12 @@ def train_alike(build: Build, sharding: str) -> None:
             with microbatch(context, is_last=number == num_microbatches - 1):
                 run_sharded(sharded, x, expected)
         assert_same_tensors(
-            whole_gradients(sharded), {name: parameter.grad for name, parameter in alone.parameters().items()}
+            whole_gradients(sharded),
+            {name: parameter.grad for name, parameter in alone.parameters().items()},
         )
-        learners |= {name for name, parameter in alone.parameters().items() if parameter.grad is not None}
+        learners |= {
+            name for name, parameter in alone.parameters().items() if parameter.grad is not None
+        }
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -549,12 +595,16 @@ def run_sharded(subject: Subject, x: Tensor, expected: Sequence[float]) -> None:
     assert loss.item() == pytest.approx(expected[dist.get_rank()], rel=1e-6, abs=1e-7)
     if x.requires_grad:
         # Each rank's own: of its loss, not of the mean.
-        torch.testing.assert_close(batch.grad / len(x), x.grad[dist.get_rank()], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            batch.grad / len(x), x.grad[dist.get_rank()], rtol=1e-5, atol=1e-6
+        )
     calls = sum(layer.num_calls for layer in subject.layers()) - calls_before
     assert calls == (len(subject.layers()) if subject.calls is None else subject.calls)
 
 
-def assert_same_tensors(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+def assert_same_tensors(
+    actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]
+) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (actual[name] is None) == (tensor is None), name
@@ -627,7 +677,11 @@ class Segments(Stack):
 
     def run(self, x: Tensor) -> Tensor:
         for first, second in zip(self.inner[::2], self.inner[1::2], strict=True):
-            x = checkpoint(lambda x, first=first, second=second: second(first(x)), x, use_reentrant=self.use_reentrant)
+            x = checkpoint(
+                lambda x, first=first, second=second: second(first(x)),
+                x,
+                use_reentrant=self.use_reentrant,
+            )
         return x
 
 
@@ -642,7 +696,9 @@ class SelfRecomputing(Layer):
         return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
 
 
-recomputation = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+recomputation = pytest.mark.parametrize(
+    "use_reentrant", [True, False], ids=["reentrant", "non-reentrant"]
+)
 
 
 @recomputation
@@ -698,7 +754,9 @@ def test_a_recomputed_region_without_a_sharded_module_around_it(setting, use_ree
             return x
 
         return Subject(
-            inner, lambda x: square_mean(checkpoint(region, inner[0](x), use_reentrant=use_reentrant)), calls=7
+            inner,
+            lambda x: square_mean(checkpoint(region, inner[0](x), use_reentrant=use_reentrant)),
+            calls=7,
         )
 
     assert_trains_as_on_one_rank(setting, build)
@@ -711,7 +769,9 @@ def test_a_whole_sharded_model_that_is_recomputed(setting, use_reentrant):
 
         def loss(x: Tensor) -> Tensor:
             # A reentrant checkpoint has a backward only if an input has one.
-            return square_mean(checkpoint(stack, x.clone().requires_grad_() + 0, use_reentrant=use_reentrant))
+            return square_mean(
+                checkpoint(stack, x.clone().requires_grad_() + 0, use_reentrant=use_reentrant)
+            )
 
         return Subject([*stack.inner, stack], lambda x: loss(x.detach()) + 0 * x.sum(), calls=6)
 
@@ -730,7 +790,9 @@ def test_a_sharded_module_that_recomputes_its_own_body(setting, use_reentrant):
 
 
 @recomputation
-def test_a_sharded_module_that_recomputes_its_own_body_with_sharded_modules_in_it(setting, use_reentrant):
+def test_a_sharded_module_that_recomputes_its_own_body_with_sharded_modules_in_it(
+    setting, use_reentrant
+):
     def build() -> Subject:
         stem, *inner = layers(5)
         segments = Segments(*inner, use_reentrant=use_reentrant)
@@ -787,7 +849,9 @@ def test_a_module_that_recomputes_its_own_body_and_is_called_twice(setting, use_
     def build() -> Subject:
         stem, twice = Layer(), SelfRecomputing(use_reentrant)
         stack = Stack(stem, twice, twice)
-        return Subject([stem, twice, stack], lambda x: square_mean(stack(x)), calls=5, keeps_weights=None)
+        return Subject(
+            [stem, twice, stack], lambda x: square_mean(stack(x)), calls=5, keeps_weights=None
+        )
 
     assert_trains_as_on_one_rank(setting, build)
 
@@ -815,7 +879,11 @@ def test_a_recomputed_region_of_modules_that_keep_their_weights(setting, use_ree
         root = nn.Sequential(stem, Segments(*inner, use_reentrant=use_reentrant))
         options = {"reshard_after_forward": False}
         return Subject(
-            [stem, *inner, root], lambda x: square_mean(root(x)), calls=9, options=options, keeps_weights=None
+            [stem, *inner, root],
+            lambda x: square_mean(root(x)),
+            calls=9,
+            options=options,
+            keeps_weights=None,
         )
 
     assert_trains_as_on_one_rank(setting, build)
@@ -836,7 +904,12 @@ def test_a_sharded_module_that_is_called_twice_one_after_the_other(setting):
     def build() -> Subject:
         first, twice, last = layers(3)
         model = Stack(first, twice, twice, last, twice)
-        return Subject([first, twice, last, model], lambda x: square_mean(model(x)), calls=5, keeps_weights=None)
+        return Subject(
+            [first, twice, last, model],
+            lambda x: square_mean(model(x)),
+            calls=5,
+            keeps_weights=None,
+        )
 
     assert_trains_as_on_one_rank(setting, build)
 
@@ -910,7 +983,9 @@ class Wrapped(Layer):
     def unwrap(self, x: Any) -> Tensor:
         if isinstance(x, Tensor):
             return x
-        return {"tuple": lambda: x[1][0], "dict": lambda: x["a"][0], "dataclass": lambda: x.x}[self.kind]()
+        return {"tuple": lambda: x[1][0], "dict": lambda: x["a"][0], "dataclass": lambda: x.x}[
+            self.kind
+        ]()
 
 
 @pytest.mark.parametrize("kind", ["keyword", "tuple", "dict", "dataclass"])
@@ -940,7 +1015,11 @@ def test_an_output_that_nobody_can_look_into(setting):
 
     def build() -> Subject:
         first, hiding, last = Layer(), Hiding(), Layer()
-        return Subject([first, hiding, last], lambda x: square_mean(last(hiding(first(x)).x)), keeps_weights=None)
+        return Subject(
+            [first, hiding, last],
+            lambda x: square_mean(last(hiding(first(x)).x)),
+            keeps_weights=None,
+        )
 
     assert_trains_as_on_one_rank(setting, build)
 
@@ -969,7 +1048,9 @@ two_and_three_dimensional = pytest.mark.parametrize(
 def test_an_in_place_relu_after_a_sharded_module(setting, shape):
     def build() -> Subject:
         linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-        model = nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU(inplace=True))))
+        model = nn.Sequential(
+            *(module for linear in linears for module in (linear, nn.ReLU(inplace=True)))
+        )
         return Subject(linears, lambda x: square_mean(model(x.view(shape)) - 1))
 
     assert_trains_as_on_one_rank(setting, build)
@@ -1000,7 +1081,9 @@ def test_weights_that_are_kept_between_forward_and_backward(setting):
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_a_forward_without_gradients_between_forward_and_backward(setting, guard, reshard_after_forward):
+def test_a_forward_without_gradients_between_forward_and_backward(
+    setting, guard, reshard_after_forward
+):
     def build() -> Subject:
         stack = Stack(*layers(3))
 
@@ -1159,7 +1242,9 @@ def _draw(config: dict[str, Any], dtype: torch.dtype, shardings: Sequence[str]) 
         for group in groups_of([model]):
             assert (group.dtype, group.main_weight.dtype) == (dtype, FP32)
             tensors = whole(group.main_weight)
-            found |= {name: tensors.get_local_tensor(index) for index, name in enumerate(group.names)}
+            found |= {
+                name: tensors.get_local_tensor(index) for index, name in enumerate(group.names)
+            }
         assert found.keys() == expected.keys()
         for name, weight in found.items():
             assert torch.equal(weight, expected[name]), name
@@ -1168,7 +1253,8 @@ def _draw(config: dict[str, Any], dtype: torch.dtype, shardings: Sequence[str]) 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(
-    "config", [{}, {"swiglu": True, "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}]
+    "config",
+    [{}, {"swiglu": True, "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}],
 )
 def test_weights_drawn_from_meta_are_the_bits_of_an_unsharded_model(dtype, config):
     run_ranks(2, _draw, config, dtype, SHARDING_STRATEGIES)
@@ -1220,14 +1306,18 @@ def sharded_stack(sharding: str, dtype: torch.dtype, **options: Any) -> tuple[Su
     return subject, shard(subject, sharding)
 
 
-def backward(subject: Subject, context: FsdpContext, numbers: Sequence[int], *, is_whole: bool = True) -> None:
+def backward(
+    subject: Subject, context: FsdpContext, numbers: Sequence[int], *, is_whole: bool = True
+) -> None:
     """The microbatches of these numbers; they end a step if `is_whole`."""
     for number in numbers:
         with microbatch(context, is_last=is_whole and number == numbers[-1]):
             subject.loss(batches(0, number)[dist.get_rank()]).backward()
 
 
-def gradients_under(sharding: str, dtype: torch.dtype, numbers: Sequence[int], **options: Any) -> dict[str, Tensor]:
+def gradients_under(
+    sharding: str, dtype: torch.dtype, numbers: Sequence[int], **options: Any
+) -> dict[str, Tensor]:
     subject, context = sharded_stack(sharding, dtype, **options)
     backward(subject, context, numbers)
     return whole_gradients(subject)
@@ -1240,7 +1330,9 @@ def on_every_sharding(function: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("main_params_dtype", [None, torch.float64, FP32, BF16])
-def test_main_weights_have_the_dtype_they_are_given_and_so_has_what_the_optimizer_updates(dtype, main_params_dtype):
+def test_main_weights_have_the_dtype_they_are_given_and_so_has_what_the_optimizer_updates(
+    dtype, main_params_dtype
+):
     def body(sharding: str) -> None:
         subject, _ = sharded_stack(sharding, dtype, main_params_dtype=main_params_dtype)
         expected = main_params_dtype or dtype
@@ -1283,10 +1375,14 @@ def test_fp32_main_gradients_keep_of_bf16_microbatches_what_bf16_ones_round_away
         numbers = range(4)
         fine = gradients_under(sharding, BF16, numbers, main_grads_dtype=FP32)
         coarse = gradients_under(sharding, BF16, numbers, main_grads_dtype=BF16)
-        assert any(not torch.equal(gradient, gradient.to(BF16).to(FP32)) for gradient in fine.values())
+        assert any(
+            not torch.equal(gradient, gradient.to(BF16).to(FP32)) for gradient in fine.values()
+        )
         for name, gradient in coarse.items():
             assert not torch.equal(gradient.to(FP32), fine[name]), name
-            torch.testing.assert_close(gradient.to(FP32), fine[name], rtol=0.05, atol=0.02 * fine[name].abs().max())
+            torch.testing.assert_close(
+                gradient.to(FP32), fine[name], rtol=0.05, atol=0.02 * fine[name].abs().max()
+            )
 
     on_every_sharding(body)
 
@@ -1314,7 +1410,9 @@ def test_the_optimizer_gets_bf16_gradients_as_fp32_and_afterwards_they_are_back(
         backward(subject, context, [0, 1])
         gradients = [parameter.grad for parameter in subject.parameters().values()]
         optimizer.step()
-        for parameter, gradient, seen in zip(subject.parameters().values(), gradients, optimizer.seen, strict=True):
+        for parameter, gradient, seen in zip(
+            subject.parameters().values(), gradients, optimizer.seen, strict=True
+        ):
             assert parameter.grad is gradient
             assert (gradient.dtype, seen.dtype) == (BF16, FP32)
             assert torch.equal(seen.to_local(), gradient.to_local().to(FP32))
@@ -1332,7 +1430,9 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_leaves_bf16_gradients_as
             super().step(closure)
 
     def body(sharding: str) -> None:
-        torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # the first one lets hooks run around SGD's own step
+        torch.optim.SGD(
+            [nn.Parameter(torch.zeros(1))]
+        )  # the first one lets hooks run around SGD's own step
         subject, context = sharded_stack(sharding, FP32, main_grads_dtype=BF16)
         optimizer = Inheriting(subject.parameters().values(), lr=0.1)
         fully_shard_optimizer(optimizer)
@@ -1353,7 +1453,9 @@ def test_gradients_reduced_in_bf16_differ_from_those_in_fp32_by_rounding_alone()
             assert gradient.dtype == FP32
             assert not torch.equal(gradient, fine[name]), name
             # Half a unit in the last place of eight bits, of every rank's part.
-            torch.testing.assert_close(gradient, fine[name], rtol=0, atol=2**-8 * fine[name].abs().max() * 2)
+            torch.testing.assert_close(
+                gradient, fine[name], rtol=0, atol=2**-8 * fine[name].abs().max() * 2
+            )
 
     on_every_sharding(body)
 
@@ -1391,7 +1493,10 @@ class Accumulating:
     def __init__(self, sharding: str) -> None:
         self.subject, self.context = sharded_stack(sharding, FP32)
         self.of_microbatches = gradients_of_microbatches(range(4))
-        largest = [max(gradient.abs().max() for gradient in gradients.values()) for gradients in self.of_microbatches]
+        largest = [
+            max(gradient.abs().max() for gradient in gradients.values())
+            for gradients in self.of_microbatches
+        ]
         assert min(largest) > 1e-2
 
     def run(self, *numbers: int, is_whole: bool = True) -> None:
@@ -1413,7 +1518,9 @@ class Accumulating:
         expected = {}
         for name in self.subject.parameters():
             own = (other or {}).get(name, factors)
-            expected[name] = sum(factor * self.of_microbatches[number][name] for number, factor in enumerate(own))
+            expected[name] = sum(
+                factor * self.of_microbatches[number][name] for number, factor in enumerate(own)
+            )
         assert_same_tensors(whole_gradients(self.subject), expected)
         # What the optimizer gets is what the buffer has.
         for group in groups_of(self.subject.units):
@@ -1429,7 +1536,9 @@ ACCUMULATION = [
 ]
 
 
-def accumulate(world_size: int, shardings: Sequence[str], scenario: Callable[[Accumulating], None]) -> None:
+def accumulate(
+    world_size: int, shardings: Sequence[str], scenario: Callable[[Accumulating], None]
+) -> None:
     def body() -> None:
         for sharding in shardings:
             try:
@@ -1444,7 +1553,9 @@ on_shardings = pytest.mark.parametrize(("world_size", "shardings"), ACCUMULATION
 
 
 @on_shardings
-def test_backwards_of_one_step_and_of_several_add_up_until_gradients_are_cleared(world_size, shardings):
+def test_backwards_of_one_step_and_of_several_add_up_until_gradients_are_cleared(
+    world_size, shardings
+):
     def scenario(model: Accumulating) -> None:
         model.run(0, 1, 2)
         model.check(1, 1, 1)
@@ -1517,7 +1628,9 @@ def test_gradients_that_the_user_has_put_in_their_place_are_continued_from(world
 
 
 @on_shardings
-def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_from(world_size, shardings):
+def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_from(
+    world_size, shardings
+):
     def scenario(model: Accumulating) -> None:
         model.run(0, is_whole=False)
         model.double()
@@ -1531,7 +1644,9 @@ def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_fr
 
 @on_shardings
 @pytest.mark.parametrize("to_none", [True, False])
-def test_the_gradients_of_some_parameters_that_are_cleared_begin_anew_alone(world_size, shardings, to_none):
+def test_the_gradients_of_some_parameters_that_are_cleared_begin_anew_alone(
+    world_size, shardings, to_none
+):
     def scenario(model: Accumulating) -> None:
         parameters = model.subject.parameters()
         names = [name for name in parameters if name.endswith("weight")]
@@ -1571,7 +1686,9 @@ def _error_of_sums(strategy: str) -> float:
     model = copy.deepcopy(alone)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
     with fully_shard_context("cpu") as context:
-        fully_shard(model, init_device_mesh("cpu", (size,)), Placements.for_strategy(strategy), policy)
+        fully_shard(
+            model, init_device_mesh("cpu", (size,)), Placements.for_strategy(strategy), policy
+        )
     inputs = torch.randn(8, size, 4, 16).bfloat16()
     exact = torch.zeros(16, 16, dtype=torch.float64)
     for number, batch in enumerate(inputs):

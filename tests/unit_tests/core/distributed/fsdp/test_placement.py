@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from megatron.core.distributed.fsdp.placement import Flat, Placements, check_placements, sharded_axes
+from megatron.core.distributed.fsdp.placement import (
+    Flat,
+    Placements,
+    check_placements,
+    sharded_axes,
+)
 
 
 def test_flat_is_a_shard_of_dim_zero():
@@ -28,12 +33,19 @@ def test_what_a_flat_buffer_cannot_be_is_refused(placements, error, message):
 
 def test_the_zero_strategies_are_values():
     avg = Partial("avg")
-    assert Placements.for_strategy("no_shard") == Placements((0,), (Replicate(),), (avg,), (Replicate(),))
+    assert Placements.for_strategy("no_shard") == Placements(
+        (0,), (Replicate(),), (avg,), (Replicate(),)
+    )
     assert Placements.for_strategy("optim") == Placements((0,), (Replicate(),), (avg,), (Flat(),))
-    assert Placements.for_strategy("optim_grads") == Placements((0,), (Replicate(),), (Flat(),), (Flat(),))
+    assert Placements.for_strategy("optim_grads") == Placements(
+        (0,), (Replicate(),), (Flat(),), (Flat(),)
+    )
     zero3 = Placements.for_strategy("optim_grads_params", "dp")
     assert zero3 == Placements(("dp",), (Flat(),), (Flat(),), (Flat(),))
-    assert (zero3.defers_reduction, Placements.for_strategy("optim").defers_reduction) == (False, True)
+    assert (zero3.defers_reduction, Placements.for_strategy("optim").defers_reduction) == (
+        False,
+        True,
+    )
     with pytest.raises(ValueError, match=r"Expected one of .*'optim_grads_params'.*, got 'zero3'"):
         Placements.for_strategy("zero3")
 
@@ -49,12 +61,32 @@ def test_placements_are_values_and_name_every_axis_once():
 @pytest.mark.parametrize(
     ("parameter", "gradient", "optimizer", "message"),
     [
-        ([Flat()], [Replicate()], [Flat()], "gradient placements that are cut wherever parameter placements are"),
-        ([Replicate()], [Flat()], [Replicate()], "optimizer placements that are cut wherever gradient placements are"),
+        (
+            [Flat()],
+            [Replicate()],
+            [Flat()],
+            "gradient placements that are cut wherever parameter placements are",
+        ),
+        (
+            [Replicate()],
+            [Flat()],
+            [Replicate()],
+            "optimizer placements that are cut wherever gradient placements are",
+        ),
         ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements for .*, got 2"),
-        ([Replicate()], [Replicate()], [Flat()], "Flat or Partial gradients wherever optimizer placements are cut"),
+        (
+            [Replicate()],
+            [Replicate()],
+            [Flat()],
+            "Flat or Partial gradients wherever optimizer placements are cut",
+        ),
         ([Partial()], [Partial()], [Flat()], "parameter buffers that are replicated or sharded"),
-        ([Replicate()], [Partial()], [Partial()], "optimizer buffers that are replicated or sharded"),
+        (
+            [Replicate()],
+            [Partial()],
+            [Partial()],
+            "optimizer buffers that are replicated or sharded",
+        ),
     ],
 )
 def test_placements_that_do_not_fit_together_are_refused(parameter, gradient, optimizer, message):

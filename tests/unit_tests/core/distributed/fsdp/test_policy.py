@@ -17,7 +17,11 @@ def test_open_dtypes_are_those_of_the_compute_weights():
 
 
 def test_what_is_no_float_is_refused():
-    with pytest.raises(ValueError, match=r"Expected main_grads_dtype to be None or one of .*, got torch.int32"):
+    with pytest.raises(
+        ValueError, match=r"Expected main_grads_dtype to be None or one of .*, got torch.int32"
+    ):
         MixedPrecisionPolicy(main_grads_dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"Expected parameters of one of the dtypes .*, got torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"Expected parameters of one of the dtypes .*, got torch.int64"
+    ):
         MixedPrecisionPolicy().resolve(torch.int64)

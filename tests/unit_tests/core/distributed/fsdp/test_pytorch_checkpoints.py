@@ -57,7 +57,9 @@ class Net(nn.Module):
         return x * self.scale
 
 
-def build(fully_shard: Any, seed: int, optimizer: str = "AdamW") -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    fully_shard: Any, seed: int, optimizer: str = "AdamW"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -67,7 +69,9 @@ def build(fully_shard: Any, seed: int, optimizer: str = "AdamW") -> tuple[nn.Mod
     return model, OPTIMIZERS[optimizer](model.parameters())
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, number: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, number: int
+) -> list[float]:
     """Losses, averaged over the ranks, of steps that see the same samples on any number of ranks."""
     losses = []
     share = BATCH // dist.get_world_size()
@@ -94,7 +98,9 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         state[name] = parameter.detach()
         state |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)).clone()
+        name: (
+            value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+        ).clone()
         for name, value in state.items()
     }
 
@@ -169,7 +175,11 @@ def _full(optimizer: str) -> None:
         assert (weights, states) == ({}, {})
     else:
         assert_equal(weights, {name: expected[name] for name in weights})
-        flat = {f"{name}.{key}": torch.as_tensor(v) for name, s in states["state"].items() for key, v in s.items()}
+        flat = {
+            f"{name}.{key}": torch.as_tensor(v)
+            for name, s in states["state"].items()
+            for key, v in s.items()
+        }
         assert_equal({**weights, **flat}, expected)
     weights, states = copy.deepcopy((weights, states))  # counters are still the optimizer's own
     losses = train(model, own, STEPS, MORE_STEPS)
@@ -189,7 +199,8 @@ def _full(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(n, marks=() if n == "AdamW" else pytest.mark.wide) for n in OPTIMIZERS]
+    "optimizer",
+    [pytest.param(n, marks=() if n == "AdamW" else pytest.mark.wide) for n in OPTIMIZERS],
 )
 def test_full_state_dicts_go_to_the_first_rank_and_come_back(optimizer):
     run_ranks(2, _full, optimizer)
@@ -210,7 +221,9 @@ def _one_layer(folder: str) -> None:
     state = {"model": layer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     layer.load_state_dict(state["model"])
-    assert_equal({name: tensor.full_tensor() for name, tensor in layer.state_dict().items()}, expected)
+    assert_equal(
+        {name: tensor.full_tensor() for name, tensor in layer.state_dict().items()}, expected
+    )
 
     # What became of a copy of the state dict, of one on its way to the CPU, of one that was averaged.
     for number, changed in enumerate(
@@ -238,13 +251,17 @@ def _plain_values() -> None:
     whole = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     even = {
         name: distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
-        for (name, tensor), parameter in zip(whole.items(), model.state_dict().values(), strict=True)
+        for (name, tensor), parameter in zip(
+            whole.items(), model.state_dict().values(), strict=True
+        )
     }
     for state in (whole, even):
         model.load_state_dict({name: tensor * 0 for name, tensor in state.items()})
         assert not any(parameter.full_tensor().any() for parameter in model.parameters())
         model.load_state_dict(state)
-        assert_equal({name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, whole)
+        assert_equal(
+            {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, whole
+        )
         # The full weights follow.
         x = torch.randn(3, 8)
         torch.testing.assert_close(model(x), plain(x))
@@ -326,5 +343,11 @@ def test_nothing_of_this_would_pass_by_chance():
 
 def _cuts_differ() -> bool:
     model, _ = build(ours.fully_shard, 0)
-    even = [parameter.redistribute(placements=parameter._spec.placements) for parameter in model.parameters()]
-    return any(e.to_local().shape != p.to_local().shape for e, p in zip(even, model.parameters(), strict=True))
+    even = [
+        parameter.redistribute(placements=parameter._spec.placements)
+        for parameter in model.parameters()
+    ]
+    return any(
+        e.to_local().shape != p.to_local().shape
+        for e, p in zip(even, model.parameters(), strict=True)
+    )

@@ -88,9 +88,15 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @on_meshes
 def test_these_tensors_are_cut_otherwise_than_torch_would(wholes, tensors) -> None:  # noqa: ARG001
-    even = [compute_local_shape_and_global_offset(t.shape, t.device_mesh, t._spec.placements)[0] for t in tensors]
+    even = [
+        compute_local_shape_and_global_offset(t.shape, t.device_mesh, t._spec.placements)[0]
+        for t in tensors
+    ]
     differs = torch.tensor(
-        [float(list(shape) != list(t._local_tensor.shape)) for shape, t in zip(even, tensors, strict=True)]
+        [
+            float(list(shape) != list(t._local_tensor.shape))
+            for shape, t in zip(even, tensors, strict=True)
+        ]
     )
     dist.all_reduce(differs)
     assert all(differs), "a tensor that is cut evenly shows nothing here"
@@ -145,7 +151,9 @@ ELEMENTWISE: list[Callable[[Any], Any]] = [
     lambda t: t.unbind(-1)[1] if t.dim() > 1 else t,
     lambda t: t.split([1, t.shape[-1] - 1], dim=-1)[1] if t.dim() > 1 else t,
     lambda t: t.view(torch.int32).bitwise_and(7).view(torch.float32),
-    lambda t: torch._foreach_addcdiv([t, t], [t, t], [t * t + 1, t * t + 1], torch.tensor([0.5, 2.0]))[1],
+    lambda t: torch._foreach_addcdiv(
+        [t, t], [t, t], [t * t + 1, t * t + 1], torch.tensor([0.5, 2.0])
+    )[1],
 ]
 
 ON_ALL_ROWS: list[Callable[[Any], Any]] = [
@@ -288,14 +296,24 @@ def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> Non
             view(own).mul_(2)
             view(plain).mul_(2)
             assert_same(own, plain)
-        for view in (lambda t: t[0], lambda t: t[2:4], lambda t: t.unsqueeze(0), lambda t: t[1:].view(-1)):
+        for view in (
+            lambda t: t[0],
+            lambda t: t[2:4],
+            lambda t: t.unsqueeze(0),
+            lambda t: t[1:].view(-1),
+        ):
             own = tensor.clone()
-            with pytest.raises(RuntimeError, match=r"Expected memory of the parameter's own to write to in aten\.mul_"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"Expected memory of the parameter's own to write to in aten\.mul_",
+            ):
                 view(own).mul_(2)
             assert_same(view(own) * 2, view(expected) * 2)
             assert_same(own, expected)
         own = tensor.clone()
-        with pytest.raises(NotImplementedError, match="Expected the shape of an uneven DTensor to stay"):
+        with pytest.raises(
+            NotImplementedError, match="Expected the shape of an uneven DTensor to stay"
+        ):
             own.unsqueeze_(0)
 
 
@@ -306,10 +324,14 @@ def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
         weight.redistribute(placements=tensors[2].placements)
     assert weight.is_pinned() is False
     parameter = nn.Parameter(weight.clone())
-    (gradient,) = torch.autograd.grad(parameter.full_tensor().pow(3).sum(), parameter, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        parameter.full_tensor().pow(3).sum(), parameter, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-    with pytest.raises(RuntimeError, match=r"got a plain tensor of shape \(17, 8\)\. Distribute it"):
+    with pytest.raises(
+        RuntimeError, match=r"got a plain tensor of shape \(17, 8\)\. Distribute it"
+    ):
         weight + wholes[0]
     with pytest.raises(RuntimeError, match=r"got a plain tensor of shape"):
         wholes[0].clone().copy_(weight)
@@ -381,7 +403,9 @@ def test_the_optimizers_of_pytorch_step_without_sending_anything(wholes, tensors
             assert sent == [0] or isinstance(optimizers[0], torch.optim.Adafactor)
             optimizers[1].step()
         for parameter, other in zip(ours, plain, strict=True):
-            torch.testing.assert_close(parameter.full_tensor(), other.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                parameter.full_tensor(), other.detach(), rtol=1e-5, atol=1e-5
+            )
 
 
 @on_meshes
@@ -408,7 +432,9 @@ def test_copies_keep_their_rows(wholes, tensors) -> None:
         again = copy.deepcopy({"a": parameter, "b": parameter})
         assert again["a"] is again["b"]
         assert isinstance(again["a"], nn.Parameter)
-        assert again["a"]._local_tensor.data_ptr() != parameter._local_tensor.data_ptr() or not len(tensor.rows)
+        assert again["a"]._local_tensor.data_ptr() != parameter._local_tensor.data_ptr() or not len(
+            tensor.rows
+        )
 
         stream = io.BytesIO()
         torch.save({"tensor": tensor}, stream)
@@ -458,7 +484,9 @@ def _dtypes(dtype: torch.dtype) -> None:
         assert torch.equal(tensor.full_tensor().float(), expected.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int16]
+)
 def test_any_dtype_is_gathered_as_it_is(dtype):
     run_ranks(2, _dtypes, dtype)
 
@@ -484,7 +512,9 @@ def _partial_sums() -> None:
         lambda: tensor.sqrt(),
         lambda: tensor.__create_chunk_list__(),
     ):
-        with pytest.raises(RuntimeError, match=r"Expected a tensor that is reduced for .*, got the partial sums"):
+        with pytest.raises(
+            RuntimeError, match=r"Expected a tensor that is reduced for .*, got the partial sums"
+        ):
             operation()
 
 

@@ -100,10 +100,15 @@ def test_all_ranks_agree_which_tensors_are_cut_alike(shapes, mesh):
     placements = [Flat()] * len(mesh)
     answers = set()
     for coordinate in itertools.product(*map(range, mesh)):
-        found = [uneven_placements(layout, tensor, mesh, coordinate, placements) for tensor in range(len(shapes))]
+        found = [
+            uneven_placements(layout, tensor, mesh, coordinate, placements)
+            for tensor in range(len(shapes))
+        ]
         answers.add(tuple(one == other for one in found for other in found))
         own = [_own_rows(each, coordinate) for each in found]
-        for (one, rows), (other, other_rows) in itertools.product(zip(found, own, strict=True), repeat=2):
+        for (one, rows), (other, other_rows) in itertools.product(
+            zip(found, own, strict=True), repeat=2
+        ):
             assert one != other or rows == other_rows or not (rows or other_rows)
     assert len(answers) == 1
 
@@ -153,7 +158,9 @@ def test_shards_that_are_cut_alike_are_equal_whatever_their_rows_are_made_of():
 
 
 def test_it_can_be_copied_and_pickled():
-    shard = UnevenShard(RowCut(9, 4, 8, 32, 2), first_row=3, is_leftmost=False, whole=RowCut(12, 4, 8, 16, 4))
+    shard = UnevenShard(
+        RowCut(9, 4, 8, 32, 2), first_row=3, is_leftmost=False, whole=RowCut(12, 4, 8, 16, 4)
+    )
     for again in (copy.deepcopy(shard), pickle.loads(pickle.dumps(shard))):
         assert again == shard
         assert (again.first_row, again.is_leftmost) == (3, False)
@@ -161,7 +168,9 @@ def test_it_can_be_copied_and_pickled():
 
 def test_a_tensor_of_another_size_or_mesh_is_refused():
     shard = UnevenShard(RowCut(9, 4, 8, 32, 2))
-    with pytest.raises(ValueError, match=r"Expected 2 ranks, as UnevenShard\(bounds=\(0, 6, 9\)\) has, got 3"):
+    with pytest.raises(
+        ValueError, match=r"Expected 2 ranks, as UnevenShard\(bounds=\(0, 6, 9\)\) has, got 3"
+    ):
         shard._local_shard_size_and_offset(9, 3, 0)
     with pytest.raises(ValueError, match=r"Expected the rows of UnevenShard.*, got a tensor of 8"):
         shard._local_shard_size_and_offset(8, 2, 0)

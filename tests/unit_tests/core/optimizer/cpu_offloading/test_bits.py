@@ -129,7 +129,9 @@ def train(
         {name: local_tensor(value).clone() for name, value in optimizer.state[parameter].items()}
         for parameter in model.parameters()
     ]
-    return Run(losses, [local_tensor(state[name]).clone() for name, _ in model.named_parameters()], states)
+    return Run(
+        losses, [local_tensor(state[name]).clone() for name, _ in model.named_parameters()], states
+    )
 
 
 def backward(model: nn.Module, context: FsdpContext, setting: Setting, step: int) -> float:
@@ -160,7 +162,9 @@ def hybrid(fraction: float, **settings: Any) -> Callable[[nn.Module], torch.opti
         optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **settings, **OPTIONS)
         wanted = {0.0: 0, 0.5: 2, 1.0: 4}[fraction]
         assert sum(group.is_on_host for group in optimizer.plan.groups) == wanted
-        assert sum(group_of(layer.first.weight).is_on_host for layer in model.layers) == min(wanted, 3)
+        assert sum(group_of(layer.first.weight).is_on_host for layer in model.layers) == min(
+            wanted, 3
+        )
         return optimizer
 
     return make
@@ -215,7 +219,10 @@ FEW_CASES = [(0.5, OVERLAPS["overlapping"]), (1.0, ALL)]
     [
         pytest.param(1, ALL_CASES, id="1-all"),
         pytest.param(2, FEW_CASES, id="2-few"),
-        *(pytest.param(size, ALL_CASES, id=f"{size}-all", marks=pytest.mark.wide) for size in (2, 4)),
+        *(
+            pytest.param(size, ALL_CASES, id=f"{size}-all", marks=pytest.mark.wide)
+            for size in (2, 4)
+        ),
     ],
 )
 def test_offloaded_steps_are_bit_equal_to_those_of_the_device_and_of_torch(world_size, cases):
@@ -245,7 +252,9 @@ DELAYED_CASES = pytest.mark.parametrize(
         (2, "optim_grads_params", 1.0),
         *(
             pytest.param(world_size, strategy, fraction, marks=pytest.mark.wide)
-            for world_size, strategy, fraction in itertools.product((1, 2), SHARDING_STRATEGIES, (0.5, 1.0))
+            for world_size, strategy, fraction in itertools.product(
+                (1, 2), SHARDING_STRATEGIES, (0.5, 1.0)
+            )
             if (world_size, strategy, fraction) != (2, "optim_grads_params", 1.0)
         ),
     ],
@@ -254,19 +263,25 @@ DELAYED_CASES = pytest.mark.parametrize(
 
 @DELAYED_CASES
 def test_random_delays_on_every_lane_change_no_bit(world_size, strategy, fraction):
-    run_ranks(world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300)
+    run_ranks(
+        world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300
+    )
 
 
 @pytest.mark.sim
 @DELAYED_CASES
-def test_random_delays_on_every_stream_of_an_accelerator_change_no_bit(world_size, strategy, fraction):
+def test_random_delays_on_every_stream_of_an_accelerator_change_no_bit(
+    world_size, strategy, fraction
+):
     setting = DELAYED._replace(strategy=strategy)
     run_ranks(world_size, _delayed, setting, fraction, range(3), timeout=300, device="sim")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_delays_change_no_bit_of_16_bit_weights_that_travel_in_their_gradients_memory(dtype):
-    run_ranks(2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(20, 24))
+    run_ranks(
+        2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(20, 24)
+    )
 
 
 def _fractions(setting: Setting, seed: int | None = None) -> None:
@@ -275,7 +290,9 @@ def _fractions(setting: Setting, seed: int | None = None) -> None:
     for fraction in FRACTIONS:
         assert_same(train(setting, hybrid(fraction, **ALL), seed), expected)
     if setting.dtype != torch.float32:
-        weights = [parameter for layer in Model(setting.dtype).layers for parameter in layer.parameters()]
+        weights = [
+            parameter for layer in Model(setting.dtype).layers for parameter in layer.parameters()
+        ]
         assert all(weight.dtype == setting.dtype for weight in weights)
         assert all(weight.dtype == torch.float32 for weight in expected.weights)
 
@@ -284,26 +301,35 @@ def _fractions(setting: Setting, seed: int | None = None) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
 def test_bf16_weights_train_alike_on_an_accelerator_whatever_the_fraction(strategy):
-    run_ranks(2, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600)
+    run_ranks(
+        2, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600
+    )
 
 
 @pytest.mark.sim
 @pytest.mark.wide
 @pytest.mark.parametrize("strategy", list(ON_TWO_AXES))
 def test_bf16_weights_train_alike_on_accelerators_in_two_axes_whatever_the_fraction(strategy):
-    run_ranks(4, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600)
+    run_ranks(
+        4, _fractions, Setting(strategy, torch.bfloat16, 3, steps=4), 7, device="sim", timeout=600
+    )
 
 
-ON_ONE_AXIS = [(2, strategy, num) for strategy, num in itertools.product(SHARDING_STRATEGIES, (1, 3))]
+ON_ONE_AXIS = [
+    (2, strategy, num) for strategy, num in itertools.product(SHARDING_STRATEGIES, (1, 3))
+]
 ON_FOUR_RANKS = [
-    pytest.param(4, name, num, marks=pytest.mark.wide) for name, num in (("hsdp", 1), ("hsdp", 3), ("hfsdp", 1))
+    pytest.param(4, name, num, marks=pytest.mark.wide)
+    for name, num in (("hsdp", 1), ("hsdp", 3), ("hfsdp", 1))
 ]
 
 
 @pytest.mark.parametrize(
     ("world_size", "strategy", "num_microbatches"), [*ON_ONE_AXIS, (4, "hfsdp", 3), *ON_FOUR_RANKS]
 )
-def test_bf16_weights_and_gradients_train_alike_whatever_the_fraction(world_size, strategy, num_microbatches):
+def test_bf16_weights_and_gradients_train_alike_whatever_the_fraction(
+    world_size, strategy, num_microbatches
+):
     run_ranks(world_size, _fractions, Setting(strategy, torch.bfloat16, num_microbatches, steps=4))
 
 
@@ -335,7 +361,11 @@ def _on_host_from_the_start(setting: Setting) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
-    [("no_shard", torch.float32), ("optim", torch.bfloat16), ("optim_grads_params", torch.bfloat16)],
+    [
+        ("no_shard", torch.float32),
+        ("optim", torch.bfloat16),
+        ("optim_grads_params", torch.bfloat16),
+    ],
 )
 def test_main_weights_that_are_on_the_host_from_the_start_make_no_difference(strategy, dtype):
     run_ranks(2, _on_host_from_the_start, Setting(strategy, dtype, num_microbatches=2, steps=3))

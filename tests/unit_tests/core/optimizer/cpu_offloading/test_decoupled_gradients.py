@@ -53,10 +53,14 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("in_fp32", [False, True])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, BF16])
-def test_decoupled_gradients_of_any_dtype_give_the_bits_of_fused_adam(weight_dtype, grad_dtype, in_fp32):
+def test_decoupled_gradients_of_any_dtype_give_the_bits_of_fused_adam(
+    weight_dtype, grad_dtype, in_fp32
+):
     options = {"lr": 0.01, "use_decoupled_grad": True}
     owned = parameters(weight_dtype)
-    expected = train(FusedAdam(owned, master_weights=in_fp32, **options), owned, grad_dtype, "decoupled_grad")
+    expected = train(
+        FusedAdam(owned, master_weights=in_fp32, **options), owned, grad_dtype, "decoupled_grad"
+    )
     assert not same(expected, [p.detach() for p in parameters(weight_dtype)])
 
     for fraction in FRACTIONS:
@@ -83,7 +87,9 @@ def _in_groups() -> None:
     for fraction in FRACTIONS:
         model = build()
         owned = list(model.parameters())
-        hybrid = HybridDeviceOptimizer(owned, fraction, lr=0.01, use_decoupled_grad=True, **OVERLAPS)
+        hybrid = HybridDeviceOptimizer(
+            owned, fraction, lr=0.01, use_decoupled_grad=True, **OVERLAPS
+        )
         # Gradients of the engine's own are on their way down as well.
         model(torch.ones(2, 6)).square().mean().backward()
         assert all(parameter.grad is not None for parameter in owned)
@@ -91,7 +97,9 @@ def _in_groups() -> None:
 
         owned[-1].decoupled_grad = like(owned[-1], local_tensor(owned[-1]).detach().to(BF16))
         if fraction:
-            with pytest.raises(ValueError, match=r"Expected a gradient of torch\.float32 .* got torch\.bfloat16"):
+            with pytest.raises(
+                ValueError, match=r"Expected a gradient of torch\.float32 .* got torch\.bfloat16"
+            ):
                 hybrid.step()
 
 
@@ -104,7 +112,9 @@ def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not():
     ("use_decoupled_grad", "attribute"),
     [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad")],
 )
-def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(fraction, use_decoupled_grad, attribute):
+def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
+    fraction, use_decoupled_grad, attribute
+):
     read = "decoupled_grad" if use_decoupled_grad else "grad"
     for other in range(3):
         owned = parameters()
@@ -148,11 +158,15 @@ def test_what_cannot_read_decoupled_gradients_refuses_them():
     classes: list[tuple[Any, Any]] = [(torch.optim.SGD, None), (None, torch.optim.SGD)]
     for host, device in classes:
         with pytest.raises(NotImplementedError, match=r"Expected FusedAdam on both sides .* SGD"):
-            HybridDeviceOptimizer(parameters(), 0.5, host, device, lr=0.1, weight_decay=0.0, use_decoupled_grad=True)
+            HybridDeviceOptimizer(
+                parameters(), 0.5, host, device, lr=0.1, weight_decay=0.0, use_decoupled_grad=True
+            )
     for optimizer in (
         FusedAdam(parameters(), use_decoupled_grad=True),
         HybridDeviceOptimizer(parameters(), 1.0, use_decoupled_grad=True),
     ):
         # Its norm would be that of no gradient, and nothing would be clipped.
-        with pytest.raises(NotImplementedError, match=r"Expected an optimizer of \.grad, got use_decoupled_grad"):
+        with pytest.raises(
+            NotImplementedError, match=r"Expected an optimizer of \.grad, got use_decoupled_grad"
+        ):
             DistributedOptimizer(optimizer, clip_grad=1.0)

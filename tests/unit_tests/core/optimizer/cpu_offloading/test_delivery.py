@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
-from megatron.core.distributed.fsdp import OffloadPolicy, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import (
+    OffloadPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_context,
+)
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -22,15 +27,21 @@ from tests.ranks import run_ranks
 DIM = 16
 
 
-def sharded(num_layers: int = 3, dtype: torch.dtype = torch.float32, on_host: bool = False) -> nn.Sequential:
+def sharded(
+    num_layers: int = 3, dtype: torch.dtype = torch.float32, on_host: bool = False
+) -> nn.Sequential:
     """Layers that are a group each."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False, dtype=dtype) for _ in range(num_layers)))
+    model = nn.Sequential(
+        *(nn.Linear(DIM, DIM, bias=False, dtype=dtype) for _ in range(num_layers))
+    )
     mesh = init_device_mesh("cpu", (1,))
     policy = OffloadPolicy(main_weights_on_host=on_host)
     with fully_shard_context("cpu"):
         for layer in model:
-            fully_shard(layer, mesh, Placements.for_strategy("optim_grads_params"), offload_policy=policy)
+            fully_shard(
+                layer, mesh, Placements.for_strategy("optim_grads_params"), offload_policy=policy
+            )
     return model
 
 
@@ -46,7 +57,9 @@ def output(model: nn.Module) -> torch.Tensor:
 
 def _failed_updates_are_told_every_time() -> None:
     model = sharded()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
+    )
     backward(model)
     original, HostAdam.run = HostAdam.run, lambda *_: 1 / 0
     try:
@@ -102,7 +115,9 @@ def test_a_group_has_one_optimizer_and_the_later_one_is_it():
         second = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1)
         backward(model)
         before = output(model)
-        with pytest.raises(RuntimeError, match=r"Expected to be the one optimizer of Linear.0., got another one"):
+        with pytest.raises(
+            RuntimeError, match=r"Expected to be the one optimizer of Linear.0., got another one"
+        ):
             first.step()
         assert torch.equal(output(model), before)
         second.step()
@@ -114,7 +129,9 @@ def test_a_group_has_one_optimizer_and_the_later_one_is_it():
 def test_an_optimizer_without_states_is_saved_without_a_step():
     def save() -> None:
         model = sharded(dtype=torch.bfloat16)
-        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, torch.optim.SGD, torch.optim.SGD, lr=0.1)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), 1.0, torch.optim.SGD, torch.optim.SGD, lr=0.1
+        )
         backward(model, torch.bfloat16)
         optimizer.step()
         before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
@@ -142,7 +159,9 @@ def test_loading_no_states_leaves_none(fraction):
 def _collected_on_a_lane() -> None:
     expected, model = sharded(6), sharded(6)
     for each in (expected, model):
-        optimizer = HybridDeviceOptimizer(each.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True)
+        optimizer = HybridDeviceOptimizer(
+            each.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
+        )
         backward(each)
         if each is expected:
             optimizer.step()

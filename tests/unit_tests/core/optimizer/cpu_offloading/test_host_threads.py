@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.drivers import Driver, register_driver
-from megatron.core.optimizer.cpu_offloading.host_threads import LAUNCHING_CORES, HostThreads, host_threads
+from megatron.core.optimizer.cpu_offloading.host_threads import (
+    LAUNCHING_CORES,
+    HostThreads,
+    host_threads,
+)
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
 
-needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+needs_affinity = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="Linux alone has it"
+)
 
 
 class FakeDriver(Driver):
@@ -32,12 +38,21 @@ class FakeDriver(Driver):
 class Machine:
     """Cores that the process may use, nodes of the host, and devices on them."""
 
-    def __init__(self, monkeypatch, folder: Path, cores: range, nodes: dict[int, str], devices: list[int | None]):
+    def __init__(
+        self,
+        monkeypatch,
+        folder: Path,
+        cores: range,
+        nodes: dict[int, str],
+        devices: list[int | None],
+    ):
         monkeypatch.setattr("megatron.core.drivers._drivers", {})
         register_driver(FakeDriver(devices))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
         monkeypatch.setattr(
-            Device, "numa_node", property(lambda self: devices[self.index] if self.kind == "fake" else None)
+            Device,
+            "numa_node",
+            property(lambda self: devices[self.index] if self.kind == "fake" else None),
         )
         self.folder = folder
         for node, cpus in nodes.items():
@@ -55,7 +70,9 @@ def test_on_the_cpu_threads_have_all_of_a_ranks_cores_as_ever(monkeypatch, tmp_p
     assert host_threads(Device("cpu"), 2, 7, tmp_path) == HostThreads(7, None)
 
 
-def test_beside_an_accelerator_two_cores_a_rank_are_left_to_the_launching_threads(monkeypatch, tmp_path):
+def test_beside_an_accelerator_two_cores_a_rank_are_left_to_the_launching_threads(
+    monkeypatch, tmp_path
+):
     machine = Machine(monkeypatch, tmp_path, range(16), {0: "0-15"}, [None, None])
     assert machine.threads(0, 1) == HostThreads(14, None)
     assert machine.threads(1, 2) == HostThreads(6, None)
@@ -89,7 +106,9 @@ def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch, tmp_path):
     folder = tmp_path / "other"
     folder.mkdir()
     machine = Machine(monkeypatch, folder, range(8), {0: "0-7", 1: "8-15"}, [1])
-    assert machine.threads(0, 1) == HostThreads(6, None), "the device's node has none that may be used"
+    assert machine.threads(0, 1) == HostThreads(6, None), (
+        "the device's node has none that may be used"
+    )
 
 
 def test_processes_that_each_see_one_device_are_taken_to_be_spread_evenly(monkeypatch, tmp_path):
@@ -127,12 +146,17 @@ def test_cores_that_slurm_has_bound_to_a_rank_are_not_divided_again(monkeypatch,
     [
         (12, {}),  # a container that holds all ranks, or numactl
         (48, FOUR_TASKS),  # tasks that Slurm has not bound
-        (12, {**FOUR_TASKS, "SLURM_STEP_NUM_TASKS": "1"}),  # one task, in which a launcher started four ranks
+        (
+            12,
+            {**FOUR_TASKS, "SLURM_STEP_NUM_TASKS": "1"},
+        ),  # one task, in which a launcher started four ranks
         (12, {**FOUR_TASKS, "TORCHELASTIC_RUN_ID": "job"}),
         (12, {name: value for name, value in FOUR_TASKS.items() if name != "SLURM_CPUS_PER_TASK"}),
     ],
 )
-def test_cores_that_all_ranks_of_a_machine_may_use_are_divided(monkeypatch, tmp_path, num_cores, environment):
+def test_cores_that_all_ranks_of_a_machine_may_use_are_divided(
+    monkeypatch, tmp_path, num_cores, environment
+):
     set_environment(monkeypatch, environment)
     machine = Machine(monkeypatch, tmp_path, range(num_cores), {}, [None] * 4)
     assert machine.threads(1, 4).number == num_cores // 4 - LAUNCHING_CORES
@@ -140,10 +164,14 @@ def test_cores_that_all_ranks_of_a_machine_may_use_are_divided(monkeypatch, tmp_
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 8), st.data())
-def test_ranks_together_leave_their_launching_threads_room_wherever_there_is_any(num_cores, num_ranks, data):
+def test_ranks_together_leave_their_launching_threads_room_wherever_there_is_any(
+    num_cores, num_ranks, data
+):
     split = data.draw(st.integers(0, num_cores))
     lists = {0: list(range(split)), 1: list(range(split, num_cores))}
-    devices = data.draw(st.lists(st.sampled_from([0, 1, None]), min_size=num_ranks, max_size=num_ranks))
+    devices = data.draw(
+        st.lists(st.sampled_from([0, 1, None]), min_size=num_ranks, max_size=num_ranks)
+    )
     with pytest.MonkeyPatch.context() as monkeypatch, TemporaryDirectory() as folder:
         nodes = {number: ",".join(map(str, cores)) for number, cores in lists.items()}
         machine = Machine(monkeypatch, Path(folder), range(num_cores), nodes, devices)
@@ -171,7 +199,9 @@ def test_the_kernels_threads_stay_on_their_cores_and_the_caller_does_not():
     assert os.sched_getaffinity(0) == before
 
     weight = torch.ones(100)
-    kernel.run([AdamPiece(AdamStep(1, 0.1), torch.ones(100), weight, torch.zeros(100), torch.zeros(100))])
+    kernel.run(
+        [AdamPiece(AdamStep(1, 0.1), torch.ones(100), weight, torch.zeros(100), torch.zeros(100))]
+    )
     assert not weight.eq(1).any()
 
 

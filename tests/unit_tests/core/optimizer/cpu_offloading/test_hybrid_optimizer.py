@@ -58,7 +58,9 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 3)))
+        self.layers = nn.ModuleList(
+            nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 3))
+        )
         self.head = nn.Linear(3, 1)
         self.to(dtype)
 
@@ -81,7 +83,9 @@ def fsdp(model: Net, strategy: str = "optim_grads_params", **policy: Any) -> Fsd
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with fully_shard_context("cpu") as context:
         for module in (*model.layers, model):
-            fully_shard(module, mesh, Placements.for_strategy(strategy), MixedPrecisionPolicy(**policy))
+            fully_shard(
+                module, mesh, Placements.for_strategy(strategy), MixedPrecisionPolicy(**policy)
+            )
     return context
 
 
@@ -125,16 +129,24 @@ def states(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     every = [optimizer.state.get(parameter, {}) for parameter in parameters]
     return [
-        {name: local_tensor(value).clone() for name, value in own.items() if isinstance(value, torch.Tensor)}
+        {
+            name: local_tensor(value).clone()
+            for name, value in own.items()
+            if isinstance(value, torch.Tensor)
+        }
         for own in every
     ]
 
 
 def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        torch.equal(*pair) for pair in zip(first, second, strict=True)
+    )
 
 
-def same_states(first: Sequence[dict[str, torch.Tensor]], second: Sequence[dict[str, torch.Tensor]]) -> bool:
+def same_states(
+    first: Sequence[dict[str, torch.Tensor]], second: Sequence[dict[str, torch.Tensor]]
+) -> bool:
     return all(
         one.keys() == other.keys() and same(list(one.values()), [other[name] for name in one])
         for one, other in zip(first, second, strict=True)
@@ -179,14 +191,23 @@ def _trains_as_the_class_itself(sharding: str, name: str, fractions: Sequence[fl
     SHARDINGS[sharding](expected)
     before = weights(expected)
     train(expected, own := reference(name, expected))
-    assert not any(torch.equal(*pair) for pair in zip(before, weights(expected), strict=True) if pair[0].numel())
+    assert not any(
+        torch.equal(*pair)
+        for pair in zip(before, weights(expected), strict=True)
+        if pair[0].numel()
+    )
     for fraction in fractions:
         for settings in OVERLAPS:
             model = Net()
             SHARDINGS[sharding](model)
-            optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options, **settings)
+            optimizer = HybridDeviceOptimizer(
+                model.parameters(), fraction, cls, cls, **options, **settings
+            )
             on_host = num_on_host(optimizer)
-            assert (on_host > 0, on_host < len(optimizer.plan.groups)) == (fraction > 0, fraction < 1)
+            assert (on_host > 0, on_host < len(optimizer.plan.groups)) == (
+                fraction > 0,
+                fraction < 1,
+            )
             train(model, optimizer)
             assert same(weights(model), weights(expected))
             assert same_states(states(optimizer), states(own))
@@ -233,7 +254,9 @@ def _trains_as_torch_fused(sharding: str) -> None:
     for fraction in FRACTIONS:
         model = Wide()
         SHARDINGS[sharding](model)
-        optimizer = HybridDeviceOptimizer(model.parameters(), fraction, AdamW, AdamW, fused=True, **options)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), fraction, AdamW, AdamW, fused=True, **options
+        )
         train(model, optimizer, range(10))
         assert same(weights(model), weights(expected))
         assert same_states(states(optimizer), states(own))
@@ -258,7 +281,9 @@ def test_adamw_is_close_to_torch_fused_in_odd_shapes_too():
 
 def test_either_side_may_have_a_class_of_its_own():
     expected, model = Net(), Net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 0.3, SGD, AdamW, lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 0.3, SGD, AdamW, lr=0.05, momentum=0.9, weight_decay=0.1
+    )
     count = sum(not group.is_on_host for group in optimizer.plan.groups)
     parameters = list(expected.parameters())
     assert 0 < count < len(parameters)
@@ -334,9 +359,16 @@ def test_bf16_parameters_without_fp32_main_weights_train_as_with_fused_adam(frac
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_bf16_parameters_with_fp32_main_weights_train_as_with_master_weights(fraction):
     rounded, expected, model = Net(dtype=BF16), Net(dtype=BF16), Net(dtype=BF16)
-    train(expected, other := FusedAdam(expected.parameters(), lr=1e-3, master_weights=True), range(20), dtype=BF16)
+    train(
+        expected,
+        other := FusedAdam(expected.parameters(), lr=1e-3, master_weights=True),
+        range(20),
+        dtype=BF16,
+    )
     train(rounded, FusedAdam(rounded.parameters(), lr=1e-3), range(20), dtype=BF16)
-    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, param_update_in_fp32=True, lr=1e-3)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), fraction, param_update_in_fp32=True, lr=1e-3
+    )
     train(model, optimizer, range(20), dtype=BF16)
     assert same(weights(model), weights(expected)), "fp32 main weights"
     assert not same(weights(model), weights(rounded)), "and not the other"
@@ -351,7 +383,9 @@ def test_fp32_main_weights_of_bf16_parameters_are_saved_and_loaded():
     train(model, optimizer, range(5, 20), dtype=BF16)
     for loads_model_first, fraction in itertools.product((True, False), (1.0, 0.5)):
         other = Net(seed=1, dtype=BF16)
-        fresh = HybridDeviceOptimizer(other.parameters(), fraction, param_update_in_fp32=True, lr=1e-3)
+        fresh = HybridDeviceOptimizer(
+            other.parameters(), fraction, param_update_in_fp32=True, lr=1e-3
+        )
         if loads_model_first:
             other.load_state_dict(saved[0])
         fresh.load_state_dict(saved[1])
@@ -367,7 +401,10 @@ def test_fp32_main_weights_of_bf16_parameters_are_saved_and_loaded():
 def _follows_its_options(sharding: str) -> None:
     def two_groups(model: Net) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
-        return [{"params": parameters[::2], "weight_decay": 0.2}, {"params": parameters[1::2], "lr": 0.003}]
+        return [
+            {"params": parameters[::2], "weight_decay": 0.2},
+            {"params": parameters[1::2], "lr": 0.003},
+        ]
 
     def changes(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         factors = [lambda number: 0.9**number, lambda number: 1 / (1 + number)]
@@ -408,7 +445,9 @@ def test_options_may_be_changed_at_any_time_of_sharded_modules_too(sharding):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_options_of_a_group_that_neither_side_would_honour_are_refused_before_anything_is_stepped(fraction):
+def test_options_of_a_group_that_neither_side_would_honour_are_refused_before_anything_is_stepped(
+    fraction,
+):
     model = Net()
     optimizer = HybridDeviceOptimizer(model.parameters(), fraction, AdamW, AdamW, lr=0.1)
     backward(model)
@@ -489,7 +528,10 @@ def _unused_module(fraction: float) -> None:
         return x
 
     results = []
-    for make in (lambda p: FusedAdam(p, lr=0.1), lambda p: HybridDeviceOptimizer(p, fraction, lr=0.1, **ALL)):
+    for make in (
+        lambda p: FusedAdam(p, lr=0.1),
+        lambda p: HybridDeviceOptimizer(p, fraction, lr=0.1, **ALL),
+    ):
         model = Net()
         fsdp(model)
         optimizer = make(model.parameters())
@@ -533,7 +575,9 @@ def _replace(model: nn.Module, number: int) -> None:
 
 
 def _zero_some(model: nn.Module, number: int) -> None:
-    torch._foreach_zero_([parameter.grad for parameter in list(model.parameters())[number % 2 :: 2]])
+    torch._foreach_zero_(
+        [parameter.grad for parameter in list(model.parameters())[number % 2 :: 2]]
+    )
 
 
 def _replace_and_write(model: nn.Module, number: int) -> None:
@@ -547,7 +591,11 @@ ANY_WRITES = [_halve, _clip, _write_locally, _replace, _zero_some, _replace_and_
 def _counts_what_is_written(
     write: Callable[[nn.Module, int], None], dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
-    def run(make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], seed: int | None, between: Any) -> Any:
+    def run(
+        make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+        seed: int | None,
+        between: Any,
+    ) -> Any:
         model = Net(dtype=dtype)
         fsdp(model)
         optimizer = make(model.parameters())
@@ -635,7 +683,9 @@ def _evaluates_between() -> None:
         model = Net()
         fsdp(model)
         make = FusedAdam if seed is None else HybridDeviceOptimizer
-        optimizer = make(model.parameters(), lr=0.1, **({} if seed is None else {"offload_fraction": 1.0, **ALL}))
+        optimizer = make(
+            model.parameters(), lr=0.1, **({} if seed is None else {"offload_fraction": 1.0, **ALL})
+        )
         with nullcontext() if seed is None else delays(seed):
             runs.append(steps(model, optimizer))
     assert len(set(runs[0])) == 3
@@ -669,14 +719,22 @@ def _reads_wait() -> None:
                 elif read == "state":
                     assert same_states(states(optimizer), states(own))
                 elif read == "state_dict":
-                    saved = [optimizer.state_dict()["state"][number]["exp_avg"].to_local() for number in range(8)]
+                    saved = [
+                        optimizer.state_dict()["state"][number]["exp_avg"].to_local()
+                        for number in range(8)
+                    ]
                     assert same(saved, [state["exp_avg"] for state in states(own)])
                 elif read == "dcp":
                     state = DCPState(model, optimizer).state_dict()
-                    assert same([local_tensor(value) for value in state["model"].values()], weights(expected))
+                    assert same(
+                        [local_tensor(value) for value in state["model"].values()],
+                        weights(expected),
+                    )
                 else:
                     optimizer.synchronize()
-                    parameters = [local_tensor(parameter).detach() for parameter in model.parameters()]
+                    parameters = [
+                        local_tensor(parameter).detach() for parameter in model.parameters()
+                    ]
                     assert same(parameters, weights(expected))
 
 
@@ -781,7 +839,9 @@ def _init_state_waits() -> None:
 
     model = Net()
     fsdp(model)
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, Slow, Slow, lr=0.1, momentum=0.9, **ALL)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, Slow, Slow, lr=0.1, momentum=0.9, **ALL
+    )
     backward(model)
     optimizer.step()
     assert inside.wait(60)
@@ -803,7 +863,9 @@ def _round_trips(sharding: str, name: str) -> None:
     def make(fraction: float, seed: int) -> tuple[Net, HybridDeviceOptimizer]:
         model = Net(seed)
         SHARDINGS[sharding](model)
-        return model, HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options, **ALL)
+        return model, HybridDeviceOptimizer(
+            model.parameters(), fraction, cls, cls, **options, **ALL
+        )
 
     for saving in (1.0, 0.5, 0.0):
         model, optimizer = make(saving, 0)
@@ -815,18 +877,27 @@ def _round_trips(sharding: str, name: str) -> None:
         for loading in (1.0, 0.5, 0.0):
             other, fresh = make(loading, 1)
             train(other, fresh, range(20, 22))
-            addresses = [local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()]
+            addresses = [
+                local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()
+            ]
             other.load_state_dict(saved_weights)
             fresh.load_state_dict(saved)
-            assert [local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()] == addresses
+            assert [
+                local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()
+            ] == addresses
             assert fresh.param_groups[0]["lr"] == 0.007
             loaded = states(fresh)
             train(other, fresh, range(4, 8))
             assert same(weights(other), weights(model))
             assert same_states(states(fresh), states(optimizer))
             assert not same_states(states(fresh), loaded)
-            parts = [(local_tensor(v), local_tensor(fresh.state[p][n])) for p, v, n in _numbered(fresh, saved)]
-            assert all(not torch.equal(*pair) for pair in parts if pair[0].numel()), "nothing is shared"
+            parts = [
+                (local_tensor(v), local_tensor(fresh.state[p][n]))
+                for p, v, n in _numbered(fresh, saved)
+            ]
+            assert all(not torch.equal(*pair) for pair in parts if pair[0].numel()), (
+                "nothing is shared"
+            )
 
 
 def _copies_deeply(sharding: str) -> None:
@@ -847,7 +918,9 @@ def test_state_dicts_of_sharded_modules_can_be_copied(sharding):
     run_ranks(2, _copies_deeply, sharding)
 
 
-def _numbered(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor, str]]:
+def _numbered(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> Iterator[tuple[Any, torch.Tensor, str]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in saved["state"].items():
         for name, value in state.items():
@@ -875,7 +948,11 @@ def test_a_run_that_has_not_stepped_is_loaded_as_one(name, fraction):
     model.load_state_dict(start[0])
     optimizer.load_state_dict(start[1])
     train(model, optimizer, range(2))
-    train(fresh, other := HybridDeviceOptimizer(fresh.parameters(), fraction, cls, cls, **options), range(2))
+    train(
+        fresh,
+        other := HybridDeviceOptimizer(fresh.parameters(), fraction, cls, cls, **options),
+        range(2),
+    )
     assert same(weights(model), weights(fresh))
     assert same_states(states(optimizer), states(other))
 
@@ -915,7 +992,9 @@ def test_states_that_do_not_fit_are_refused_and_nothing_is_changed(name, fractio
             optimizer.load_state_dict(bad)
         assert same_states(states(optimizer), before)
         shown = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == shown
+        assert [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ] == shown
 
     exp_avg = optimizer.state_dict()["state"][number]["exp_avg"]
     refuses(lambda bad: bad["state"][number].update(exp_avg=torch.zeros(2, 2)))
@@ -934,11 +1013,17 @@ def _dcp_model(fraction: float, seed: int) -> tuple[Net, HybridDeviceOptimizer]:
     return model, HybridDeviceOptimizer(model.parameters(), fraction, lr=0.05, **ALL)
 
 
-def _train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[float]:
+def _train_alike(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]
+) -> list[float]:
     """On one global batch, whatever the number of ranks."""
     losses = []
     for number in steps:
-        loss = model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).square().mean()
+        loss = (
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number)))
+            .square()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -963,7 +1048,8 @@ def _load_dcp(path: str, fraction: float, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading"), [((2, 1.0), (1, 0.5)), ((1, 0.5), (2, 0.0)), ((2, 0.0), (2, 1.0)), ((2, 1.0), (2, 0.5))]
+    ("saving", "loading"),
+    [((2, 1.0), (1, 0.5)), ((1, 0.5), (2, 0.0)), ((2, 0.0), (2, 1.0)), ((2, 1.0), (2, 0.5))],
 )
 def test_dcp_saves_at_one_fraction_and_world_size_and_loads_at_another(tmp_path, saving, loading):
     path = str(tmp_path / "checkpoint")
@@ -1010,7 +1096,9 @@ def _errors_surface(settings: dict[str, Any], read: str) -> None:
             "synchronize": optimizer.synchronize,
             "state": lambda: optimizer.state,
             "state_dict": optimizer.state_dict,
-            "load_state_dict": lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": range(8)}]}),
+            "load_state_dict": lambda: optimizer.load_state_dict(
+                {"state": {}, "param_groups": [{"params": range(8)}]}
+            ),
             "forward": lambda: model(batch(0)),
             "weights": model.state_dict,
         }
@@ -1052,10 +1140,14 @@ def test_what_is_no_fraction_is_refused(fraction):
 
 def test_parameters_on_several_devices_and_on_meta_are_refused():
     mixed = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
-    with pytest.raises(ValueError, match=r"Expected parameters on one device, got some on \['cpu', 'meta'\]"):
+    with pytest.raises(
+        ValueError, match=r"Expected parameters on one device, got some on \['cpu', 'meta'\]"
+    ):
         HybridDeviceOptimizer(mixed, 0.5)
     for fraction in (0.0, 1.0):
-        with pytest.raises(ValueError, match="Expected parameters that have memory, got some on meta"):
+        with pytest.raises(
+            ValueError, match="Expected parameters that have memory, got some on meta"
+        ):
             HybridDeviceOptimizer(mixed[1:], fraction)
 
 
@@ -1127,7 +1219,9 @@ def _bad_gradients(fraction: float, order: int) -> None:
         if kind == "shape":
             local = torch.ones(1, 5)
             assert local.shape != local_tensor(own).shape
-            parameter.grad = UnevenDTensor.over(local, own.device_mesh, own.placements, own.shape, own.stride())
+            parameter.grad = UnevenDTensor.over(
+                local, own.device_mesh, own.placements, own.shape, own.stride()
+            )
             return ValueError, "Expected a gradient of a local shape"
         assert kind == "dtype"
         parameter.grad = own.to(torch.float16)
@@ -1177,7 +1271,9 @@ def _external_writes(sharding: str) -> None:
             for parameter in list(model.parameters())[number % 2 :: 2]:
                 parameter.mul_(0.5)
 
-    def run(make: Callable[[Any], torch.optim.Optimizer], writes: bool = True) -> list[torch.Tensor]:
+    def run(
+        make: Callable[[Any], torch.optim.Optimizer], writes: bool = True
+    ) -> list[torch.Tensor]:
         model = Net()
         SHARDINGS[sharding](model)
         optimizer = make(model.parameters())
@@ -1192,7 +1288,9 @@ def _external_writes(sharding: str) -> None:
     assert not same(expected, run(lambda parameters: FusedAdam(parameters, lr=0.02), writes=False))
     for fraction in (0.5, 1.0):
         for settings in OVERLAPS:
-            make = lambda parameters: HybridDeviceOptimizer(parameters, fraction, lr=0.02, **settings)  # noqa: B023, E731
+            make = lambda parameters: HybridDeviceOptimizer(
+                parameters, fraction, lr=0.02, **settings
+            )  # noqa: B023, E731
             assert same(run(make), expected)
 
 
@@ -1244,7 +1342,10 @@ def _module_load_state_dict(sharding: str) -> None:
     source = Net(seed=1)
     SHARDINGS[sharding](source)
     results = []
-    for make in (FusedAdam, lambda parameters, **options: HybridDeviceOptimizer(parameters, 1.0, **options, **ALL)):
+    for make in (
+        FusedAdam,
+        lambda parameters, **options: HybridDeviceOptimizer(parameters, 1.0, **options, **ALL),
+    ):
         model = Net()
         SHARDINGS[sharding](model)
         optimizer = make(model.parameters(), lr=0.1)
@@ -1297,7 +1398,9 @@ def test_copies_and_further_groups_are_refused():
     for copying in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"Expected state_dict\(\) to be used"):
             copying(optimizer)
-    with pytest.raises(NotImplementedError, match="Expected all parameters when the optimizer is made"):
+    with pytest.raises(
+        NotImplementedError, match="Expected all parameters when the optimizer is made"
+    ):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(RuntimeError, match="Expected states to come by load_state_dict"):
         optimizer.state = {}
@@ -1305,7 +1408,9 @@ def test_copies_and_further_groups_are_refused():
 
 def test_the_plan_names_parameters_as_they_were_given():
     optimizer = HybridDeviceOptimizer(Net().named_parameters(), 0.3)
-    assert [group.name for group in optimizer.plan.groups] == [name for name, _ in Net().named_parameters()]
+    assert [group.name for group in optimizer.plan.groups] == [
+        name for name, _ in Net().named_parameters()
+    ]
     assert "layers.1.weight" in str(optimizer.plan)
 
 
@@ -1353,7 +1458,9 @@ def _frees_everything(settings: dict[str, Any], deletes_in_flight: bool) -> None
     gc.collect()
     assert gone() is None
     assert settled(lambda: len(lanes()) == before)
-    assert sum(view() is not None for view in views) == 1 < len(views), "the main weights are the model's still"
+    assert sum(view() is not None for view in views) == 1 < len(views), (
+        "the main weights are the model's still"
+    )
     expected = Net()
     fsdp(expected)
     train(expected, FusedAdam(expected.parameters(), lr=0.1), range(2))

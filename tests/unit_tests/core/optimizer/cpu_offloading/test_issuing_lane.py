@@ -82,7 +82,9 @@ class Layers(nn.Module):
         return x
 
 
-def _steps(pins_grads: bool, gate: threading.Event | None = None, seen: list[str] | None = None) -> list[torch.Tensor]:
+def _steps(
+    pins_grads: bool, gate: threading.Event | None = None, seen: list[str] | None = None
+) -> list[torch.Tensor]:
     """Weights after steps; gradients come down only while `gate` is open, which it is after each backward."""
     original = GroupLink.fetch_early
 
@@ -130,7 +132,12 @@ def _unpinned() -> None:
     Device.lane = lambda self, name, **options: (
         IssuedAtOnce() if name == "optimizer d2h" else lane(self, name, **options)
     )
-    Device.pin, Device.unpin, pin, unpin = lambda *_: None, lambda *_: None, Device.pin, Device.unpin
+    Device.pin, Device.unpin, pin, unpin = (
+        lambda *_: None,
+        lambda *_: None,
+        Device.pin,
+        Device.unpin,
+    )
     try:
         seen: list[str] = []
         found = _steps(pins_grads=False, gate=threading.Event(), seen=seen)

@@ -66,7 +66,9 @@ class Model(nn.Module):
     def __init__(self, dim: int = DIM) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(dim, dim, bias=False, dtype=BF16) for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(
+            Layer(dim, dim, bias=False, dtype=BF16) for _ in range(NUM_LAYERS)
+        )
         self.behind = nn.Linear(dim, dim, bias=False, dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,17 +77,23 @@ class Model(nn.Module):
         return self.behind(x)
 
 
-def shard(model: Model, strategy: str, *, main_grads: torch.dtype | None = None, on_host: bool = False) -> FsdpContext:
+def shard(
+    model: Model, strategy: str, *, main_grads: torch.dtype | None = None, on_host: bool = False
+) -> FsdpContext:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(main_grads_dtype=main_grads)
     with fully_shard_context("cpu") as context:
         for module in (*model.layers, model):
             offload = OffloadPolicy(main_weights_on_host=on_host)
-            fully_shard(module, mesh, Placements.for_strategy(strategy), policy, offload_policy=offload)
+            fully_shard(
+                module, mesh, Placements.for_strategy(strategy), policy, offload_policy=offload
+            )
     return context
 
 
-def step(model: Model, context: FsdpContext, optimizer: torch.optim.Optimizer, num_microbatches: int = 2) -> None:
+def step(
+    model: Model, context: FsdpContext, optimizer: torch.optim.Optimizer, num_microbatches: int = 2
+) -> None:
     for number in range(num_microbatches):
         with microbatch(context, is_last=number == num_microbatches - 1):
             backward(model)
@@ -136,9 +144,15 @@ def fp32_on_device(numel: int, slabs: Sequence[range]) -> list[tuple[int, ...]]:
     """The shapes of live fp32 tensors with storages of `numel` elements or more, but for those in the host's slabs."""
     found = []
     for value in gc.get_objects():
-        if issubclass(type(value), torch.Tensor) and not issubclass(type(value), DTensor) and value.dtype == FP32:
+        if (
+            issubclass(type(value), torch.Tensor)
+            and not issubclass(type(value), DTensor)
+            and value.dtype == FP32
+        ):
             storage = value.untyped_storage()
-            if storage.nbytes() >= numel * 4 and not any(storage.data_ptr() in slab for slab in slabs):
+            if storage.nbytes() >= numel * 4 and not any(
+                storage.data_ptr() in slab for slab in slabs
+            ):
                 found.append(tuple(value.shape))
     return found
 
@@ -155,8 +169,13 @@ def _nothing_in_fp32(strategy: str, on_host: bool) -> None:
                 optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **FORWARD)
             if on_host:
                 # Those stay where they are: nobody but the host reads them.
-                main_weights = [group_of(parameter).main_weight.local_buffer for parameter in model.parameters()]
-                slabs += [range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) for buffer in main_weights]
+                main_weights = [
+                    group_of(parameter).main_weight.local_buffer for parameter in model.parameters()
+                ]
+                slabs += [
+                    range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+                    for buffer in main_weights
+                ]
             assert sum(map(len, slabs)) == optimizer.host_bytes
             seen: list[list[tuple[int, ...]]] = []
 
@@ -177,7 +196,9 @@ def _nothing_in_fp32(strategy: str, on_host: bool) -> None:
             if fraction == 1:
                 assert not any(seen), seen
             else:
-                assert all(len(found) >= 3 * (NUM_LAYERS + 1) for found in seen), "it does see main weights and moments"
+                assert all(len(found) >= 3 * (NUM_LAYERS + 1) for found in seen), (
+                    "it does see main weights and moments"
+                )
             for layer in model.layers:
                 layer.look = None
             del model, context, optimizer, look, layer
@@ -228,8 +249,12 @@ CASES = {
     "bf16 gradients": Case({}, BF16, grad=2, weight=0),
     "fp32 gradients": Case({}, FP32, grad=4, weight=2),
     "gradients not pinned": Case({"pin_cpu_grads": False}, BF16, grad=2, weight=2),
-    "nothing pinned": Case({"pin_cpu_grads": False, "pin_cpu_params": False}, BF16, grad=2, weight=0),
-    "bf16 moments": Case({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, grad=2, weight=0, moment=2),
+    "nothing pinned": Case(
+        {"pin_cpu_grads": False, "pin_cpu_params": False}, BF16, grad=2, weight=0
+    ),
+    "bf16 moments": Case(
+        {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, grad=2, weight=0, moment=2
+    ),
     "in order": Case({"overlap_cpu_optimizer_d2h_h2d": False}, BF16, grad=2, weight=0),
 }
 
@@ -251,7 +276,9 @@ def _host_bytes(case: Case) -> None:
         states = [(numel, case.moment) for numel in numels * 2]
         weights = [(numel, case.weight) for numel in numels if case.weight]
         gradients = [(numel, case.grad) for numel in numels]
-        assert optimizer.host_bytes == sum(map(arrays_nbytes, (main_weights, states, weights, gradients)))
+        assert optimizer.host_bytes == sum(
+            map(arrays_nbytes, (main_weights, states, weights, gradients))
+        )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -294,7 +321,9 @@ PIN_CASES = {
     "weights alone": PinCase(NOT_GRADS, BF16, [2]),
     "gradients alone": PinCase(NOT_PARAMS, BF16, [2]),
     "nothing": PinCase(NOT_GRADS | NOT_PARAMS, BF16, []),
-    "bf16 moments change nothing": PinCase({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, [2]),
+    "bf16 moments change nothing": PinCase(
+        {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, [2]
+    ),
 }
 
 
@@ -302,10 +331,15 @@ PIN_CASES = {
 def test_only_what_crosses_the_link_is_pinned(monkeypatch, case):
     pinned = Pinned(monkeypatch)
     parameters = Uneven().to(case.dtype).parameters()
-    settings = {"overlap_cpu_optimizer_d2h_h2d": False, "param_update_in_fp32": True} | case.settings
+    settings = {
+        "overlap_cpu_optimizer_d2h_h2d": False,
+        "param_update_in_fp32": True,
+    } | case.settings
     optimizer = HybridDeviceOptimizer(parameters, 1.0, **settings)
     assert list(pinned.sizes.values()) == [6 * 64 * itemsize for itemsize in case.pinned]
-    assert optimizer.host_bytes >= 6 * 64 * (4 + 2 * 2), "main weights and moments are there, not pinned"
+    assert optimizer.host_bytes >= 6 * 64 * (4 + 2 * 2), (
+        "main weights and moments are there, not pinned"
+    )
     del optimizer
     gc.collect()
     assert pinned.sizes == {}
@@ -317,7 +351,11 @@ def test_the_preflight_says_what_will_be_pinned(monkeypatch):
     module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
     monkeypatch.setattr(f"{module}.check_memory_on_all_ranks", lambda needs, *_: seen.extend(needs))
     HybridDeviceOptimizer(
-        Uneven().parameters(), 1.0, param_update_in_fp32=True, **NOT_GRADS, overlap_cpu_optimizer_d2h_h2d=False
+        Uneven().parameters(),
+        1.0,
+        param_update_in_fp32=True,
+        **NOT_GRADS,
+        overlap_cpu_optimizer_d2h_h2d=False,
     )
     assert {need.what: need.is_pinned for need in seen} == {
         "main weights": False,
@@ -340,7 +378,9 @@ def test_a_refused_pin_leaves_nothing_pinned_or_mapped_while_the_error_is_handle
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
     try:
-        HybridDeviceOptimizer(Uneven().parameters(), 1.0, use_decoupled_grad=True, param_update_in_fp32=True)
+        HybridDeviceOptimizer(
+            Uneven().parameters(), 1.0, use_decoupled_grad=True, param_update_in_fp32=True
+        )
     except PinError:
         # Not after this block: whoever goes on unpinned allocates here.
         assert len(mapped) >= 2
@@ -394,7 +434,9 @@ def test_resident_memory_does_not_grow_over_200_steps():
     """Were the gradients of a single bucket kept in every step, it would grow by 12.5 MiB."""
     bucket_bytes = WIDE * WIDE // 2 * 2
     assert max(run_ranks(2, _grown_bytes, 200, 0, timeout=300)) < 100 * bucket_bytes
-    assert min(run_ranks(2, _grown_bytes, 20, 10 * bucket_bytes)) > 100 * bucket_bytes, "it does see what is kept"
+    assert min(run_ranks(2, _grown_bytes, 20, 10 * bucket_bytes)) > 100 * bucket_bytes, (
+        "it does see what is kept"
+    )
 
 
 class Allocations(TorchDispatchMode):
@@ -471,7 +513,9 @@ def _allocated(
 def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
     without = _allocated(strategy, FusedAdam, main_grads)
     for settings in ({}, FORWARD):
-        found = _allocated(strategy, lambda p: HybridDeviceOptimizer(p, 1.0, **settings), main_grads)  # noqa: B023
+        found = _allocated(
+            strategy, lambda p: HybridDeviceOptimizer(p, 1.0, **settings), main_grads
+        )  # noqa: B023
         lanes = ["optimizer d2h", "optimizer host", "optimizer h2d"]
         assert set(lanes) <= found.keys()
         assert [found[name] for name in ("step", *lanes)] == [Counter()] * 4
@@ -480,7 +524,9 @@ def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
     assert without["backward"].total() > 0, "it does see autograd's gradients"
     adam = torch.optim.Adam
     other = _allocated(strategy, lambda p: HybridDeviceOptimizer(p, 1.0, adam, adam), main_grads)
-    assert other["optimizer host"].total() >= 3 * (NUM_LAYERS + 1), "and what PyTorch's Adam takes on the host"
+    assert other["optimizer host"].total() >= 3 * (NUM_LAYERS + 1), (
+        "and what PyTorch's Adam takes on the host"
+    )
 
 
 @pytest.mark.parametrize(
@@ -491,7 +537,9 @@ def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
         for strategy, dtype in itertools.product(SHARDING_STRATEGIES, (BF16, FP32))
     ],
 )
-def test_from_the_third_step_on_offloading_allocates_nothing_of_the_size_of_a_bucket(strategy, main_grads):
+def test_from_the_third_step_on_offloading_allocates_nothing_of_the_size_of_a_bucket(
+    strategy, main_grads
+):
     run_ranks(2, _no_more_than_the_engine, strategy, main_grads)
 
 
@@ -502,7 +550,9 @@ def test_groups_whose_main_weights_moved_keep_no_other():
 def _moved_and_freed() -> None:
     model = Model()
     shard(model, "optim_grads_params")
-    before = [group_of(layer.weight).main_weight.local_buffer.untyped_storage() for layer in model.layers]
+    before = [
+        group_of(layer.weight).main_weight.local_buffer.untyped_storage() for layer in model.layers
+    ]
     sizes = [storage.nbytes() for storage in before]
     references = [torch.multiprocessing.reductions.StorageWeakRef(storage) for storage in before]
     del before

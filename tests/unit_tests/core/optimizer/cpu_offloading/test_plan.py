@@ -17,7 +17,9 @@ FRACTIONS = st.one_of(
 
 
 def plan(numels: list[int], fraction: float) -> OffloadPlan:
-    return OffloadPlan.build([(f"layers.{index}", numel) for index, numel in enumerate(numels)], fraction)
+    return OffloadPlan.build(
+        [(f"layers.{index}", numel) for index, numel in enumerate(numels)], fraction
+    )
 
 
 def num_on_host(numels: list[int], fraction: float) -> int:
@@ -39,7 +41,9 @@ def test_the_host_takes_the_smallest_end_of_the_network_that_holds_the_fraction(
     built = plan(numels, fraction)
     sides = [group.is_on_host for group in built.groups]
     assert sides == sorted(sides)
-    assert [(group.name, group.numel) for group in built.groups] == [(f"layers.{i}", n) for i, n in enumerate(numels)]
+    assert [(group.name, group.numel) for group in built.groups] == [
+        (f"layers.{i}", n) for i, n in enumerate(numels)
+    ]
     assert built.total_numel == sum(numels) == built.host_numel + built.device_numel
     wanted = Fraction(str(fraction)) * sum(numels)
     assert built.host_numel >= wanted
@@ -65,7 +69,9 @@ def test_zero_is_none_and_one_is_all(numels):
 @given(numels=NUMELS, fraction=FRACTIONS, factor=st.integers(1, 1000))
 def test_only_the_proportions_of_the_groups_count(numels, fraction, factor):
     sides = [group.is_on_host for group in plan(numels, fraction).groups]
-    assert [group.is_on_host for group in plan([numel * factor for numel in numels], fraction).groups] == sides
+    assert [
+        group.is_on_host for group in plan([numel * factor for numel in numels], fraction).groups
+    ] == sides
 
 
 @given(tenths=st.integers(0, 10))
@@ -91,7 +97,21 @@ def test_groups_without_elements_need_no_host():
 
 
 @pytest.mark.parametrize(
-    "fraction", [-0.1, 1.0000001, 2, float("nan"), float("inf"), -float("inf"), True, False, None, "0.5", 1j, [0.5]]
+    "fraction",
+    [
+        -0.1,
+        1.0000001,
+        2,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        True,
+        False,
+        None,
+        "0.5",
+        1j,
+        [0.5],
+    ],
 )
 def test_what_is_no_number_from_zero_to_one_is_refused(fraction):
     with pytest.raises(ValueError, match="Expected an offload fraction from 0 to 1, got "):
@@ -104,7 +124,11 @@ def test_a_negative_count_is_refused():
 
 
 def test_the_table_shortens_long_runs_and_shows_the_totals():
-    groups = [("embedding", 1000), *((f"layers.{index}", 100) for index in range(6)), ("head", 1000)]
+    groups = [
+        ("embedding", 1000),
+        *((f"layers.{index}", 100) for index in range(6)),
+        ("head", 1000),
+    ]
     assert str(OffloadPlan.build(groups, 0.45)) == "\n".join(
         [
             "embedding .. layers.3 (5 groups)  1,400  device",

@@ -18,20 +18,35 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_context,
+)
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
 from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.timings import D2H, H2D, HOST, OffloadTimings, TimingRecorder
+from megatron.core.optimizer.cpu_offloading.timings import (
+    D2H,
+    H2D,
+    HOST,
+    OffloadTimings,
+    TimingRecorder,
+)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.ranks import run_ranks
 
 CPU = Device("cpu")
 BF16 = torch.bfloat16
 ALL = {"overlap_step_with_forward": True, "fetch_during_backward": True}
-OVERLAPS: dict[str, dict[str, Any]] = {"in order": {"overlap_cpu_optimizer_d2h_h2d": False}, "lanes": {}, "all": ALL}
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "in order": {"overlap_cpu_optimizer_d2h_h2d": False},
+    "lanes": {},
+    "all": ALL,
+}
 
 
 # The recorder, by a clock of its own
@@ -77,7 +92,14 @@ def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
         recorder.end()
     got = recorder.collect()
     assert got == OffloadTimings(
-        num_steps=2, d2h=1.5, host=4.0, h2d=0.25, waited_d2h=0.75, waited_host=2.0, waited_h2d=0.0, host_bytes=40.0
+        num_steps=2,
+        d2h=1.5,
+        host=4.0,
+        h2d=0.25,
+        waited_d2h=0.75,
+        waited_host=2.0,
+        waited_h2d=0.0,
+        host_bytes=40.0,
     )
     assert got.host_bytes_per_second == 10.0
     assert recorder.collect() is None, "each step counts once"
@@ -109,7 +131,11 @@ def test_without_lanes_the_computation_waits_for_all_of_it():
         step.timed(lane, clock.taking(seconds))()
     recorder.end()
     got = recorder.collect()
-    assert (got.waited_d2h, got.waited_host, got.waited_h2d) == (got.d2h, got.host, got.h2d) == (1.0, 2.0, 4.0)
+    assert (
+        (got.waited_d2h, got.waited_host, got.waited_h2d)
+        == (got.d2h, got.host, got.h2d)
+        == (1.0, 2.0, 4.0)
+    )
     assert got.host_bytes_per_second is None, "of bytes that are not known"
 
 
@@ -152,7 +178,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 6)))
+        self.layers = nn.ModuleList(
+            nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 6))
+        )
         self.to(BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +202,9 @@ def make(fraction: float = 1.0, **settings: Any) -> tuple[Net, HybridDeviceOptim
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> None:
     for number in range(num_steps):
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        (model(torch.randn(4, 6, generator=generator).to(BF16)).float() - 1).square().mean().backward()
+        (
+            model(torch.randn(4, 6, generator=generator).to(BF16)).float() - 1
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -200,7 +230,9 @@ def _bits(settings: dict[str, Any]) -> None:
                 assert (timings.host > 0) == (fraction > 0)
         for other in results[1:]:
             assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
-        assert not any(torch.equal(*pair) for pair in zip(results[0], initial, strict=True) if pair[0].numel())
+        assert not any(
+            torch.equal(*pair) for pair in zip(results[0], initial, strict=True) if pair[0].numel()
+        )
 
 
 @pytest.mark.parametrize("settings", OVERLAPS.values(), ids=OVERLAPS)
@@ -267,7 +299,9 @@ def _waits() -> None:
         num_buckets = 3
         assert getattr(timings, f"waited_{lane}") > INJECTED / 4, (lane, timings)
         if lane != D2H:
-            assert timings._asdict()[lane] >= num_buckets * INJECTED / 2, "of the mean over two steps"
+            assert timings._asdict()[lane] >= num_buckets * INJECTED / 2, (
+                "of the mean over two steps"
+            )
     assert found[HOST].waited_h2d < found[HOST].waited_host
     assert found[H2D].waited_host < found[H2D].waited_h2d
 
@@ -301,7 +335,11 @@ def _nothing_kept() -> None:
     train(model, optimizer, 2)
     optimizer.synchronize()
     recorder = optimizer._timings
-    references = [weakref.ref(each) for bucket in optimizer._buckets for each in (bucket, bucket.arrays, bucket.sent)]
+    references = [
+        weakref.ref(each)
+        for bucket in optimizer._buckets
+        for each in (bucket, bucket.arrays, bucket.sent)
+    ]
     assert all(reference() is not None for reference in references)
     del model, optimizer
     gc.collect()

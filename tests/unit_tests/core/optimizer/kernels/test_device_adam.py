@@ -64,7 +64,10 @@ FORMS = [
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """x * y + z of fp32 arrays, rounded once: exact products, sums in fp64 rounded to odd, then to fp32."""
-    product, addend = x.astype(np.float64) * y.astype(np.float64), np.broadcast_to(z, x.shape).astype(np.float64)
+    product, addend = (
+        x.astype(np.float64) * y.astype(np.float64),
+        np.broadcast_to(z, x.shape).astype(np.float64),
+    )
     total = product + addend
     with np.errstate(invalid="ignore"):
         part = total - product
@@ -107,7 +110,9 @@ def make_piece(step: AdamStep, form: tuple[Any, ...], numel: int, seed: int = 0)
         weight=normal(1.0).to(weight),
         exp_avg=normal(0.01).to(moments),
         exp_avg_sq=normal(0.01).square().to(moments),
-        remainder=torch.randint(-(2**15), 2**15, (numel,), generator=generator).short() if has_remainder else None,
+        remainder=torch.randint(-(2**15), 2**15, (numel,), generator=generator).short()
+        if has_remainder
+        else None,
         out=None if out is None else torch.empty(numel, dtype=out),
     )
 
@@ -210,8 +215,24 @@ def test_launches_forbid_fusion(monkeypatch):
 
 def compiled_ptx(is_l2: bool, fuses: bool) -> str:
     """The kernel as an H100 would get it. Triton brings its own compiler; no GPU is needed."""
-    scalars = ("grad_scale", "l2", "decay", "lerp", "square", "beta2", "minus_step_size", "sqrt_correction2", "eps")
-    flags = {"has_l2": is_l2, "lerps_from_grad": False, "is_split": False, "has_out": True, "block_numel": 1024}
+    scalars = (
+        "grad_scale",
+        "l2",
+        "decay",
+        "lerp",
+        "square",
+        "beta2",
+        "minus_step_size",
+        "sqrt_correction2",
+        "eps",
+    )
+    flags = {
+        "has_l2": is_l2,
+        "lerps_from_grad": False,
+        "is_split": False,
+        "has_out": True,
+        "block_numel": 1024,
+    }
     signature = {
         "grad": "*bf16",
         **dict.fromkeys(("weight", "exp_avg", "exp_avg_sq", "remainder"), "*fp32"),
@@ -221,9 +242,9 @@ def compiled_ptx(is_l2: bool, fuses: bool) -> str:
         **dict.fromkeys(flags, "constexpr"),
     }
     source = compiler.ASTSource(device_adam._adam_kernel, signature, constexprs=flags)
-    return triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fuses}).asm[
-        "ptx"
-    ]
+    return triton.compile(
+        source, target=backends.GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fuses}
+    ).asm["ptx"]
 
 
 def instructions(ptx: str) -> Counter[str]:
@@ -247,4 +268,6 @@ def test_compiled_for_a_gpu_it_is_the_same_operations_all_correctly_rounded(is_l
 
 
 def test_that_test_would_notice_a_fusion():
-    assert instructions(compiled_ptx(True, fuses=True)) != instructions(compiled_ptx(True, fuses=False))
+    assert instructions(compiled_ptx(True, fuses=True)) != instructions(
+        compiled_ptx(True, fuses=False)
+    )

@@ -50,7 +50,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def differing(piece: AdamPiece, other: AdamPiece) -> dict[str, int]:
     """How many elements of each array differ, where any does."""
     others = other.arrays()
-    counts = {name: int((bits(tensor) != bits(others[name])).sum()) for name, tensor in piece.arrays().items()}
+    counts = {
+        name: int((bits(tensor) != bits(others[name])).sum())
+        for name, tensor in piece.arrays().items()
+    }
     return {name: count for name, count in counts.items() if count}
 
 
@@ -75,7 +78,9 @@ def split(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 values of `split`."""
     integers = (weight.view(torch.int16).long() * 0x10000 + remainder.long()) & 0xFFFFFFFF
-    return torch.where(integers >= 1 << 31, integers - (1 << 32), integers).to(torch.int32).view(FP32)
+    return (
+        torch.where(integers >= 1 << 31, integers - (1 << 32), integers).to(torch.int32).view(FP32)
+    )
 
 
 def piece_of(numel, step, *, grad=BF16, weight=FP32, moment=FP32, out=None, seed=0) -> AdamPiece:
@@ -85,7 +90,9 @@ def piece_of(numel, step, *, grad=BF16, weight=FP32, moment=FP32, out=None, seed
     def values(scale: float) -> torch.Tensor:
         exponents = torch.randint(-3, 1, (numel,), generator=generator)
         made = torch.randn(numel, generator=generator) * scale * 10.0**exponents
-        for place, special in enumerate([0.0, -0.0, 1e-40, 3e-45, 1e30, 6e-8, torch.inf, -torch.inf, torch.nan]):
+        for place, special in enumerate(
+            [0.0, -0.0, 1e-40, 3e-45, 1e30, 6e-8, torch.inf, -torch.inf, torch.nan]
+        ):
             made[17 * place + 5 :: 211] = special
         return made
 
@@ -223,8 +230,12 @@ def test_pieces_and_what_they_merge_to_give_the_same_bits(kernels, cuts, body):
     whole = piece_of(400, STEPS["AdamW"], weight=SPLIT, out=OVER)
     edges = [0, *sorted(cuts), 400]
     apart, together = copied(whole), copied(whole)
-    kernels[body].run([apart.part(start, stop - start) for start, stop in itertools.pairwise(edges)])
-    joined_pieces = merged(together.part(start, stop - start) for start, stop in itertools.pairwise(edges))
+    kernels[body].run(
+        [apart.part(start, stop - start) for start, stop in itertools.pairwise(edges)]
+    )
+    joined_pieces = merged(
+        together.part(start, stop - start) for start, stop in itertools.pairwise(edges)
+    )
     kernels[body].run(joined_pieces)
     assert len(joined_pieces) == 1
     assert differing(apart, together) == {}
@@ -236,7 +247,9 @@ def test_a_weight_and_its_remainder_take_the_steps_of_a_fp32_weight(body):
     kernel = HostAdam(2, body=body)
     plain = piece_of(5000, STEPS["AdamW"], grad=FP32)
     weight, remainder = split(torch.where(plain.weight.isnan(), torch.nan, plain.weight))
-    divided = copied(plain)._replace(weight=weight, remainder=remainder, out=torch.zeros(5000, dtype=BF16))
+    divided = copied(plain)._replace(
+        weight=weight, remainder=remainder, out=torch.zeros(5000, dtype=BF16)
+    )
     for number in range(1, 20):
         kernel.run([piece._replace(step=AdamStep(number, lr=1e-2)) for piece in (plain, divided)])
     assert torch.equal(bits(joined(divided.weight, divided.remainder)), bits(plain.weight))
@@ -254,7 +267,14 @@ def test_every_weight_but_a_nan_survives_the_remainder_form_without_a_change(ker
     assert torch.equal(joined(weight, remainder).view(torch.int32), full.view(torch.int32))
     zeros = torch.zeros(1)
     for kernel in kernels.values():
-        piece = AdamPiece(AdamStep(1, lr=0.0), zeros, weight.clone(), zeros.clone(), zeros.clone(), remainder.clone())
+        piece = AdamPiece(
+            AdamStep(1, lr=0.0),
+            zeros,
+            weight.clone(),
+            zeros.clone(),
+            zeros.clone(),
+            remainder.clone(),
+        )
         kernel.run([piece])
         kept = joined(piece.weight, piece.remainder)
         assert torch.equal(bits(kept), bits(full))
@@ -265,9 +285,14 @@ def test_rounding_to_sixteen_bits_is_torchs_for_every_exponent(kernels):
     """lr 0: out is the weight, rounded. The values lie on, just below and just above every tie."""
     halves = torch.arange(1 << 16).to(torch.int32)
     weights = {
-        BF16: torch.cat([(halves << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(FP32),
+        BF16: torch.cat(
+            [(halves << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+        ).view(FP32),
         FP16: torch.cat(
-            [(halves.to(torch.int16).view(FP16).float().view(torch.int32)) + low for low in (-1, 0, 1, 0x1000, 0x1001)]
+            [
+                (halves.to(torch.int16).view(FP16).float().view(torch.int32)) + low
+                for low in (-1, 0, 1, 0x1000, 0x1001)
+            ]
         ).view(FP32),
     }
     for dtype, weight in weights.items():
@@ -275,7 +300,9 @@ def test_rounding_to_sixteen_bits_is_torchs_for_every_exponent(kernels):
         for body, kernel in kernels.items():
             out = torch.zeros_like(expected)
             zeros = [torch.zeros_like(weight) for _ in range(3)]
-            kernel.run([AdamPiece(AdamStep(1, lr=0.0), zeros[0], weight.clone(), *zeros[1:], out=out)])
+            kernel.run(
+                [AdamPiece(AdamStep(1, lr=0.0), zeros[0], weight.clone(), *zeros[1:], out=out)]
+            )
             assert torch.equal(bits(out), bits(expected)), (body, dtype)
 
 
@@ -302,7 +329,9 @@ def test_the_number_of_threads_changes_no_bit(body):
         results.append((pieces, kernel.squared_norm(pieces[2].weight.nan_to_num(0, 1, 1))))
     (first, norm), *others = results
     for pieces, other_norm in others:
-        assert all(differing(piece, other) == {} for piece, other in zip(first, pieces, strict=True))
+        assert all(
+            differing(piece, other) == {} for piece, other in zip(first, pieces, strict=True)
+        )
         assert torch.equal(norm, other_norm)
 
 
@@ -313,7 +342,10 @@ def test_several_python_threads_share_one_pool(body):
     alone, at_once = [copied(piece) for piece in before], [copied(piece) for piece in before]
     for _ in range(5):
         kernel.run(alone)
-    threads = [threading.Thread(target=lambda p=piece: [kernel.run([p]) for _ in range(5)]) for piece in at_once]
+    threads = [
+        threading.Thread(target=lambda p=piece: [kernel.run([p]) for _ in range(5)])
+        for piece in at_once
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -367,7 +399,9 @@ def test_the_interpreter_ends_with_pools_and_tickets_open():
         "ticket = HostAdam(2).submit([AdamPiece(AdamStep(1, lr=1.0), *arrays)])\n"
         "print(float(shared_host_adam(0).squared_norm(torch.ones(4))))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ended.stdout == "4.0\n"
 
 
@@ -378,7 +412,9 @@ def test_without_the_library_one_warning_is_given_and_torch_computes(monkeypatch
     monkeypatch.setattr(host_adam, "LIBRARY", tmp_path / "libnone.so")
     with caplog.at_level(logging.WARNING):
         kernels = [HostAdam(2), HostAdam(2)]
-    assert [record.getMessage() for record in caplog.records if "libnone.so" in record.getMessage()] == caplog.messages
+    assert [
+        record.getMessage() for record in caplog.records if "libnone.so" in record.getMessage()
+    ] == caplog.messages
     assert len(caplog.messages) == 1
     assert "pip install" in caplog.messages[0]
     assert [kernel.body for kernel in kernels] == ["torch", "torch"]
@@ -405,14 +441,18 @@ def test_a_library_of_another_version_is_not_used(monkeypatch, caplog):
 
 def test_the_library_is_built_where_there_is_a_compiler():
     """Were it not, the tests of this file would all pass on torch alone."""
-    compiler = any((Path(folder) / "c++").exists() for folder in os.environ["PATH"].split(os.pathsep))
+    compiler = any(
+        (Path(folder) / "c++").exists() for folder in os.environ["PATH"].split(os.pathsep)
+    )
     assert ("baseline" in BODIES) == compiler
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("numel", [0, 1, 63, 1023, 1024, 1025, 5000, 300_001])
 def test_the_squared_norm_has_the_same_bits_everywhere_and_is_right(kernels, numel, dtype):
-    tensor = (torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype)[3:]
+    tensor = (torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype)[
+        3:
+    ]
     expected = tensor.double().square().sum()
     results = {body: kernel.squared_norm(tensor) for body, kernel in kernels.items()}
     for body, result in results.items():
@@ -437,7 +477,9 @@ def test_what_cannot_be_carried_out_is_refused(body):
     piece = piece_of(8, STEPS["AdamW"])
     with pytest.raises(ValueError, match="Expected grad of 8 elements"):
         kernel.run([piece._replace(grad=torch.zeros(7))])
-    elsewhere = piece._replace(**{name: tensor.to("meta") for name, tensor in piece.arrays().items()})
+    elsewhere = piece._replace(
+        **{name: tensor.to("meta") for name, tensor in piece.arrays().items()}
+    )
     with pytest.raises(ValueError, match="Expected tensors on the CPU, got meta"):
         kernel.run([elsewhere])
     with pytest.raises(ValueError, match=r"Expected a CPU tensor of .*, got torch.int64 on cpu"):
