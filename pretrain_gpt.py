@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two commands.
+"""Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two
+commands.
 
 torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
 """
@@ -45,7 +46,9 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def run(argv: Sequence[str]) -> Outcome:
-    """Parses the command line and trains. ConfigError before anything is built if it cannot be honoured."""
+    """Parses the command line and trains. ConfigError before anything is built if it cannot be
+    honoured.
+    """
     config = parse_config(argv, Launch.from_environment().world_size)
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
@@ -70,7 +73,9 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains. The answer is the status that the process is to end with; docs/recovery.md lists them."""
+    """Trains. The answer is the status that the process is to end with; docs/recovery.md lists
+    them.
+    """
     try:
         launch = Launch.from_environment()
         outcome = run(sys.argv[1:] if argv is None else argv)
@@ -91,8 +96,9 @@ def _say(error: Exception, code: ExitCode) -> None:
         print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # All ranks of a machine come to the same conclusion, and the first of them says it. A launcher ends all
-        # ranks as soon as one has ended, so the others wait for that; if it does not come, they were alone.
+        # All ranks of a machine come to the same conclusion, and the first of them says it. A
+        # launcher ends all ranks as soon as one has ended, so the others wait for that; if it does
+        # not come, they were alone.
         time.sleep(_SECONDS_TO_SAY_IT)
     print(f"pretrain_gpt.py: {text}", file=sys.stderr)
 

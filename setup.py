@@ -1,7 +1,8 @@
 """Packaging. Everything declarative stands in pyproject.toml; here the host kernel is compiled.
 
-The kernel is a plain shared library, loaded by ctypes: one binary for every version of Python and torch. Without a
-compiler the installation succeeds all the same and torch computes what the kernel would.
+The kernel is a plain shared library, loaded by ctypes: one binary for every version of Python and
+torch. Without a compiler the installation succeeds all the same and torch computes what the kernel
+would.
 """
 
 import os
@@ -27,7 +28,9 @@ FLAGS = [
 
 
 class BuildLibrary(build_ext):
-    """Compiles with the C++ compiler named by CXX, c++ by default, and never fails the installation."""
+    """Compiles with the C++ compiler named by CXX, c++ by default, and never fails the
+    installation.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         """Without the tag of a Python version."""
@@ -48,7 +51,8 @@ class BuildLibrary(build_ext):
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
             print(
-                f"The host kernel was not built, torch will compute the optimizer's step instead: {error}"
+                "The host kernel was not built, torch will compute the optimizer's step instead: "
+                f"{error}"
             )
 
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Saving and loading beside PyTorch DCP: the same names, shapes and values, on the same disk, in one run.
+"""Saving and loading beside PyTorch DCP: the same names, shapes and values, on the same disk, in
+one run.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py --write
 
-A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host memory (2.4 GB), ZeRO-3. DCP gets as
-many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are written and verified throughout.
+A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host memory (2.4 GB),
+ZeRO-3. DCP gets as many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are
+written and verified throughout.
 
     raw                 the same number of bytes from three buffers of 8 MiB: O_DIRECT where the file system has it, one
                         write after the other, fsync; or read through one
@@ -15,10 +17,11 @@ many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are wr
                         installed
     2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and what 4 have saved, warm: seconds and bytes read
 
-Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are printed with the
-smallest and the largest. Before the first round each runs once, untimed, and that loads bring back every value is
-checked. Between two variants their memory is kept busy: in a virtual machine the host may take what is free, and
-touching it again is slow, which would be charged to whoever comes first.
+Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are
+printed with the smallest and the largest. Before the first round each runs once, untimed, and that
+loads bring back every value is checked. Between two variants their memory is kept busy: in a
+virtual machine the host may take what is free, and touching it again is slow, which would be
+charged to whoever comes first.
 """
 
 from __future__ import annotations
@@ -198,7 +201,9 @@ def of_status(name: str) -> int:
 
 
 def num_bytes_read() -> int:
-    """Bytes that this process has read from files so far, whether or not they were in the page cache."""
+    """Bytes that this process has read from files so far, whether or not they were in the page
+    cache.
+    """
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
@@ -262,7 +267,8 @@ class Bench:
             figures[name].append(self._slowest(self._run_one(variants[name])))
             if self.rank == 0 and not (number + 1) % len(variants):
                 print(
-                    f"{self.world_size} ranks: round {(number + 1) // len(variants)} of {num_rounds}",
+                    f"{self.world_size} ranks: round {(number + 1) // len(variants)} of "
+                    f"{num_rounds}",
                     file=sys.stderr,
                 )
         return figures
@@ -340,7 +346,9 @@ class Bench:
         return {"seconds": total, "blocked_seconds": blocked, "growth_bytes": grown[0]}
 
     def keep(self) -> None:
-        """Saves what is loaded later: on disk, as iteration `world_size`, and by DCP as `dcp_<world_size>`."""
+        """Saves what is loaded later: on disk, as iteration `world_size`, and by DCP as
+        `dcp_<world_size>`.
+        """
         self.iteration = self.world_size
         self._begin_ours("disk")
         self.managers["disk"].finish()
@@ -443,7 +451,9 @@ class Bench:
 
 @contextlib.contextmanager
 def growth() -> Iterator[list[int]]:
-    """How many bytes more than at the beginning were resident at most; a list that has it in the end."""
+    """How many bytes more than at the beginning were resident at most; a list that has it in the
+    end.
+    """
     found: list[int] = []
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     before = of_status("VmRSS")
@@ -607,15 +617,18 @@ def show(medians: dict[str, Figures]) -> None:
     for name in sorted(medians):
         each = medians[name]
         extra = [
-            f"{each['seconds']:8.3f} s ({each['fastest_seconds']:.3f} to {each['slowest_seconds']:.3f})"
+            f"{each['seconds']:8.3f} s ({each['fastest_seconds']:.3f} to "
+            f"{each['slowest_seconds']:.3f})"
         ]
         if "blocked_seconds" in each:
             extra.append(
-                f"blocks {each['blocked_seconds'] * 1e3:.1f} ms, grows by {each['growth_bytes'] / 1e6:.0f} MB"
+                f"blocks {each['blocked_seconds'] * 1e3:.1f} ms, grows by "
+                f"{each['growth_bytes'] / 1e6:.0f} MB"
             )
         if "bytes_read" in each:
             extra.append(
-                f"reads {each['bytes_read'] / 1e6:.0f} MB, {each['resident_share']:.0%} were in memory"
+                f"reads {each['bytes_read'] / 1e6:.0f} MB, {each['resident_share']:.0%} were in "
+                "memory"
             )
         print(f"{name:>34} " + "  ".join(extra))
 

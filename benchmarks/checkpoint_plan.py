@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What it takes to know the whole of a checkpoint that N ranks write, beside DCP's planning from gathered plans.
+"""What it takes to know the whole of a checkpoint that N ranks write, beside DCP's planning from
+gathered plans.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_plan.py
 
-One process, no memory for tensors: Llama-7B's weights and two moments in fp32, sharded as ZeRO-3 over N simulated
-ranks, a buffer for each layer; query, key and value, gate and up are fused there, and keys of their own here.
+One process, no memory for tensors: Llama-7B's weights and two moments in fp32, sharded as ZeRO-3
+over N simulated ranks, a buffer for each layer; query, key and value, gate and up are fused there,
+and keys of their own here.
 
     rank 0              from layouts to the bytes of `.metadata`, with every blob's place in every rank's file
     another rank        the places of the blobs in its own file
@@ -12,12 +14,12 @@ ranks, a buffer for each layer; query, key and value, gate and up are fused ther
     DCP                 `DefaultSavePlanner.create_global_plan`, once it has been sent every rank's plan; gathering and
                         unpickling them, and pickling the result, are left out
 
-in two ways to shard: `flat` is this engine's, which cuts a layer's buffer as a whole, so that a rank has a chunk of few
-of its tensors; `even` cuts every tensor into N, as FSDP2 does. There is no other rank's column for what DCP does: its
-ranks wait for the first one.
+in two ways to shard: `flat` is this engine's, which cuts a layer's buffer as a whole, so that a
+rank has a chunk of few of its tensors; `even` cuts every tensor into N, as FSDP2 does. There is no
+other rank's column for what DCP does: its ranks wait for the first one.
 
-Ours runs interleaved, in an order drawn anew each round, and medians are printed. DCP runs once, for at most
-`--timeout` seconds, and not for more ranks once they were not enough.
+Ours runs interleaved, in an order drawn anew each round, and medians are printed. DCP runs once,
+for at most `--timeout` seconds, and not for more ranks once they were not enough.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ RANDOM_STATES = {"torch": 5056, "python": 20048}  # bytes, of each rank
 
 
 class Weight(NamedTuple):
-    """A parameter, by its name in its unit; sections take the place of the last part before `.weight`."""
+    """A parameter, by its name in its unit; sections take the place of the last part before
+    `.weight`.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -3,8 +3,8 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
 
-Both sides run interleaved in one process group, in an order drawn anew each round. Prints medians and ratios and writes
-them to benchmarks/results.
+Both sides run interleaved in one process group, in an order drawn anew each round. Prints medians
+and ratios and writes them to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main() -> None:
                 ours, theirs = medians[name], medians[name.replace("ours", "torch")]
                 operation = name.removesuffix(", ours")
                 print(
-                    f"{size:>7} {operation:28} ours {ours:7.2f} ms, torch {theirs:7.2f} ms, {theirs / ours:.2f}x"
+                    f"{size:>7} {operation:28} ours {ours:7.2f} ms, torch {theirs:7.2f} ms, "
+                    f"{theirs / ours:.2f}x"
                 )
         print(report.write("collectives", {"ranks": dist.get_world_size(), "median_ms": results}))
     dist.destroy_process_group()

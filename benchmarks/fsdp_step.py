@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Training steps of this project's engine and of PyTorch FSDP2, on the same GPT, from the same weights.
+"""Training steps of this project's engine and of PyTorch FSDP2, on the same GPT, from the same
+weights.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/fsdp_step.py
 
-bf16 compute, fp32 main weights, gradients reduced in fp32, ZeRO-3, fused AdamW. All sides run interleaved in one
-process group, in an order drawn anew each round; `compute` is forward and backward of the same model without any
-sharding. Prints medians and the ratio of tokens a second, and writes them to benchmarks/results with a breakdown.
+bf16 compute, fp32 main weights, gradients reduced in fp32, ZeRO-3, fused AdamW. All sides run
+interleaved in one process group, in an order drawn anew each round; `compute` is forward and
+backward of the same model without any sharding. Prints medians and the ratio of tokens a second,
+and writes them to benchmarks/results with a breakdown.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def break_down(
 ) -> dict[str, float]:
     """Mean milliseconds of the parts of our step.
 
-    gather and reduce run on a lane beside the computation; wait is how long the computation stood still for them.
+    gather and reduce run on a lane beside the computation; wait is how long the computation stood
+    still for them.
     """
     watch = Stopwatch()
     context = side.model.context if isinstance(side.model, FsdpModule) else None

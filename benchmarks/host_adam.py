@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The host kernel's pass of AdamW beside the ways to do the same with torch, on flat arrays of one size.
+"""The host kernel's pass of AdamW beside the ways to do the same with torch, on flat arrays of one
+size.
 
     OMP_NUM_THREADS=2 python benchmarks/host_adam.py
 
-bf16 gradients, fp32 weights and moments unless the name says otherwise; every side gives the same threads the same
-arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have their own. `skeleton` reads and writes
-what the side above it does, by the same code, without the arithmetic. All sides run interleaved, in an order drawn anew
-each round; prints medians, and the fastest rounds beside them: where the two are far apart, the machine was busy.
-`--write` keeps both in benchmarks/results.
+bf16 gradients, fp32 weights and moments unless the name says otherwise; every side gives the same
+threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
+their own. `skeleton` reads and writes what the side above it does, by the same code, without the
+arithmetic. All sides run interleaved, in an order drawn anew each round; prints medians, and the
+fastest rounds beside them: where the two are far apart, the machine was busy. `--write` keeps both
+in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Side(NamedTuple):
 
 
 class Arrays:
-    """What all sides work on: [numel] each, in huge pages as the optimizer's own or where torch puts them."""
+    """What all sides work on: [numel] each, in huge pages as the optimizer's own or where torch
+    puts them.
+    """
 
     def __init__(self, numel: int, *, in_slabs: bool) -> None:
         self.in_slabs = in_slabs
@@ -74,7 +78,9 @@ class Arrays:
     def piece(
         self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False
     ) -> AdamPiece:
-        """The pass in one of its forms. With a remainder, the weight is what other forms write to `out`."""
+        """The pass in one of its forms. With a remainder, the weight is what other forms write to
+        `out`.
+        """
         grad = self.over if over_grad else self.grad
         moments = self.bf16_moments if bf16_moments else self.moments
         if split:
@@ -161,7 +167,9 @@ def torch_sides(arrays: Arrays) -> dict[str, Side]:
 
 
 def ordinary_sides(numel: int) -> dict[str, Side]:
-    """torch's fused AdamW, whole and by tensors, on memory as torch allocates it: what those have who use it."""
+    """torch's fused AdamW, whole and by tensors, on memory as torch allocates it: what those have
+    who use it.
+    """
     arrays = Arrays(numel, in_slabs=False)
     return {
         f"{name}, ordinary pages": side
@@ -171,7 +179,9 @@ def ordinary_sides(numel: int) -> dict[str, Side]:
 
 
 def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round. Each runs twice before, untimed: first touches of memory are slow."""
+    """Milliseconds of each round. Each runs twice before, untimed: first touches of memory are
+    slow.
+    """
     for side in sides.values():
         side.work()
         side.work()
@@ -184,7 +194,8 @@ def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
 def show(title: str, sides: dict[str, Side], milliseconds: dict[str, float], numel: int) -> None:
     """Prints a table."""
     print(
-        f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one pass's time"
+        f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one "
+        "pass's time"
     )
     for name, side in sides.items():
         time, rate = milliseconds[name], numel / milliseconds[name] / 1e6

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Training steps with the optimizer in host memory, without it, and with what others offer, on the same GPT.
+"""Training steps with the optimizer in host memory, without it, and with what others offer, on the
+same GPT.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/offload_step.py
 
-bf16 compute, fp32 main weights, bf16 gradients, ZeRO-3, AdamW. All sides run interleaved in one process group, in an
-order drawn anew each round:
+bf16 compute, fp32 main weights, bf16 gradients, ZeRO-3, AdamW. All sides run interleaved in one
+process group, in an order drawn anew each round:
 
     device              FusedAdam, states on the device
     in order            all states on the host, nothing overlaps
@@ -12,8 +13,8 @@ order drawn anew each round:
     FSDP2 offloaded     PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
     no optimizer        forward and backward of our engine alone
 
-Prints medians, the floor below which no offloaded step can be, the larger of the host's pass and the transfers, and how
-much of what offloading adds is hidden. Writes benchmarks/results.
+Prints medians, the floor below which no offloaded step can be, the larger of the host's pass and
+the transfers, and how much of what offloading adds is hidden. Writes benchmarks/results.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh)
 def break_down(
     side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int
 ) -> dict[str, float]:
-    """Mean milliseconds a step of the host's pass and of the two transfers, each alone: for the side `in order`."""
+    """Mean milliseconds a step of the host's pass and of the two transfers, each alone: for the
+    side `in order`.
+    """
     watch = Stopwatch()
     wrapped = [
         watch.wrap(HostAdam, "run", "host pass"),
@@ -162,10 +165,12 @@ def report_all(
         + f"; the floor is {floor:.1f} ms"
     )
     print(
-        f"offloading in order adds {added:.1f} ms to forward and backward, of which {hidden:.0%} are hidden"
+        f"offloading in order adds {added:.1f} ms to forward and backward, of which {hidden:.0%} "
+        "are hidden"
     )
     print(
-        f"FSDP2 offloaded over ours overlapped: {medians['FSDP2 offloaded'] / medians['overlapped']:.2f}x"
+        "FSDP2 offloaded over ours overlapped: "
+        f"{medians['FSDP2 offloaded'] / medians['overlapped']:.2f}x"
     )
     print(f"overlapped over device: {medians['overlapped'] / medians['device']:.2f}x")
     print(

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""How long Python takes between reading the gradients' norm and handing over the first work of the optimizer's step.
+"""How long Python takes between reading the gradients' norm and handing over the first work of the
+optimizer's step.
 
     OMP_NUM_THREADS=1 python benchmarks/step_planning.py --layers 24 --hidden 128
 
-A device stands still for that long. One rank, our engine, AdamW on the device and offloaded; each with the step planned
-before the norm is read, as the training loop does, and planned after it. Interleaved, in an order drawn anew each
-round. The same Python runs whatever the device is; the first work is what goes to the kernel's threads or to a lane.
-Prints medians and writes benchmarks/results.
+A device stands still for that long. One rank, our engine, AdamW on the device and offloaded; each
+with the step planned before the norm is read, as the training loop does, and planned after it.
+Interleaved, in an order drawn anew each round. The same Python runs whatever the device is; the
+first work is what goes to the kernel's threads or to a lane. Prints medians and writes
+benchmarks/results.
 """
 
 from __future__ import annotations

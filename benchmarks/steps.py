@@ -1,4 +1,6 @@
-"""What the benchmarks of training steps share: a GPT, the sides that train it, and how their steps are timed."""
+"""What the benchmarks of training steps share: a GPT, the sides that train it, and how their steps
+are timed.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Side:
         self.optimizer = optimizer
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Forward, backward and, with an optimizer, its step. Returns the loss, still on the device."""
+        """Forward, backward and, with an optimizer, its step. Returns the loss, still on the
+        device.
+        """
         loss = self.model(tokens, labels).mean()
         loss.backward()
         if self.optimizer is not None:
@@ -83,7 +87,9 @@ def synchronize() -> None:
 def measure(
     sides: dict[str, Side], batch: tuple[torch.Tensor, torch.Tensor], num_rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(milliseconds of each side's steps, its losses). The first two rounds warm up and are not timed."""
+    """(milliseconds of each side's steps, its losses). The first two rounds warm up and are not
+    timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
     for number, name in enumerate(report.schedule(list(sides), num_rounds + 2, seed=SEED)):

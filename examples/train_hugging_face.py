@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a Hugging Face causal LM with its optimizer in host memory: an engine in a program of your own.
+"""Trains a Hugging Face causal LM with its optimizer in host memory: an engine in a program of your
+own.
 
 torchrun --nproc-per-node 2 examples/train_hugging_face.py --output runs/hugging_face
 
-Without `--model` it is a tiny Qwen3 with random weights; the data is random tokens: this shows the calls, no more. It
-needs `pip install 'megatron-hybrid[hf]'`.
+Without `--model` it is a tiny Qwen3 with random weights; the data is random tokens: this shows the
+calls, no more. It needs `pip install 'megatron-hybrid[hf]'`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def main() -> None:
             )
             if launch.rank == 0:
                 print(
-                    f"step {engine.step_info().iteration}: loss {result.loss:.4f}, grad norm {result.grad_norm:.3f}"
+                    f"step {engine.step_info().iteration}: loss {result.loss:.4f}, grad norm "
+                    f"{result.grad_norm:.3f}"
                 )
         weights = SaveLoadMeta(str(arguments.output / "weights"), "hf")
         whole = SaveLoadMeta(str(arguments.output / "step"), "dcp", with_optim=True)

@@ -43,7 +43,9 @@ class Cut(NamedTuple):
 
 
 def row_cuts(shape: Sequence[int], *num_rows: int) -> list[Cut]:
-    """Rows of a tensor: so many for rank 0, so many for rank 1, and so on; a rank without rows has no chunk."""
+    """Rows of a tensor: so many for rank 0, so many for rank 1, and so on; a rank without rows has
+    no chunk.
+    """
     cuts, first = [], 0
     for rank, number in enumerate(num_rows):
         if number:

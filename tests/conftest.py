@@ -6,9 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-# One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before torch is imported.
+# One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before
+# torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
-# The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests.ranks) are not installed.
+# The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests.ranks) are not
+# installed.
 sys.path.insert(0, str(ROOT))

@@ -3,8 +3,9 @@
     python tests/matrix.py                 # all pairs of requirements/matrix.txt
     python tests/matrix.py 3.12:2.13.0     # this one
 
-Each pair gets an environment of its own under `--environments`, made once and kept until what it was made from changes.
-A pair whose Python is not on this machine counts as a failure, unless `--allow-missing` is given.
+Each pair gets an environment of its own under `--environments`, made once and kept until what it
+was made from changes. A pair whose Python is not on this machine counts as a failure, unless
+`--allow-missing` is given.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of that version, from PATH or from pyenv, which installs many and has one of them on PATH."""
+    """An interpreter of that version, from PATH or from pyenv, which installs many and has one of
+    them on PATH.
+    """
     found = shutil.which(f"python{version}")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     installed = sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}"))
@@ -76,7 +79,9 @@ def find_python(version: str) -> str | None:
 
 
 def _runs(python: str, version: str) -> bool:
-    """Whether it is an interpreter of that version. pyenv's shims are there for versions that they refuse to run."""
+    """Whether it is an interpreter of that version. pyenv's shims are there for versions that they
+    refuse to run.
+    """
     program = "import sys, venv; print('{}.{}'.format(*sys.version_info))"
     result = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
     return result.returncode == 0 and result.stdout.strip() == version
@@ -139,7 +144,8 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
     except subprocess.CalledProcessError as error:
         return False, f"could not be installed, {error.cmd[0]} ended with {error.returncode}"
 
-    # What pip made of the wish, and what it is that the tests run with: the same version may be a CUDA or a CPU build.
+    # What pip made of the wish, and what it is that the tests run with: the same version may be a
+    # CUDA or a CPU build.
     result = subprocess.run(
         [environment_python, "-W", "ignore", "-c", DESCRIPTION],
         capture_output=True,

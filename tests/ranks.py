@@ -1,14 +1,15 @@
 """`run_ranks(world_size, function, *args)`: runs a test's body on ranks of its own.
 
-A pool of ranks per world size lives as long as the test session: each is a process with a gloo group of that size, and
-runs the functions it is handed. Importing torch anew would cost every test seconds per rank. A function that raises or
-hangs on any rank takes its pool down, and the next call starts a fresh one.
+A pool of ranks per world size lives as long as the test session: each is a process with a gloo
+group of that size, and runs the functions it is handed. Importing torch anew would cost every test
+seconds per rank. A function that raises or hangs on any rank takes its pool down, and the next call
+starts a fresh one.
 
-With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the process group
-carries its tensors, too; rank r's current device is the one with index r.
+With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the
+process group carries its tensors, too; rank r's current device is the one with index r.
 
-Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the function themselves; tests
-for other world sizes are skipped.
+Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the
+function themselves; tests for other world sizes are skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     device: str = "cpu",
 ) -> list[Any]:
-    """Calls `function(*args)` on every rank of a process group of `world_size`; returns what each rank returned.
+    """Calls `function(*args)` on every rank of a process group of `world_size`; returns what each
+    rank returned.
 
     The function is sent by value, so it may be a local one; results must be picklable.
     """
@@ -68,7 +70,9 @@ def run_ranks(
 
 
 def prepare_simulator() -> None:
-    """Builds the simulated accelerator, if that has not been done; skips the test where it cannot be."""
+    """Builds the simulated accelerator, if that has not been done; skips the test where it cannot
+    be.
+    """
     missing = build.missing_for_build()
     if missing is not None:
         pytest.skip(missing)
@@ -83,7 +87,9 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def random_delays(seed: int) -> Iterator[None]:
-    """While open, what runs beside the host begins after random pauses: work on lanes, and on a device's streams."""
+    """While open, what runs beside the host begins after random pauses: work on lanes, and on a
+    device's streams.
+    """
     with ExitStack() as stack:
         stack.enter_context(delays(seed))
         if rank_device().type != "cpu":
@@ -131,7 +137,8 @@ class _Pool:
             ready = wait(list(waiting), timeout)
             if not ready:
                 raise RankError(
-                    f"Expected an answer within {timeout} s, got none from ranks {sorted(waiting.values())}."
+                    f"Expected an answer within {timeout} s, got none from ranks "
+                    f"{sorted(waiting.values())}."
                 )
             for pipe in ready:
                 rank = waiting.pop(pipe)
@@ -184,7 +191,8 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
 def _destroy_subgroups() -> None:
     """Destroys the process groups that a test has made.
 
-    Each has threads that look for messages several times a second: a few hundred of them take a core.
+    Each has threads that look for messages several times a second: a few hundred of them take a
+    core.
     """
     world = dist.group.WORLD
     for group in list(distributed_c10d._world.pg_map):

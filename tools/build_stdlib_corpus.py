@@ -1,7 +1,9 @@
-"""Writes a real corpus that every CPython brings along: its standard library and the topics of its help system.
+"""Writes a real corpus that every CPython brings along: its standard library and the topics of its
+help system.
 
-One JSON object per line, {"text": ...}: first the English topics of `pydoc_data.topics`, then the .py sources of the
-standard library, each group in sorted order. About 11 MB; the same Python gives the same file.
+One JSON object per line, {"text": ...}: first the English topics of `pydoc_data.topics`, then the
+.py sources of the standard library, each group in sorted order. About 11 MB; the same Python gives
+the same file.
 
     python tools/build_stdlib_corpus.py --output data/stdlib.jsonl
 """
@@ -17,7 +19,8 @@ from pydoc_data import topics
 
 from megatron.core.files import published
 
-# Installed packages, tests (broken sources on purpose, generated tables) and the file the topics come from.
+# Installed packages, tests (broken sources on purpose, generated tables) and the file the topics
+# come from.
 _LEFT_OUT = {
     "site-packages",
     "dist-packages",

@@ -4,8 +4,8 @@
     python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
     python tools/generate.py --load imported/iter_0000001 --config run.yaml
 
-One process, no torchrun: a checkpoint loads on any number of ranks. The model, its vocabulary and its
-tokenizer are those that the checkpoint's configuration names. Imported weights, and those that
+One process, no torchrun: a checkpoint loads on any number of ranks. The model, its vocabulary and
+its tokenizer are those that the checkpoint's configuration names. Imported weights, and those that
 torch.distributed.checkpoint saved, have none; for them the YAML file of `--config` names them.
 """
 
@@ -153,7 +153,8 @@ def sample(
     top_k: int,
     generator: torch.Generator,
 ) -> list[int]:
-    """Up to `num_new_tokens` token ids that follow `prompt`, ended early by `eod` (which is left out).
+    """Up to `num_new_tokens` token ids that follow `prompt`, ended early by `eod` (which is left
+    out).
 
     Args:
         context_length: the model sees the last so many tokens.
@@ -212,7 +213,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("max_new_tokens", "temperature", "top_k"):
         if not getattr(arguments, name) >= 0:
             parser.error(
-                f"--{name.replace('_', '-')}: expected a number >= 0, got {getattr(arguments, name)}."
+                f"--{name.replace('_', '-')}: expected a number >= 0, got "
+                f"{getattr(arguments, name)}."
             )
     return arguments
 

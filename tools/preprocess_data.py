@@ -3,8 +3,8 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-model data/tokenizer.json --append-eod --workers 4
 
-writes `data/corpus_text_document.bin` and `.idx`. The documents stand in the order of the input, whatever the number
-of workers. Nothing stands under the output names until all of it is written.
+writes `data/corpus_text_document.bin` and `.idx`. The documents stand in the order of the input,
+whatever the number of workers. Nothing stands under the output names until all of it is written.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ _PLAIN_TEXT_KEY = "text"
 _JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
 _MAX_MESSAGE = 2000  # characters
 _SHOWN = 40  # characters or bytes of the input in a message
-# What a worker is handed at a time: enough to hide the cost of handing over, little enough to share the work evenly.
+# What a worker is handed at a time: enough to hide the cost of handing over, little enough to share
+# the work evenly.
 _CHUNK_DOCUMENTS = 256
 _CHUNK_CHARACTERS = 1 << 19
 _CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
-# A document is held in memory as a whole, with its tokens: 20 times its bytes with ByteTokenizer, and
-# up to 130 times with a Hugging Face tokenizer.
+# A document is held in memory as a whole, with its tokens: 20 times its bytes with ByteTokenizer,
+# and up to 130 times with a Hugging Face tokenizer.
 _MAX_DOCUMENT_BYTES = 1 << 30
 _HEAD_BYTES = 1 << 20  # of a larger file, to see whether it is text at all
 
@@ -100,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Trains the tokenizer if asked to, tokenizes `files`, publishes the token files and prints a summary."""
+    """Trains the tokenizer if asked to, tokenizes `files`, publishes the token files and prints a
+    summary.
+    """
     begun = time.monotonic()
     keys = list(arguments.json_keys)
     expect(arguments.workers >= 1, "--workers", "an integer >= 1", arguments.workers)
@@ -141,7 +144,8 @@ def _tokenize(
     for output in outputs:
         if output.builder.num_documents == 0:
             raise InputError(
-                f"Expected at least one document with text under {output.key!r} in {len(files)} files, got none."
+                f"Expected at least one document with text under {output.key!r} in {len(files)} "
+                "files, got none."
             )
     return counts
 
@@ -220,7 +224,9 @@ def _shows_progress() -> bool:
 
 
 def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[Path]:
-    """The files to read: inputs in the order given, folders recursively and sorted, hidden entries left out."""
+    """The files to read: inputs in the order given, folders recursively and sorted, hidden entries
+    left out.
+    """
     found = []
     for path in inputs:
         if path.is_dir():
@@ -259,7 +265,9 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
 
 
 def _content(path: Path) -> bytes | None:
-    """All of a file; None for one that is too large, but no text anyway. InputError for a text that is."""
+    """All of a file; None for one that is too large, but no text anyway. InputError for a text that
+    is.
+    """
     with open_regular(path, "a text file") as stream:
         is_too_large = os.fstat(stream.fileno()).st_size > _MAX_DOCUMENT_BYTES
         if is_too_large and b"\0" in stream.read(_HEAD_BYTES):
@@ -271,7 +279,9 @@ def _content(path: Path) -> bytes | None:
 
 
 def _decode(content: bytes) -> str | None:
-    """The text in UTF-8, without a byte order mark, or None if it is none: bytes of zero stand in no text."""
+    """The text in UTF-8, without a byte order mark, or None if it is none: bytes of zero stand in
+    no text.
+    """
     if b"\0" in content:
         return None
     try:
@@ -298,7 +308,9 @@ def _read_json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
 
 
 def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
-    """The texts under `keys` of a line that is a JSON object. InputError says what is wrong with the line."""
+    """The texts under `keys` of a line that is a JSON object. InputError says what is wrong with
+    the line.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -320,7 +332,8 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
             # JSON can spell half of a surrogate pair, which no encoding can.
             wrong = text[max(0, error.start - 10) :]
             raise InputError(
-                f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} at character "
+                f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} "
+                "at character "
                 f"{error.start}."
             ) from error
     return tuple(record[key] for key in keys)
@@ -356,7 +369,8 @@ def _encode_all(
         for chunk in chunks:
             yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
         return
-    # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads may hang.
+    # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads
+    # may hang.
     executor = ProcessPoolExecutor(
         num_workers,
         multiprocessing.get_context("spawn"),
@@ -384,8 +398,8 @@ _in_worker: dict[str, tuple[Tokenizer, bool]] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
-    # Ctrl-C reaches every process of the terminal. It is for the one that started the workers, which then ends them;
-    # a worker that it kills may take the queue's lock along.
+    # Ctrl-C reaches every process of the terminal. It is for the one that started the workers,
+    # which then ends them; a worker that it kills may take the queue's lock along.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes share the cores; threads of the tokenizer's own would only fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -425,7 +439,8 @@ def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
         builder = output.builder
         note = f"; {output.num_empty} empty documents skipped" if output.num_empty else ""
         print(
-            f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} tokens{note}"
+            f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} "
+            f"tokens{note}"
         )
     note = (
         f"; {len(counts.undecodable)} files skipped that are not UTF-8 text"

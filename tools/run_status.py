@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Says in five lines how a run is doing, from the files that it leaves: events, heartbeat and checkpoints.
+"""Says in five lines how a run is doing, from the files that it leaves: events, heartbeat and
+checkpoints.
 
     python tools/run_status.py runs/gpt_cpu
     python tools/run_status.py runs/gpt_cpu --json
 
-    state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711 on node1
-    progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
-    checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since
-    restarts: 1, the last from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration 217 (forward)
+    state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
+    on node1 progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
+    checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since restarts: 1, the last
+    from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration 217 (forward)
     trouble: none
 
 DIR is the folder of --events-dir, or of --save without it. The state is one of
@@ -22,10 +23,11 @@ DIR is the folder of --events-dir, or of --save without it. The state is one of
     dead        has not said that it ended, and its process is gone or its heartbeat older than --stale-seconds
     unknown     there are checkpoints, but no events: of a run that wrote none
 
-A run that is started again goes on with the same files: state and progress are those of its last start.
+A run that is started again goes on with the same files: state and progress are those of its last
+start.
 
-Exit code: that of the run if it has ended (docs/recovery.md lists them); 0 while it runs, and if it is unknown; 1 if it
-is dead; 2 if the folder holds no run.
+Exit code: that of the run if it has ended (docs/recovery.md lists them); 0 while it runs, and if it
+is unknown; 1 if it is dead; 2 if the folder holds no run.
 """
 
 from __future__ import annotations
@@ -174,8 +176,8 @@ def lines_of(status: dict[str, Any]) -> list[str]:
 def split_sessions(events: Iterable[Event]) -> list[Session]:
     """The run's starts, in order; one at least, which may be empty.
 
-    The number of restarts tells whose a line is: a rank may outlive its session a little and write into the next one's,
-    or have something to say before rank 0 has written the start.
+    The number of restarts tells whose a line is: a rank may outlive its session a little and write
+    into the next one's, or have something to say before rank 0 has written the start.
     """
     sessions = [Session()]
     for event in events:
@@ -281,7 +283,8 @@ def _save_in_flight(session: Session) -> Event | None:
         if event.get("event") in ("save_published", "save_failed"):
             ended.append(event.get("iteration"))
         elif event.get("event") == "save_begun":
-            # The outcome of the save before may come when this one has begun. None: it does not say of which it is.
+            # The outcome of the save before may come when this one has begun. None: it does not say
+            # of which it is.
             return None if None in ended or event.get("iteration") in ended else event
     return None
 
@@ -349,7 +352,8 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
         for event in (beat, *session.events)
         if is_known or event.get("event") not in (None, "exit")
     ]
-    # At least: a fault, a signal or an error comes in the iteration after those that have been made.
+    # At least: a fault, a signal or an error comes in the iteration after those that have been
+    # made.
     least = [(_number(event, "iteration"), _is_under_way(event)) for event in sources]
     known = [
         max(0.0, iteration - is_under_way)
@@ -409,7 +413,9 @@ def _checkpoint(
 
 
 def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any]:
-    """How often the run was started again, and why it ended before its time: now, or else the time before."""
+    """How often the run was started again, and why it ended before its time: now, or else the time
+    before.
+    """
     session = sessions[-1]
     resume = session.last("resume") or {}
     world_size = _number(resume, "world_size") or _number(session.start, "world_size")

@@ -1,1 +1,3 @@
-"""The parts: devices, data, models, sharding, optimizers, checkpoints. None of them knows the training loop."""
+"""The parts: devices, data, models, sharding, optimizers, checkpoints. None of them knows the
+training loop.
+"""

@@ -1,8 +1,9 @@
-"""The device a rank computes on. Everything else asks it, so the rest of the project has no branches.
+"""The device a rank computes on. Everything else asks it, so the rest of the project has no
+branches.
 
-A `Device` answers: which `torch.device`, which collective backend, how much memory was used at most, the state of its
-random generator, a lane (lanes.py). The CPU answers all of it too. What differs between kinds of accelerators is in
-drivers.py.
+A `Device` answers: which `torch.device`, which collective backend, how much memory was used at
+most, the state of its random generator, a lane (lanes.py). The CPU answers all of it too. What
+differs between kinds of accelerators is in drivers.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class DeviceConfig:
 
     device: str = option(
         "auto",
-        f"device to compute on: auto (a GPU, if there is one), cpu, {', '.join(kinds_of_accelerators())}",
+        "device to compute on: auto (a GPU, if there is one), cpu, "
+        f"{', '.join(kinds_of_accelerators())}",
     )
 
     def __post_init__(self) -> None:
@@ -53,7 +55,8 @@ class DeviceConfig:
             )
         if self.device in kinds and not driver_of(self.device).is_available():
             raise ConfigError(
-                f"--device: expected a device that this machine has, got {self.device!r} without a usable GPU."
+                f"--device: expected a device that this machine has, got {self.device!r} without a "
+                "usable GPU."
             )
 
     @property
@@ -74,9 +77,11 @@ class Device:
 
     @classmethod
     def for_rank(cls, kind: str, local_rank: int, local_world_size: int) -> Device:
-        """The device of the rank with this number on its machine. ConfigError, on all of them, if there are too few.
+        """The device of the rank with this number on its machine. ConfigError, on all of them, if
+        there are too few.
 
-        Where Slurm shows each of a machine's processes a device of its own, that is the first one of each.
+        Where Slurm shows each of a machine's processes a device of its own, that is the first one
+        of each.
         """
         if kind == _CPU:
             return cls(kind)
@@ -85,7 +90,8 @@ class Device:
             local_rank = 0
         elif local_world_size > count:
             raise ConfigError(
-                f"--nproc-per-node: expected at most one process for each of the {count} GPUs of this machine, "
+                f"--nproc-per-node: expected at most one process for each of the {count} GPUs of "
+                "this machine, "
                 f"got {local_world_size}."
             )
         device = cls(kind, local_rank)
@@ -102,7 +108,9 @@ class Device:
         return torch.device(self.kind, self.index) if self.is_accelerator else torch.device(_CPU)
 
     def prepare_collectives(self) -> None:
-        """Before the process group is made, where a watchdog will run: its backend must leave failures to that."""
+        """Before the process group is made, where a watchdog will run: its backend must leave
+        failures to that.
+        """
         if self.is_accelerator:
             self._driver.prepare_collectives()
 
@@ -112,7 +120,9 @@ class Device:
 
     @property
     def runs_collectives_side_by_side(self) -> bool:
-        """Whether collectives of one group may run on two lanes. On the CPU they would mix up their messages."""
+        """Whether collectives of one group may run on two lanes. On the CPU they would mix up their
+        messages.
+        """
         return self.is_accelerator
 
     @property
@@ -127,7 +137,9 @@ class Device:
 
     @property
     def pins_host_memory(self) -> bool:
-        """Whether `pin` makes a difference: copies reach pinned memory directly, beside the computation."""
+        """Whether `pin` makes a difference: copies reach pinned memory directly, beside the
+        computation.
+        """
         return self.is_accelerator
 
     @property
@@ -139,7 +151,9 @@ class Device:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of the host's memory that is nearest to the device; None on the CPU, or where that is not known."""
+        """The node of the host's memory that is nearest to the device; None on the CPU, or where
+        that is not known.
+        """
         address = self._driver.pci_address(self.index) if self.is_accelerator else None
         if address is None:
             return None
@@ -152,7 +166,8 @@ class Device:
     def make_current(self) -> None:
         """What this thread does on an accelerator from here on, it does on this one.
 
-        Every thread begins on the first one, and would open a context there: half a gigabyte on a GPU.
+        Every thread begins on the first one, and would open a context there: half a gigabyte on a
+        GPU.
         """
         if self.is_accelerator:
             self._driver.make_current(self.index)
@@ -164,7 +179,8 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Keeps host memory that is mapped already where it is, so that the device can copy from and to it directly.
+        """Keeps host memory that is mapped already where it is, so that the device can copy from
+        and to it directly.
 
         On the CPU there is nothing to do. The pages become resident with it, on a GPU.
 
@@ -179,12 +195,16 @@ class Device:
             self._driver.pin(self.index, address, nbytes)
 
     def unpin(self, address: int) -> None:
-        """Takes back `pin` of the memory that begins at `address`; copies from and to it must be done."""
+        """Takes back `pin` of the memory that begins at `address`; copies from and to it must be
+        done.
+        """
         if self.is_accelerator:
             self._driver.unpin(self.index, address)
 
     def rng_state(self) -> torch.Tensor | None:
-        """The state of the device's own random generator, uint8 on the CPU; None where it is the CPU's."""
+        """The state of the device's own random generator, uint8 on the CPU; None where it is the
+        CPU's.
+        """
         return self._driver.rng_state(self.index) if self.is_accelerator else None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
@@ -200,21 +220,24 @@ class Device:
 
         Args:
             name: shows in profiles and among the threads.
-            is_shared: on the CPU, lanes of this name have one thread, so that what is queued on any of them runs in the
-                order in which it was queued. An error ends only its own lane.
-            is_urgent: on an accelerator, what is issued to the lane goes before what others have waiting: for short
-                work that much waits for.
+            is_shared: on the CPU, lanes of this name have one thread, so that what is queued on any
+                of them runs in the order in which it was queued. An error ends only its own lane.
+            is_urgent: on an accelerator, what is issued to the lane goes before what others have
+                waiting: for short work that much waits for.
         """
         if self.is_accelerator:
             return StreamLane(self._driver, self.index, name, is_urgent=is_urgent)
         return ThreadLane.make(name, is_shared)
 
     def host_lane(self, name: str) -> Lane:
-        """A new lane of work that the host does itself: a worker thread on any device, which is its current one."""
+        """A new lane of work that the host does itself: a worker thread on any device, which is its
+        current one.
+        """
         return ThreadLane.make(name, is_shared=False, prepare=self.make_current)
 
     def span(self, clock: Callable[[], float] = time.perf_counter) -> Span:
-        """What measures how long something takes that this thread does, or issues to an accelerator's current stream.
+        """What measures how long something takes that this thread does, or issues to an
+        accelerator's current stream.
 
         Args:
             clock: seconds, for the CPU. An accelerator has its own.
@@ -227,17 +250,19 @@ class Device:
 
 
 def _is_bound_by_slurm(local_rank: int) -> bool:
-    """Whether Slurm started this very process and gave each of its tasks a GPU of its own (`--gpus-per-task=1`).
+    """Whether Slurm started this very process and gave each of its tasks a GPU of its own
+    (`--gpus-per-task=1`).
 
-    Where it gave them one together, or where it started a torchrun, several ranks would find themselves on one.
-    How many GPUs the machine has proves nothing: a script may show all ranks the same one of them.
+    Where it gave them one together, or where it started a torchrun, several ranks would find
+    themselves on one. How many GPUs the machine has proves nothing: a script may show all ranks the
+    same one of them.
     """
     names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
     own, per_task, binding = (os.environ.get(name, "") for name in names)
     if own != str(local_rank) or "TORCHELASTIC_RUN_ID" in os.environ:
         return False
-    # `--gpus-per-task` implies that each task is bound to its own, unless another binding was asked for: by a map, or
-    # by what is closest, several may have the same one.
+    # `--gpus-per-task` implies that each task is bound to its own, unless another binding was asked
+    # for: by a map, or by what is closest, several may have the same one.
     if binding and not binding.startswith("per_task:"):
         return False
     # One, or one of a kind: "a100:1".

@@ -1,8 +1,8 @@
 """What PyTorch asks of each kind of accelerator in another way. Only this file names cuda.
 
-`Driver` answers through PyTorch's common interface (`torch.accelerator`, `torch.Stream`, `torch.Event`), which is all
-that most kinds need. A kind of its own is made known with `register_driver`, and is then a device like any other: the
-tests do so with a simulated one.
+`Driver` answers through PyTorch's common interface (`torch.accelerator`, `torch.Stream`,
+`torch.Event`), which is all that most kinds need. A kind of its own is made known with
+`register_driver`, and is then a device like any other: the tests do so with a simulated one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Driver:
         kind: as in `torch.device(kind)`.
         collective_backend: for `init_process_group`; carries CPU tensors, too.
         has_triton: whether Triton compiles for it.
-        widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are, without a copy.
+        widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
+            without a copy.
     """
 
     collective_backend = ""
@@ -51,7 +52,9 @@ class Driver:
         return int(self.module.device_count())
 
     def make_current(self, index: int) -> None:
-        """From here on, what this thread does without saying where is done on the device with this index."""
+        """From here on, what this thread does without saying where is done on the device with this
+        index.
+        """
         self.module.set_device(index)
 
     def description(self, index: int) -> str:
@@ -102,7 +105,9 @@ class Driver:
         return stream
 
     def new_event(self, index: int, *, is_timed: bool = False) -> torch.Event:
-        """An event. Threads that wait for one that is not timed leave their core to others, where that can be had."""
+        """An event. Threads that wait for one that is not timed leave their core to others, where
+        that can be had.
+        """
         return torch.Event(torch.device(self.kind, index), enable_timing=is_timed)
 
 
@@ -143,7 +148,9 @@ class CudaDriver(Driver):
 
     @staticmethod
     def _clear_error(index: int) -> None:
-        """The runtime keeps the last error, and whoever launches the next kernel is told of it: that is done here."""
+        """The runtime keeps the last error, and whoever launches the next kernel is told of it:
+        that is done here.
+        """
         with suppress(RuntimeError):
             torch.ones(1, device=torch.device("cuda", index)).add_(1)
 
@@ -168,7 +175,8 @@ def pin_error(nbytes: int, reason: str) -> PinError:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     return PinError(
-        f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some systems apply to "
+        f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some "
+        "systems apply to "
         f"it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on unpinned."
     )
 
@@ -177,7 +185,9 @@ _drivers: dict[str, Driver] = {}
 
 
 def register_driver(driver: Driver) -> None:
-    """Makes a kind of accelerator known, in the place of one of the same name. `auto` prefers those known first."""
+    """Makes a kind of accelerator known, in the place of one of the same name. `auto` prefers those
+    known first.
+    """
     _drivers[driver.kind] = driver
 
 

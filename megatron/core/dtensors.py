@@ -25,6 +25,7 @@ def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
     """RuntimeError if one of the gradients that an optimizer is about to read is a partial sum."""
     if any(is_partial(gradient) for gradient in gradients):
         raise RuntimeError(
-            "Expected the gradients of a whole step, got partial sums: the last microbatch has to run in "
+            "Expected the gradients of a whole step, got partial sums: the last microbatch has to "
+            "run in "
             "microbatch(context, is_last=True)."
         )

@@ -41,7 +41,8 @@ class UnusableFileError(OSError):
 
 
 def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
-    """Opens a regular file to read from, without a buffer. Nothing else is opened, not even for a moment.
+    """Opens a regular file to read from, without a buffer. Nothing else is opened, not even for a
+    moment.
 
     Args:
         what: the file is to its reader, for the message: "the marker of a checkpoint".
@@ -93,7 +94,8 @@ def open_for_append(path: str | Path, what: str = "a file") -> int:
     append to any file of its user's.
 
     Raises:
-        UnusableFileError: for a link, a folder, a FIFO, a socket or a device. It has not been opened.
+        UnusableFileError: for a link, a folder, a FIFO, a socket or a device. It has not been
+            opened.
         OSError: as `open`.
     """
     with contextlib.suppress(FileNotFoundError):
@@ -150,7 +152,9 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` that no other writer has, of whatever process, container or node. To be opened with "x"."""
+    """A name beside `path` that no other writer has, of whatever process, container or node. To be
+    opened with "x".
+    """
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 

@@ -1,10 +1,13 @@
-"""Host memory in exact-size slabs, pinned once, and the check that it fits before any of it is allocated.
+"""Host memory in exact-size slabs, pinned once, and the check that it fits before any of it is
+allocated.
 
-[Note: slabs] A slab is one private anonymous mapping. Allocators round: the C library keeps what it was given back, and
-the pinned memory of torch grows to the next power of two, which for 33 GiB of moments is 31 GiB for nothing. A mapping
-has the size that was asked for, is zero without being touched, and goes back to the system when it ends.
+[Note: slabs] A slab is one private anonymous mapping. Allocators round: the C library keeps what it
+was given back, and the pinned memory of torch grows to the next power of two, which for 33 GiB of
+moments is 31 GiB for nothing. A mapping has the size that was asked for, is zero without being
+touched, and goes back to the system when it ends.
 
-Many arrays share a slab, so that it is pinned with one call and its huge pages are not split between them:
+Many arrays share a slab, so that it is pinned with one call and its huge pages are not split
+between them:
 
     slab     |array 0      |..|array 1    |.|array 2          |
     offset   0             ^  64 * k        64 * l            nbytes
@@ -38,9 +41,9 @@ class HostMemoryError(MemoryError):
 class HostSlab:
     """One piece of host memory, zero at first. See [Note: slabs].
 
-    The memory and its pin are given back when the slab and the last tensor in it are gone; copies from and to the
-    device must be done by then. A process forked from this one does not have the slab: were it shared until written,
-    every page written here would be held twice from then on.
+    The memory and its pin are given back when the slab and the last tensor in it are gone; copies
+    from and to the device must be done by then. A process forked from this one does not have the
+    slab: were it shared until written, every page written here would be held twice from then on.
     """
 
     def __init__(self, nbytes: int, device: Device, *, is_pinned: bool, purpose: str) -> None:
@@ -68,34 +71,38 @@ class HostSlab:
             self._map(device)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The array of `numel` elements of `dtype` at `offset`, flat, with a storage of its own size.
+        """The array of `numel` elements of `dtype` at `offset`, flat, with a storage of its own
+        size.
 
         Args:
             offset: bytes from the beginning of the slab, a multiple of the element size.
 
         Raises:
-            ValueError: for an array that does not lie in the slab, or not on a multiple of its element size.
+            ValueError: for an array that does not lie in the slab, or not on a multiple of its
+                element size.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)
         end = offset + numel * dtype.itemsize
         if min(offset, numel) < 0 or end > self.nbytes or offset % dtype.itemsize:
             raise ValueError(
-                f"Expected an aligned array within the {self.nbytes} bytes for {self._purpose}, got {numel} elements "
+                f"Expected an aligned array within the {self.nbytes} bytes for {self._purpose}, "
+                f"got {numel} elements "
                 f"of {dtype} at byte {offset}."
             )
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._begin + offset)
 
     def _map(self, device: Device) -> None:
         try:
-            # A huge page more than is used: the system places a mapping where it likes. What is not touched costs
-            # addresses only.
+            # A huge page more than is used: the system places a mapping where it likes. What is not
+            # touched costs addresses only.
             mapping = mmap.mmap(
                 -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
         except (OSError, OverflowError) as error:
             raise HostMemoryError(
-                f"Expected {format_bytes(self.nbytes)} of host memory for {self._purpose}, got: {error}."
+                f"Expected {format_bytes(self.nbytes)} of host memory for {self._purpose}, got: "
+                f"{error}."
             ) from error
         self._memory = memoryview(mapping)
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
@@ -103,13 +110,15 @@ class HostSlab:
         _advise(mapping, self._begin, self.nbytes)
         node = device.numa_node
         if node is not None:
-            # Before the first touch, which is when a page gets its place; pinning touches all of them.
+            # Before the first touch, which is when a page gets its place; pinning touches all of
+            # them.
             prefer_node(address + self._begin, self.nbytes, node)
         if self.is_pinned:
             try:
                 device.pin(address + self._begin, self.nbytes)
             except BaseException:
-                # The traceback keeps this frame, and with it the mapping, of which pinning may have touched every page.
+                # The traceback keeps this frame, and with it the mapping, of which pinning may have
+                # touched every page.
                 self._memory.release()
                 mapping.close()
                 raise
@@ -117,7 +126,8 @@ class HostSlab:
             release = weakref.finalize(
                 self._memory, _unpin, mapping, device, address + self._begin, os.getpid()
             )
-            # The end of the process gives everything back, and copies may still be on their way then.
+            # The end of the process gives everything back, and copies may still be on their way
+            # then.
             release.atexit = False
 
 
@@ -128,7 +138,8 @@ class SlabBuilder:
         self.nbytes = 0  # up to the end of the last array
 
     def add(self, numel: int, dtype: torch.dtype) -> int:
-        """Takes in an array of `numel` elements. Returns its offset in bytes, for `HostSlab.tensor`.
+        """Takes in an array of `numel` elements. Returns its offset in bytes, for
+        `HostSlab.tensor`.
 
         Raises:
             ValueError: for a negative number of elements.
@@ -146,16 +157,20 @@ class SlabBuilder:
 
 
 def _advise(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Asks for huge pages, before anything is touched or pinned, and that forked processes do without the mapping."""
+    """Asks for huge pages, before anything is touched or pinned, and that forked processes do
+    without the mapping.
+    """
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         # Each system has its own, and a kernel without huge pages refuses the wish.
         with contextlib.suppress(AttributeError, OSError):
-            # To the end of the last page used and no further: a huge page must not reach beyond the slab.
+            # To the end of the last page used and no further: a huge page must not reach beyond the
+            # slab.
             mapping.madvise(getattr(mmap, name), begin, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def _unpin(mapping: mmap.mmap, device: Device, address: int, owner: int) -> None:  # noqa: ARG001 (kept until here)
-    # A forked process has inherited the slab's objects, but neither its memory nor the use of the device.
+    # A forked process has inherited the slab's objects, but neither its memory nor the use of the
+    # device.
     if os.getpid() == owner:
         device.unpin(address)
 
@@ -165,15 +180,17 @@ class HostNeed(NamedTuple):
 
     what: str  # "main weights"
     nbytes: int
-    is_pinned: bool  # whether the device will pin it; nothing is pinned for a device without `pins_host_memory`
+    # whether the device will pin it; nothing is pinned for a device without `pins_host_memory`
+    is_pinned: bool
 
 
 @dataclass(frozen=True)
 class HostLimits:
     """What this machine can still give, in bytes. None: no limit is known.
 
-    RLIMIT_MEMLOCK is not among them: it bounds mlock, while GPU drivers lock pages by themselves and do not ask it. To
-    go by it would refuse runs in most containers, where it is 64 KiB or 8 MiB.
+    RLIMIT_MEMLOCK is not among them: it bounds mlock, while GPU drivers lock pages by themselves
+    and do not ask it. To go by it would refuse runs in most containers, where it is 64 KiB or 8
+    MiB.
     """
 
     mem_available: int | None  # of the machine: free, or page cache that can be given up
@@ -183,7 +200,9 @@ class HostLimits:
 
     @classmethod
     def read(cls, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostLimits:
-        """The limits of the moment. Where a file is missing (no Linux, no such controller), it limits nothing."""
+        """The limits of the moment. Where a file is missing (no Linux, no such controller), it
+        limits nothing.
+        """
         return cls(_mem_available(proc), min(_cgroup_rooms(proc, cgroup), default=None))
 
     @property
@@ -200,8 +219,8 @@ def check_host_memory(
 ) -> None:
     """Refuses a run whose host memory would not fit, before any of it is allocated.
 
-    Every rank of the machine must have passed before one of them allocates: what a rank has taken is no longer
-    available to the check of another.
+    Every rank of the machine must have passed before one of them allocates: what a rank has taken
+    is no longer available to the check of another.
 
     Args:
         needs: what this rank needs; its neighbours are taken to need the same.
@@ -218,7 +237,8 @@ def check_host_memory(
     if available and local * num_local_ranks > min(available.values()):
         got = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in available.items())
         raise HostMemoryError(
-            f"Expected host memory for {_sum_shown(needs)}, times {num_local_ranks} ranks on this machine = "
+            f"Expected host memory for {_sum_shown(needs)}, times {num_local_ranks} ranks on this "
+            "machine = "
             f"{format_bytes(local * num_local_ranks)}, got available: {got}."
         )
 
@@ -247,7 +267,9 @@ def _mem_available(proc: Path) -> int | None:
 
 
 class _Names(NamedTuple):
-    """What the files of a cgroup version are called, and its word for the page cache that can be given up."""
+    """What the files of a cgroup version are called, and its word for the page cache that can be
+    given up.
+    """
 
     limit: str
     usage: str
@@ -262,7 +284,8 @@ _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 def _cgroup_rooms(proc: Path, root: Path) -> Iterator[int]:
     """What each limited cgroup above and around this process has left, in bytes.
 
-    A path that names a place outside the container has no files under `root`; the container's own are at the top.
+    A path that names a place outside the container has no files under `root`; the container's own
+    are at the top.
     """
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)

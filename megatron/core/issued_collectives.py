@@ -1,25 +1,28 @@
-"""The collectives that this process has issued to its device and that are not over: whom does a rank wait for?
+"""The collectives that this process has issued to its device and that are not over: whom does a
+rank wait for?
 
-On an accelerator a collective returns at once, and the host runs on until something stops it: a launch queue that is
-full, autograd's own thread that launches no more, the transfer of some result. Where the host stands then does not say
-whether it waits for other ranks. The device knows, so every collective leaves a record with two events, one just before
-it and one behind it: `with issuing(name, tensor)`.
+On an accelerator a collective returns at once, and the host runs on until something stops it: a
+launch queue that is full, autograd's own thread that launches no more, the transfer of some result.
+Where the host stands then does not say whether it waits for other ranks. The device knows, so every
+collective leaves a record with two events, one just before it and one behind it: `with
+issuing(name, tensor)`.
 
-[Note: who waits] A collective begins on each rank as soon as that rank's device comes to it, and is over when all have.
-What the oldest one that is not over says of its rank:
+[Note: who waits] A collective begins on each rank as soon as that rank's device comes to it, and is
+over when all have. What the oldest one that is not over says of its rank:
 
     has begun          the rank waits for another that has not come to it yet
     has not begun      the device is held up by something else, since no older collective is left: nobody else is to
                        blame for that
     there is none      the device waits for nobody; where the host stands decides
 
-Ranks issue their collectives in the same order. So one that sleeps before it issues the next has none left as soon as
-the others have caught up with it, and they all have that next one.
+Ranks issue their collectives in the same order. So one that sleeps before it issues the next has
+none left as soon as the others have caught up with it, and they all have that next one.
 
-[Note: who asks] Querying an event may block while another thread is inside CUDA, by a comment in torch's own watchdog,
-and torch's `Event.query` keeps the GIL meanwhile: a watchdog that asked so might stop the very process it watches over.
-`Event.synchronize` lets go of it. So a thread of its own walks from event to event, and where that thread stands is the
-answer. It does so only when asked, which is when something is wrong; in normal operation a collective costs two events.
+[Note: who asks] Querying an event may block while another thread is inside CUDA, by a comment in
+torch's own watchdog, and torch's `Event.query` keeps the GIL meanwhile: a watchdog that asked so
+might stop the very process it watches over. `Event.synchronize` lets go of it. So a thread of its
+own walks from event to event, and where that thread stands is the answer. It does so only when
+asked, which is when something is wrong; in normal operation a collective costs two events.
 """
 
 from __future__ import annotations
@@ -72,7 +75,8 @@ class IssuedCollectives:
     """The records of one process."""
 
     def __init__(self) -> None:
-        # Appended to by the threads that issue; from the left, records are taken away by the walking thread.
+        # Appended to by the threads that issue; from the left, records are taken away by the
+        # walking thread.
         self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)
         self._num_issued = 0
         self._lock = threading.Lock()  # for the two counts, and for starting the thread
@@ -97,7 +101,9 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device comes on. In a second."""
+        """The oldest collective that is not over; None if there is none, or the device comes on. In
+        a second.
+        """
         if not self._records:
             return None
         question = self._ask()
@@ -165,13 +171,15 @@ class IssuedCollectives:
             self._records.remove(record)
 
 
-# Process groups, too, belong to the process; and a watchdog must find what any part of it has issued.
+# Process groups, too, belong to the process; and a watchdog must find what any part of it has
+# issued.
 OF_THIS_PROCESS = IssuedCollectives()
 
 
 @contextmanager
 def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
-    """Around the issuing of a collective on `tensor`. On the CPU, where a collective blocks, it does nothing.
+    """Around the issuing of a collective on `tensor`. On the CPU, where a collective blocks, it
+    does nothing.
 
     Args:
         name: completes "waiting in the ...".

@@ -1,8 +1,8 @@
 """JSON from a file that others may have written: read strictly, or refused with a reason.
 
-`json` takes more than JSON, and some of it silently: `NaN`, the last of several equal keys, integers
-of any length, which cannot be printed afterwards, and nesting down to where the interpreter gives up
-with a RecursionError.
+`json` takes more than JSON, and some of it silently: `NaN`, the last of several equal keys,
+integers of any length, which cannot be printed afterwards, and nesting down to where the
+interpreter gives up with a RecursionError.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def parse_json(content: bytes | str, *, max_depth: int = 32, allow_nan: bool = F
         allow_nan: whether to accept the NaN and Infinity that Python writes.
 
     Raises:
-        ValueError: if it is not JSON, has a key twice in one object, a number that is not finite, an
-            integer of more than 40 digits, or more levels. The message says which, in a few
+        ValueError: if it is not JSON, has a key twice in one object, a number that is not finite,
+            an integer of more than 40 digits, or more levels. The message says which, in a few
             printable words.
     """
     try:

@@ -4,18 +4,20 @@
 
     event = lane.enqueue(work, after=[event, ...])
 
-Work whose end is work on another lane goes through `relay`: a host lane's kernel, then the copy of what it wrote.
+Work whose end is work on another lane goes through `relay`: a host lane's kernel, then the copy of
+what it wrote.
 
-The work begins when everything before it on the lane and all events it waits for are done; the event it answers is
-done when the work is. On an accelerator a lane is a stream: enqueueing issues the work at once, and the device keeps
-the order. On the CPU a lane is a worker thread, so that overlap and order are real there too, and tests exercise them:
-under `delays(seed)` each piece of work begins after a random pause, which must not change any result.
+The work begins when everything before it on the lane and all events it waits for are done; the
+event it answers is done when the work is. On an accelerator a lane is a stream: enqueueing issues
+the work at once, and the device keeps the order. On the CPU a lane is a worker thread, so that
+overlap and order are real there too, and tests exercise them: under `delays(seed)` each piece of
+work begins after a random pause, which must not change any result.
 
-[Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead may keep it for ever.
-But Python ends a daemon that comes back from C++ while the interpreter shuts down by unwinding its stack, and through
-torch's frames that is std::terminate: a program that did all its work would exit with SIGABRT. Before the interpreter
-shuts down, what is queued is therefore given time to end. A program that fails has no reason to wait: its peers may be
-waiting for it.
+[Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead
+may keep it for ever. But Python ends a daemon that comes back from C++ while the interpreter shuts
+down by unwinding its stack, and through torch's frames that is std::terminate: a program that did
+all its work would exit with SIGABRT. Before the interpreter shuts down, what is queued is therefore
+given time to end. A program that fails has no reason to wait: its peers may be waiting for it.
 """
 
 from __future__ import annotations
@@ -47,13 +49,17 @@ class Event(Protocol):
     """A moment in a lane's or a thread's work."""
 
     def wait(self) -> None:
-        """What this thread does from here on comes after the event. Raises what the work raised, if it failed.
+        """What this thread does from here on comes after the event. Raises what the work raised, if
+        it failed.
 
-        On the CPU the thread itself waits; on an accelerator its current stream does, and the thread goes on.
+        On the CPU the thread itself waits; on an accelerator its current stream does, and the
+        thread goes on.
         """
 
     def synchronize(self) -> None:
-        """This thread waits for the event, on any device. Raises what the work raised, if it failed."""
+        """This thread waits for the event, on any device. Raises what the work raised, if it
+        failed.
+        """
 
     def is_done(self) -> bool:
         """Whether the event is behind us, also by an error. Waits for nothing, raises nothing."""
@@ -96,22 +102,26 @@ class Lane(Protocol):
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         """Queues `work`, to begin after the events in `after`; autograd does not record it.
 
-        On the CPU, work that fails, or waits for an event of work that failed, fails the lane: nothing on it runs any
-        more, and all its events fail with the same error. A rank that has missed one collective must not send what its
-        peers would take for it. On an accelerator the work is issued at once, and errors of issuing it are raised here.
+        On the CPU, work that fails, or waits for an event of work that failed, fails the lane:
+        nothing on it runs any more, and all its events fail with the same error. A rank that has
+        missed one collective must not send what its peers would take for it. On an accelerator the
+        work is issued at once, and errors of issuing it are raised here.
         """
 
     def close(self) -> None:
-        """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their events.
+        """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their
+        events.
 
         A lane that is let go of without it does what is queued and ends.
         """
 
 
 def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> RelayedEvent:
-    """Queues work on a worker thread's lane that ends with an event of another lane, and answers one of both.
+    """Queues work on a worker thread's lane that ends with an event of another lane, and answers
+    one of both.
 
-    So a host lane may compute something and then begin to copy it to the device, and neither waits for the caller.
+    So a host lane may compute something and then begin to copy it to the device, and neither waits
+    for the caller.
     """
     ends: list[Event] = []
     return RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
@@ -125,7 +135,9 @@ class EventSource(Protocol):
 
 
 class InlineLane:
-    """A lane that does its work at once, in the thread that queues it: the order of the program, and no overlap."""
+    """A lane that does its work at once, in the thread that queues it: the order of the program,
+    and no overlap.
+    """
 
     def __init__(self, device: EventSource) -> None:
         self._device = device
@@ -133,7 +145,9 @@ class InlineLane:
 
     @torch.no_grad()
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`, but done when it returns. Errors are raised here, and by whatever comes after."""
+        """As `Lane.enqueue`, but done when it returns. Errors are raised here, and by whatever
+        comes after.
+        """
         if self._error is not None:
             raise self._error
         try:
@@ -152,7 +166,9 @@ class InlineLane:
 
 
 class RelayedEvent:
-    """Done when work on one lane is, and then the work on another with which it ended. What `relay` answers."""
+    """Done when work on one lane is, and then the work on another with which it ended. What `relay`
+    answers.
+    """
 
     def __init__(self, first: Event, ends: list[Event]) -> None:
         self._first = first
@@ -227,7 +243,9 @@ _Queue: TypeAlias = "queue.SimpleQueue[_Queued | ThreadEvent | None]"
 
 
 class _Worker:
-    """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it any more."""
+    """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it
+    any more.
+    """
 
     def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self.queue: _Queue = queue.SimpleQueue()
@@ -244,7 +262,9 @@ _queues: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDi
 
 @atexit.register
 def _finish_lanes() -> None:
-    """See [Note: the end of the program]. The threads stay: other handlers may yet queue something and wait for it."""
+    """See [Note: the end of the program]. The threads stay: other handlers may yet queue something
+    and wait for it.
+    """
     # Set once the traceback of an uncaught exception has been printed.
     if hasattr(sys, "last_value"):
         return
@@ -254,7 +274,8 @@ def _finish_lanes() -> None:
     for thread, end in ends.items():
         _queues[thread].put(end)
 
-    # A thread whose worker nobody has any more ends instead, once it comes to that sign in its queue.
+    # A thread whose worker nobody has any more ends instead, once it comes to that sign in its
+    # queue.
     deadline = time.monotonic() + _EXIT_SECONDS
     late = []
     for thread, end in ends.items():
@@ -265,7 +286,8 @@ def _finish_lanes() -> None:
 
     if late:
         logger.warning(
-            "The program ended while work was under way on the lane(s) %s, which did not end within %g s. Another rank "
+            "The program ended while work was under way on the lane(s) %s, which did not end "
+            "within %g s. Another rank "
             "may have gone before; this process may be ended by a signal.",
             ", ".join(late),
             _EXIT_SECONDS,
@@ -276,7 +298,9 @@ _thread = threading.local()
 
 
 def is_lane_thread() -> bool:
-    """Whether this thread is a worker's, in which garbage is collected too, and which must not wait for any lane."""
+    """Whether this thread is a worker's, in which garbage is collected too, and which must not wait
+    for any lane.
+    """
     return getattr(_thread, "is_worker", False)
 
 
@@ -284,7 +308,8 @@ def _serve(items: _Queue, prepare: Callable[[], None] | None) -> None:
     _thread.is_worker = True
     if prepare is not None:
         prepare()
-    # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one comes.
+    # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one
+    # comes.
     while _carry_out(items.get()):
         pass
 
@@ -303,7 +328,9 @@ _shared_workers: weakref.WeakValueDictionary[str, _Worker] = weakref.WeakValueDi
 
 
 class ThreadLane:
-    """A lane on the CPU: a place in a worker's queue, and the error that has ended the lane, if one has."""
+    """A lane on the CPU: a place in a worker's queue, and the error that has ended the lane, if one
+    has.
+    """
 
     def __init__(self, name: str, worker: _Worker) -> None:
         self._name = name
@@ -315,7 +342,9 @@ class ThreadLane:
     def make(
         cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None
     ) -> ThreadLane:
-        """A lane with a worker of its own, whose thread first calls `prepare`, or that of all of its name."""
+        """A lane with a worker of its own, whose thread first calls `prepare`, or that of all of
+        its name.
+        """
         if not is_shared:
             return cls(name, _Worker(name, prepare))
         worker = _shared_workers.get(name)
@@ -353,7 +382,9 @@ class ThreadLane:
 
 
 class StreamEvent:
-    """An event on an accelerator, recorded on this thread's current stream of a device when it is made."""
+    """An event on an accelerator, recorded on this thread's current stream of a device when it is
+    made.
+    """
 
     def __init__(self, driver: Driver, index: int) -> None:
         self._driver = driver
@@ -401,8 +432,9 @@ class StreamSpan:
 class StreamLane:
     """A lane on an accelerator: a stream.
 
-    Memory that work on it allocates belongs to its stream. Who reads it on another must let go of it only after that
-    stream's event, and keep what the work reads until the event of the work: nothing here calls `record_stream`.
+    Memory that work on it allocates belongs to its stream. Who reads it on another must let go of
+    it only after that stream's event, and keep what the work reads until the event of the work:
+    nothing here calls `record_stream`.
     """
 
     def __init__(self, driver: Driver, index: int, name: str, *, is_urgent: bool = False) -> None:
@@ -428,7 +460,9 @@ class StreamLane:
 
 
 class _Delays:
-    """Random pauses; each lane's depend on the seed and its name alone, not on how the lanes' threads happen to run."""
+    """Random pauses; each lane's depend on the seed and its name alone, not on how the lanes'
+    threads happen to run.
+    """
 
     _MOST_SECONDS = 0.004
 

@@ -1,11 +1,13 @@
-"""How many ranks there are on this machine, which cores this one may use, and how many ranks share them.
+"""How many ranks there are on this machine, which cores this one may use, and how many ranks share
+them.
 
-[Note: shared cores] The cores that a process may use (its affinity) do not tell whether they are its own. A container,
-or a Slurm job that torchrun divides, shows every rank the same cores, fewer than the machine has; a task that Slurm has
-bound (`--cpus-per-task`) sees its own ones alone. So cores are taken to be shared by all ranks of the machine, unless
-this is certain: Slurm started each rank as a task of its own, and there are fewer cores than it allocated for the tasks
-of this machine together. What `numactl` or another launcher binds is not recognised: there are too few threads then,
-never too many.
+[Note: shared cores] The cores that a process may use (its affinity) do not tell whether they are
+its own. A container, or a Slurm job that torchrun divides, shows every rank the same cores, fewer
+than the machine has; a task that Slurm has bound (`--cpus-per-task`) sees its own ones alone. So
+cores are taken to be shared by all ranks of the machine, unless this is certain: Slurm started each
+rank as a task of its own, and there are fewer cores than it allocated for the tasks of this machine
+together. What `numactl` or another launcher binds is not recognised: there are too few threads
+then, never too many.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ def local_world_size() -> int:
 
 
 def allowed_cores() -> frozenset[int]:
-    """The numbers of the cores that this process may use; all there are, where the system does not tell."""
+    """The numbers of the cores that this process may use; all there are, where the system does not
+    tell.
+    """
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def num_sharing_ranks(num_local_ranks: int) -> int:
-    """How many of the machine's ranks, this one included, share `allowed_cores`. See [Note: shared cores]."""
+    """How many of the machine's ranks, this one included, share `allowed_cores`. See [Note: shared
+    cores].
+    """
     return 1 if _is_bound_by_slurm(num_local_ranks) else num_local_ranks
 
 

@@ -1,7 +1,8 @@
 """The one rank-aware logger.
 
-Every file that reports something does `logger = logging.getLogger(__name__)`. `configure(rank)` decides once what is
-shown: rank 0 shows information and up, the others warnings and up with their rank in front.
+Every file that reports something does `logger = logging.getLogger(__name__)`. `configure(rank)`
+decides once what is shown: rank 0 shows information and up, the others warnings and up with their
+rank in front.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _CUT = "..."  # ends a text that was longer than its limit
 def printable(text: str, limit: int = 500) -> str:
     """`text` as one harmless line of at most `limit` characters, to put into a message.
 
-    Text from a file or from another process may hold newlines that fake lines of the log, escape codes that a
-    terminal obeys, or marks that reverse the direction of what is shown. All of these are shown escaped, as Python
-    would write them in a string; longer text is cut.
+    Text from a file or from another process may hold newlines that fake lines of the log, escape
+    codes that a terminal obeys, or marks that reverse the direction of what is shown. All of these
+    are shown escaped, as Python would write them in a string; longer text is cut.
     """
     # Nothing beyond the limit is looked at: the text may be huge.
     head = text[:limit]
@@ -60,7 +61,9 @@ class _Formatter(logging.Formatter):
 
 
 def configure(rank: int) -> logging.Logger:
-    """Sets up the project's logger for this rank and returns it. Calling again replaces the earlier set-up."""
+    """Sets up the project's logger for this rank and returns it. Calling again replaces the earlier
+    set-up.
+    """
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on how many ranks share them.
 
-Every module draws from a generator seeded by the run's seed and the module's name. No rank's draws depend on another's,
-on the order of construction, or on how the parameter is sharded.
+Every module draws from a generator seeded by the run's seed and the module's name. No rank's draws
+depend on another's, on the order of construction, or on how the parameter is sharded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None:
     """Gives `model`, built on the meta device or already real, its initial weights.
 
-    Every module that owns parameters draws them whole on `device`, one module at a time, through its
-    `reset_parameters`; a plain parameter takes all of it, a DTensor this rank's shard. Nothing is communicated. The
-    weights are a function of the seed, the modules' names, shapes and dtypes, and the kind of device.
+    Every module that owns parameters draws them whole on `device`, one module at a time, through
+    its `reset_parameters`; a plain parameter takes all of it, a DTensor this rank's shard. Nothing
+    is communicated. The weights are a function of the seed, the modules' names, shapes and dtypes,
+    and the kind of device.
 
     Args:
-        model: real parameters keep their storage, unless some are on meta: then all get new storage on `device`, and
-            those that modules share stay shared. Real buffers keep their values.
+        model: real parameters keep their storage, unless some are on meta: then all get new storage
+            on `device`, and those that modules share stay shared. Real buffers keep their values.
         device: where the weights are drawn.
         seed: of the run; the same on every rank.
 
     Raises:
-        RuntimeError: parameters that no `reset_parameters` initializes, or buffers on the meta device, by name.
+        RuntimeError: parameters that no `reset_parameters` initializes, or buffers on the meta
+            device, by name.
         NotImplementedError: a DTensor with placements other than Shard and Replicate.
     """
     device = torch.device(device)
@@ -105,7 +107,8 @@ def draw_parameters(
     reset_parameters: Callable[[nn.Module], None],
     dtype: torch.dtype | None = None,
 ) -> dict[str, nn.Parameter]:
-    """Parameters that a module itself has, whole and newly initialised on `device`. Its own stay as they are.
+    """Parameters that a module itself has, whole and newly initialised on `device`. Its own stay as
+    they are.
 
     Args:
         names: of the parameters that are wanted; all are drawn.
@@ -141,7 +144,9 @@ def draw_parameters(
 def seeded_reset(
     model: nn.Module, device: torch.device | str, seed: int
 ) -> Callable[[nn.Module], None]:
-    """What resets one module of `model` with the weights that `materialize` gives it, for `draw_parameters`."""
+    """What resets one module of `model` with the weights that `materialize` gives it, for
+    `draw_parameters`.
+    """
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     device = torch.device(device)
 
@@ -194,7 +199,9 @@ def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int, module_fqn: str) -> Iterator[None]:
-    """The default generators of the CPU and of `device`, seeded for one module; afterwards as they were before."""
+    """The default generators of the CPU and of `device`, seeded for one module; afterwards as they
+    were before.
+    """
     module_seed = xxhash.xxh3_64_intdigest(f"{seed}:{module_fqn}".encode())
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
@@ -203,7 +210,8 @@ def _seeded(device: torch.device, seed: int, module_fqn: str) -> Iterator[None]:
         return
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     with torch.random.fork_rng(devices=[index], device_type=device.type):
-        # Not torch.manual_seed: it would seed the generators of all devices, and only these two are forked.
+        # Not torch.manual_seed: it would seed the generators of all devices, and only these two are
+        # forked.
         torch.default_generator.manual_seed(module_seed)
         torch.get_device_module(device.type).default_generators[index].manual_seed(module_seed)
         yield

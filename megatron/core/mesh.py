@@ -23,14 +23,16 @@ def build_mesh(device_kind: str, data_parallel_size: int) -> DeviceMesh:
 
 
 def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:
-    """A mesh of two axes: `num_instances` groups of consecutive ranks (the outer axis), for hybrid sharding.
+    """A mesh of two axes: `num_instances` groups of consecutive ranks (the outer axis), for hybrid
+    sharding.
 
     Raises:
         ValueError: if the ranks cannot be divided into as many equal groups.
     """
     if data_parallel_size % num_instances:
         raise ValueError(
-            f"Expected a number of instances that divides {data_parallel_size} ranks, got {num_instances}."
+            f"Expected a number of instances that divides {data_parallel_size} ranks, got "
+            f"{num_instances}."
         )
     shape = (num_instances, data_parallel_size // num_instances)
     mesh = init_device_mesh(device_kind, shape, mesh_dim_names=(OUTER_AXIS, INNER_AXIS))

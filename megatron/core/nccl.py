@@ -1,12 +1,15 @@
-"""NCCL's own guard in PyTorch, and how it is kept from ending ranks that this project's watchdog watches over.
+"""NCCL's own guard in PyTorch, and how it is kept from ending ranks that this project's watchdog
+watches over.
 
 Each NCCL process group of PyTorch has two threads of its own. One looks for errors and timeouts of
-collectives, and ends the process for one; the other ends it if the first one hangs, or has found an error. Where both
-watchdogs run, a rank that is killed so in the middle of a roll call looks like the cause. So the settings below leave
-PyTorch's threads to find errors, and to tell whoever asks (`ProcessGroupNCCL.get_error`), which ours does.
+collectives, and ends the process for one; the other ends it if the first one hangs, or has found an
+error. Where both watchdogs run, a rank that is killed so in the middle of a roll call looks like
+the cause. So the settings below leave PyTorch's threads to find errors, and to tell whoever asks
+(`ProcessGroupNCCL.get_error`), which ours does.
 
-PyTorch reads them from the environment when a group is made. None of this has been seen on a GPU: the settings' names
-are in PyTorch 2.11 and 2.13, and what they do was read in the sources of another version.
+PyTorch reads them from the environment when a group is made. None of this has been seen on a GPU:
+the settings' names are in PyTorch 2.11 and 2.13, and what they do was read in the sources of
+another version.
 """
 
 from __future__ import annotations
@@ -40,13 +43,15 @@ _SETTINGS = (
         "0",
         "ends a rank some minutes after an error of a collective",
     ),
-    # Otherwise an error of the device, a failed assertion say, ends the process before the main thread can tell of it.
+    # Otherwise an error of the device, a failed assertion say, ends the process before the main
+    # thread can tell of it.
     _Setting(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "0",
         "ends a rank for an error of its device before it can be told",
     ),
-    # A request for a dump goes through torchrun's store, without a prefix: the next start of the job would find it.
+    # A request for a dump goes through torchrun's store, without a prefix: the next start of the
+    # job would find it.
     _Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", ""),
 )
 
@@ -55,7 +60,8 @@ _YES, _NO = ("1", "y", "yes", "t", "true"), ("0", "n", "no", "f", "false")
 
 
 def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before the process group is made: PyTorch finds failures of collectives, and ends no rank for them.
+    """Before the process group is made: PyTorch finds failures of collectives, and ends no rank for
+    them.
 
     What the user has set stays; where that has PyTorch end ranks all the same, one warning says so.
     """
@@ -80,6 +86,7 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
 
     if disarming:
         logger.warning(
-            "the environment works against the watchdog, which may then name the wrong rank, or none: %s",
+            "the environment works against the watchdog, which may then name the wrong rank, or "
+            "none: %s",
             "; ".join(disarming),
         )

@@ -1,8 +1,9 @@
 """Options: dataclass fields that know their flag, their help line and what values they admit.
 
-A config class lives with the code that reads it. It is a frozen dataclass whose fields are made with `option(...)`;
-`check_options(self)` in its `__post_init__` holds every value against the field's type, choices and bounds. The same
-metadata serves the command line and YAML (`megatron/training/arguments.py`), so a value is described in one place.
+A config class lives with the code that reads it. It is a frozen dataclass whose fields are made
+with `option(...)`; `check_options(self)` in its `__post_init__` holds every value against the
+field's type, choices and bounds. The same metadata serves the command line and YAML
+(`megatron/training/arguments.py`), so a value is described in one place.
 
     @dataclass(frozen=True)
     class OptimizerConfig:
@@ -55,12 +56,16 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: `repr`, bounded. What is nested or repeated without end has one, too."""
+    """A value as a message shows it: `repr`, bounded. What is nested or repeated without end has
+    one, too.
+    """
     return _SHOWN.repr(value)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be honoured. The message is one line: the flag, what was expected, what was got."""
+    """A configuration that cannot be honoured. The message is one line: the flag, what was
+    expected, what was got.
+    """
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,9 @@ class Field:
         return ConfigError(f"{self.flag}: expected {self.expected}, got {shown(got)}.")
 
     def convert(self, value: Any) -> Any:
-        """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if it is not one."""
+        """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if
+        it is not one.
+        """
         if value is None:
             if not self.is_optional:
                 raise self.error(None)
@@ -228,7 +235,9 @@ def options_of(config: type[Any]) -> list[Field]:
 
 
 def check_options(config: Any) -> None:
-    """ConfigError for the first option of `config` (an instance) whose value its field does not admit."""
+    """ConfigError for the first option of `config` (an instance) whose value its field does not
+    admit.
+    """
     for field in options_of(type(config)):
         field.check(getattr(config, field.name))
 
@@ -240,7 +249,9 @@ def expect(condition: bool, flag: str, expected: str, got: Any) -> None:
 
 
 def resolve_default(config: Any, name: str, value: Any) -> None:
-    """Sets a None option of a frozen config to the value derived from the others. For `__post_init__` only."""
+    """Sets a None option of a frozen config to the value derived from the others. For
+    `__post_init__` only.
+    """
     if getattr(config, name) is None:
         object.__setattr__(config, name, value)
 

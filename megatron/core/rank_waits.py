@@ -1,12 +1,14 @@
 """Functions of this project that wait for other ranks say so where they stand: `@waits_for_ranks`.
 
-Where a collective blocks, as on the CPU, the watchdog tells a rank that waits from one that hangs by the stack of its
-main thread. Most waits show as a frame of torch.distributed; some are a call into C++ in a function of ours, which
-nothing in the stack tells from a computation. A mark on the function itself moves with the code, where a list of files
-and names elsewhere would go stale without a word.
+Where a collective blocks, as on the CPU, the watchdog tells a rank that waits from one that hangs
+by the stack of its main thread. Most waits show as a frame of torch.distributed; some are a call
+into C++ in a function of ours, which nothing in the stack tells from a computation. A mark on the
+function itself moves with the code, where a list of files and names elsewhere would go stale
+without a word.
 
-On an accelerator a collective does not block, and the device itself is asked (`issued_collectives.py`). The marks count
-there for what blocks all the same: connecting for the first collective, say.
+On an accelerator a collective does not block, and the device itself is asked
+(`issued_collectives.py`). The marks count there for what blocks all the same: connecting for the
+first collective, say.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _marked: set[CodeType] = set()
 
 
 def waits_for_ranks(function: _Function) -> _Function:
-    """Marks a function which, as a thread's innermost frame, waits for other ranks. It is not wrapped.
+    """Marks a function which, as a thread's innermost frame, waits for other ranks. It is not
+    wrapped.
 
     Goes below other decorators: a frame shows the code of the function itself.
     """

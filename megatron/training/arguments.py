@@ -1,8 +1,8 @@
 """The command line and YAML files, both generated from the fields of `RunConfig`.
 
-A flag given on the command line overrides the file of `--config`, which overrides the default. A file's keys are the
-flags' names without the dashes in front (`lr-warmup-iters` or `lr_warmup_iters`). Whatever is wrong is one line, a
-`ConfigError`, before anything has been built.
+A flag given on the command line overrides the file of `--config`, which overrides the default. A
+file's keys are the flags' names without the dashes in front (`lr-warmup-iters` or
+`lr_warmup_iters`). Whatever is wrong is one line, a `ConfigError`, before anything has been built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 @dataclass(frozen=True)
 class _Switch:
-    """What a YAML key or a flag stands for: a field, and whether it says the opposite (`no-load-optim`)."""
+    """What a YAML key or a flag stands for: a field, and whether it says the opposite
+    (`no-load-optim`).
+    """
 
     field: Field
     is_negated: bool = False
@@ -63,7 +65,9 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """A configuration from converted values by field name; the rest takes its defaults. Not resolved yet."""
+    """A configuration from converted values by field name; the rest takes its defaults. Not
+    resolved yet.
+    """
     sections = {
         name: _build_section(config_class, values)
         for name, config_class in _section_classes().items()
@@ -72,7 +76,9 @@ def build_config(values: dict[str, Any]) -> RunConfig:
 
 
 def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
-    """One owner's config out of what `RunConfig.values()` gave (a checkpoint's, say). ConfigError as `build_config`."""
+    """One owner's config out of what `RunConfig.values()` gave (a checkpoint's, say). ConfigError
+    as `build_config`.
+    """
     mine = {
         field.name: field.convert(values[field.name])
         for field in options_of(config_class)
@@ -137,7 +143,8 @@ def describe(config: RunConfig) -> str:
         lines.append(f"  [{name}]")
         for field in dataclasses.fields(section):
             lines.append(
-                f"    {field.name} {'.' * max(2, 44 - len(field.name))} {getattr(section, field.name)}"
+                f"    {field.name} {'.' * max(2, 44 - len(field.name))} "
+                f"{getattr(section, field.name)}"
             )
     return "\n".join(lines)
 
@@ -193,7 +200,9 @@ def _all_fields() -> list[Field]:
 
 
 def _switches() -> dict[str, _Switch]:
-    """Every flag, and every bool's opposite, by name. Names of fields count too where the flag is called otherwise."""
+    """Every flag, and every bool's opposite, by name. Names of fields count too where the flag is
+    called otherwise.
+    """
     switches: dict[str, _Switch] = {}
     for field in _all_fields():
         switches[field.flag] = _Switch(field)

@@ -69,7 +69,8 @@ class RecoverConfig:
 
     recover_mode: str = option(
         "auto",
-        "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must be one; off: begin "
+        "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must "
+        "be one; off: begin "
         "as --load says, and refuse a --save that holds newer ones",
         choices=("on", "auto", "off"),
     )
@@ -78,7 +79,8 @@ class RecoverConfig:
     )
     hang_timeout_seconds: float | None = option(
         None,
-        "end the run when a rank makes no progress for so long; default: --distributed-timeout-minutes",
+        "end the run when a rank makes no progress for so long; default: "
+        "--distributed-timeout-minutes",
         more_than=0,
     )
 
@@ -108,7 +110,8 @@ class RunConfig:
         """This configuration with the defaults that depend on the number of ranks filled in.
 
         Raises:
-            ConfigError: for settings that are fine each by itself, but not together or not on so many ranks.
+            ConfigError: for settings that are fine each by itself, but not together or not on so
+                many ranks.
         """
         batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
         training = dataclasses.replace(self.training, global_batch_size=batch)
@@ -133,7 +136,8 @@ class RunConfig:
         """Sequences in one iteration; a number once the configuration is resolved."""
         if self.training.global_batch_size is None:
             raise RuntimeError(
-                "Expected a resolved configuration, got one whose --global-batch-size is still open."
+                "Expected a resolved configuration, got one whose --global-batch-size is still "
+                "open."
             )
         return self.training.global_batch_size
 
@@ -180,7 +184,8 @@ class RunConfig:
     def _resolve_main_grads(self) -> DataParallelConfig:
         """The engine's settings with the dtype of main gradients, which two flags may name.
 
-        Offloaded, gradients travel as they are: 4 bytes of each on the device would be half of what that saves.
+        Offloaded, gradients travel as they are: 4 bytes of each on the device would be half of what
+        that saves.
         """
         asked, engines = (
             self.optimizer.main_grads_dtype,
@@ -208,7 +213,8 @@ class RunConfig:
         expect(
             self.global_batch_size % unit == 0,
             "--global-batch-size",
-            f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x {world_size} rank(s)",
+            f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x "
+            f"{world_size} rank(s)",
             self.global_batch_size,
         )
 
@@ -287,18 +293,20 @@ class RunConfig:
         dtype = self.training.compute_dtype
         if dtype != "fp32":
             raise ConfigError(
-                f"--{dtype}: expected --use-megatron-fsdp, which keeps the main weights in fp32, got none."
+                f"--{dtype}: expected --use-megatron-fsdp, which keeps the main weights in fp32, "
+                "got none."
             )
 
     def _check_fp16(self) -> None:
         if not self.training.fp16:
             for flag in self.optimizer.given_loss_scale_flags():
                 raise ConfigError(
-                    f"{flag}: expected --fp16, whose loss is scaled, got {self.training.compute_dtype}."
+                    f"{flag}: expected --fp16, whose loss is scaled, got "
+                    f"{self.training.compute_dtype}."
                 )
             return
-        # Ours divide by the loss scale as they read gradients; for others they are divided in place, where fp16 would
-        # lose again what scaling has saved.
+        # Ours divide by the loss scale as they read gradients; for others they are divided in
+        # place, where fp16 would lose again what scaling has saved.
         is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in (
             "auto",
             "native",

@@ -36,10 +36,10 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: the checkpoint's folder, new where it is saved, of another name than a run's own checkpoints have; for
-            `dcp` of `MegatronEngine` also an fsspec URL.
-        weight_format: `dcp`: PyTorch DCP, sharded, for going on with on any number of ranks. `hf`: safetensors with
-            config.json, as transformers loads it; weights alone.
+        path: the checkpoint's folder, new where it is saved, of another name than a run's own
+            checkpoints have; for `dcp` of `MegatronEngine` also an fsspec URL.
+        weight_format: `dcp`: PyTorch DCP, sharded, for going on with on any number of ranks. `hf`:
+            safetensors with config.json, as transformers loads it; weights alone.
         with_optim: also the optimizer's states, the schedule, the random states and the counters.
         tokenizer: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
 
@@ -59,22 +59,25 @@ class SaveLoadMeta:
             )
         if self.weight_format == "hf" and self.with_optim:
             raise ValueError(
-                "Expected weights alone in the format hf, got with_optim=True; dcp holds states too."
+                "Expected weights alone in the format hf, got with_optim=True; dcp holds states "
+                "too."
             )
         if self.weight_format == "dcp" and self.tokenizer is not None:
             raise ValueError("Expected a tokenizer only with the format hf, got one with dcp.")
 
 
 class TrainEngine(Protocol):
-    """A model that is trained on all ranks of the default process group, which call every method together."""
+    """A model that is trained on all ranks of the default process group, which call every method
+    together.
+    """
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Takes the model over: shards it, and builds its optimizer and schedule. Once.
 
         Args:
-            model: fp32, with the same weights and buffers on every rank, and buffers that stay alike; or what builds
-                one, which is called under the meta device. Parameters on meta get their initial weights from the
-                `reset_parameters` of their modules.
+            model: fp32, with the same weights and buffers on every rank, and buffers that stay
+                alike; or what builds one, which is called under the meta device. Parameters on meta
+                get their initial weights from the `reset_parameters` of their modules.
         """
 
     def train_batch(
@@ -86,7 +89,8 @@ class TrainEngine(Protocol):
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: Mark = unmarked,
     ) -> StepResult:
-        """One step over a global batch; see `train_step`. The schedule sets the learning rate, the counters move on.
+        """One step over a global batch; see `train_step`. The schedule sets the learning rate, the
+        counters move on.
 
         Args:
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
@@ -114,12 +118,13 @@ class TrainEngine(Protocol):
         """Saves, and waits for it.
 
         Raises:
-            CheckpointError: on all ranks, if it could not be saved, or there is something at the path. Nothing is left
-                there then that could be taken for a checkpoint.
+            CheckpointError: on all ranks, if it could not be saved, or there is something at the
+                path. Nothing is left there then that could be taken for a checkpoint.
         """
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads in place what `save` has saved, on however many ranks. All of it is read and checked first.
+        """Loads in place what `save` has saved, on however many ranks. All of it is read and
+        checked first.
 
         Raises:
             CheckpointError: on all ranks, if it cannot be used; the engine is what it was.

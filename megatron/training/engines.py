@@ -1,7 +1,9 @@
-"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and a module as it is in one process.
+"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and a module as it
+is in one process.
 
-What they have in common is here once: the optimizer (offloaded or not), schedule, counters, steps and evaluations,
-saving and loading. They differ in how they shard a model and in the format of their checkpoints, which load in either.
+What they have in common is here once: the optimizer (offloaded or not), schedule, counters, steps
+and evaluations, saving and loading. They differ in how they shard a model and in the format of
+their checkpoints, which load in either.
 """
 
 from __future__ import annotations
@@ -245,7 +247,8 @@ class ModuleEngine:
         """Hands the model to FSDP, if it is on meta with its initial weights."""
         if self.mesh.size() > 1:
             raise RuntimeError(
-                f"Expected one process for a module that is not sharded, got {self.mesh.size()} ranks."
+                f"Expected one process for a module that is not sharded, got {self.mesh.size()} "
+                "ranks."
             )
         numel = offloaded_numel(model, self.config.optimizer)
         self._check_host_memory(numel, torch.float32, torch.float32)
@@ -259,7 +262,8 @@ class ModuleEngine:
         real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if on_meta and real:
             raise ValueError(
-                f"Expected parameters that are all real or all on meta, got {few(on_meta)} on meta and others real."
+                f"Expected parameters that are all real or all on meta, got {few(on_meta)} on meta "
+                "and others real."
             )
         if on_meta:
             materialize(model, self.device.torch_device, self.config.seed)

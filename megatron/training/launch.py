@@ -3,18 +3,19 @@
 The environment is torchrun's. Without torchrun a process is a world of one.
 
 [Note: one store, many starts]
-torchrun's agent keeps its store over restarts, and torch (2.13) uses the same keys in each. A rank that is started
-again may thus read where its peers of the start before were listening, and fails to connect. Nothing in the environment
-tells the starts apart: an agent counts only its own ranks' failures, so the counts of two machines differ. Hence the
-ranks agree on a name for their start first, and all keys of the group get that prefix:
+torchrun's agent keeps its store over restarts, and torch (2.13) uses the same keys in each. A rank
+that is started again may thus read where its peers of the start before were listening, and fails to
+connect. Nothing in the environment tells the starts apart: an agent counts only its own ranks'
+failures, so the counts of two machines differ. Hence the ranks agree on a name for their start
+first, and all keys of the group get that prefix:
 
     each rank    hello/R = a number of its own, never used before
     rank 0       welcome = {"name": its own number, "to": everybody's numbers}, again whenever a hello has changed
     each rank    once "to" holds its number: ready/R = the name, and goes on
     rank 0       goes on once every ready/R is the name
 
-What an earlier start has left cannot be mistaken for an answer, since it holds other numbers. Each of these is signed
-(`job_secret.py`); one that is not counts as missing.
+What an earlier start has left cannot be mistaken for an answer, since it holds other numbers. Each
+of these is signed (`job_secret.py`); one that is not counts as missing.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     restart_count: int = 0  # how often the launcher has started this job anew
-    is_elastic: bool = False  # torchrun's agent watches this process, and starts it anew if it ends with another than 0
+    # torchrun's agent watches this process, and starts it anew if it ends with another than 0
+    is_elastic: bool = False
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Reads torchrun's variables, and Slurm's for the restarts. ConfigError if they are there but not numbers."""
+        """Reads torchrun's variables, and Slurm's for the restarts. ConfigError if they are there
+        but not numbers.
+        """
         is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
         if "RANK" not in os.environ:
             return cls(restart_count=_restart_count(), is_elastic=is_elastic)
@@ -75,7 +79,9 @@ class Launch:
 
 
 def _restart_count() -> int:
-    """torchrun's count of restarts (of this agent's ranks), else Slurm's (of the whole job), else 0."""
+    """torchrun's count of restarts (of this agent's ranks), else Slurm's (of the whole job), else
+    0.
+    """
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if name in os.environ:
             try:
@@ -91,21 +97,24 @@ def _restart_count() -> int:
 def process_group(
     launch: Launch, device: Device, timeout_minutes: float, *, watched_seconds: float | None = None
 ) -> Iterator[Signer]:
-    """The default process group over all ranks, for as long as the context is open. Yields what signs their records.
+    """The default process group over all ranks, for as long as the context is open. Yields what
+    signs their records.
 
-    A group that already exists (a test's, or that of a program which embeds this one) is used and left standing. After
-    an exception the group is left standing too: taking it down while others are inside a collective can block, and the
-    launcher ends them all anyway.
+    A group that already exists (a test's, or that of a program which embeds this one) is used and
+    left standing. After an exception the group is left standing too: taking it down while others
+    are inside a collective can block, and the launcher ends them all anyway.
 
     Args:
         timeout_minutes: for ranks to find each other, and for collectives.
-        watched_seconds: the longest that the watchdog, where one will run, lets a rank be without progress. What the
-            device's backend does about failures of collectives is then left to it.
+        watched_seconds: the longest that the watchdog, where one will run, lets a rank be without
+            progress. What the device's backend does about failures of collectives is then left to
+            it.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
             raise RuntimeError(
-                f"Expected a process group of {launch.world_size} ranks, got one of {dist.get_world_size()}."
+                f"Expected a process group of {launch.world_size} ranks, got one of "
+                f"{dist.get_world_size()}."
             )
         yield Signer()
         return
@@ -138,7 +147,9 @@ def process_group(
 
 
 def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
-    """The launcher's store, with a prefix that no earlier start of this job has used, and what signs records in it."""
+    """The launcher's store, with a prefix that no earlier start of this job has used, and what
+    signs records in it.
+    """
     secret = _secret_of(launch)
     store, rank, world_size = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
@@ -159,10 +170,12 @@ def _secret_of(launch: Launch) -> bytes:
     except OSError as error:
         secret, reason = None, str(error)
 
-    # Where no rank has one, rank 0 speaks for all. On one machine only this rank may have failed to read it.
+    # Where no rank has one, rank 0 speaks for all. On one machine only this rank may have failed to
+    # read it.
     if secret is None and (launch.rank == 0 or is_one_machine):
         logger.warning(
-            "the ranks share no secret (%s): whoever reaches the launcher's store can end this run. Set %s to the same "
+            "the ranks share no secret (%s): whoever reaches the launcher's store can end this "
+            "run. Set %s to the same "
             "random text on all machines, see docs/security.md",
             reason,
             SECRET_VARIABLE,
@@ -173,7 +186,8 @@ def _secret_of(launch: Launch) -> bytes:
 def agree_on_start(
     store: Store, rank: int, world_size: int, timeout: timedelta, secret: bytes = b""
 ) -> str:
-    """A name for this start of the job, the same on all ranks and never used before. [Note: one store, many starts]
+    """A name for this start of the job, the same on all ranks and never used before. [Note: one
+    store, many starts]
 
     Args:
         secret: that the ranks share, and sign with.
@@ -201,7 +215,9 @@ def agree_on_start(
 
 
 class _StartRecords:
-    """Signed records in the launcher's store. One that cannot be trusted is as good as missing, and one warning."""
+    """Signed records in the launcher's store. One that cannot be trusted is as good as missing, and
+    one warning.
+    """
 
     def __init__(self, store: Store, rank: int, signer: Signer) -> None:
         self.store = store

@@ -1,4 +1,6 @@
-"""The training loop: steps, reports, evaluations, checkpoints, and a clean end. What trains is an engine."""
+"""The training loop: steps, reports, evaluations, checkpoints, and a clean end. What trains is an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ class Surroundings:
     events: EventLog
     watch: Watch
     injections: Injections
-    # Told of each phase as it begins: the watchdog hears of it, and a fault that is to be injected there strikes.
+    # Told of each phase as it begins: the watchdog hears of it, and a fault that is to be injected
+    # there strikes.
     mark: Callable[[str, int], None]
     data: dict[str, Any]  # what tells the training data from others
     evaluated: dict[str, Any]  # the last evaluation: iteration, and loss by split
@@ -88,7 +91,9 @@ def microbatches(
     first_sample: int,
     num_samples: int,
 ) -> Iterator[Batch]:
-    """This rank's microbatches of the global batches that cover samples `first_sample` to `num_samples`, in order."""
+    """This rank's microbatches of the global batches that cover samples `first_sample` to
+    `num_samples`, in order.
+    """
     sampler = GlobalBatchSampler(
         num_samples=num_samples,
         consumed_samples=first_sample,
@@ -109,15 +114,17 @@ def train(
     train_data: SampleDataset,
     valid_data: SampleDataset | None,
 ) -> Stop | None:
-    """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the end.
+    """Trains until the last iteration or a reason to stop earlier; saves at intervals and at the
+    end.
 
     Returns:
         Why training stopped before the last iteration, or None if it did not.
 
     Raises:
-        NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration, before any step.
-        ExitError: if the last state could not be saved. Failures before that are logged, and training goes on, but for
-            `--ckpt-format torch_dcp`, where they end it.
+        NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration,
+            before any step.
+        ExitError: if the last state could not be saved. Failures before that are logged, and
+            training goes on, but for `--ckpt-format torch_dcp`, where they end it.
     """
     config, step_info = surroundings.config, engine.state.step_info
     train_iters, saves = config.training.train_iters, config.checkpoint.save is not None
@@ -156,7 +163,8 @@ def train(
             surroundings.watch.status(saved_iteration=step_info.iteration)
         elif saves and is_last:
             surroundings.mark("save", step_info.iteration)
-            surroundings.recover.wait()  # what is under way may still fit, and is better than nothing
+            # what is under way may still fit, and is better than nothing
+            surroundings.recover.wait()
         elif saves and surroundings.frequency.is_due(step_info, result.num_samples, late):
             surroundings.mark("save", step_info.iteration)
             surroundings.recover.dump(engine, surroundings.info(engine), busy)
@@ -176,7 +184,8 @@ def train(
 def num_train_samples(config: RunConfig, step_info: StepInfo) -> int:
     """Samples that the whole run consumes, from its very first to its last.
 
-    Counted from what has been consumed, not from iterations: a run may be resumed with another global batch size.
+    Counted from what has been consumed, not from iterations: a run may be resumed with another
+    global batch size.
     """
     remaining = max(0, config.training.train_iters - step_info.iteration)
     return step_info.consumed_samples + remaining * config.global_batch_size
@@ -185,7 +194,9 @@ def num_train_samples(config: RunConfig, step_info: StepInfo) -> int:
 def report_evaluation(
     engine: ModuleEngine, surroundings: Surroundings, dataset: SampleDataset, split: str
 ) -> float:
-    """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones, and reports the loss."""
+    """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones, and
+    reports the loss.
+    """
     config, iteration = surroundings.config, engine.state.step_info.iteration
     num_iters = config.training.eval_iters
     surroundings.mark("evaluate", iteration)

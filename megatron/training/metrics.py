@@ -1,6 +1,7 @@
 """What a run reports: log lines, a progress bar, a JSONL file, TensorBoard, Weights & Biases.
 
-`Metrics` is told of each step and evaluation and passes it to the sinks that were asked for. Only rank 0 has any.
+`Metrics` is told of each step and evaluation and passes it to the sinks that were asked for. Only
+rank 0 has any.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class LoggingConfig:
     )
     events_dir: str | None = option(
         None,
-        "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no remote store",
+        "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no "
+        "remote store",
     )
     tensorboard_dir: str | None = option(None, "folder for TensorBoard")
     wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
@@ -57,7 +59,8 @@ class LoggingConfig:
         check_options(self)
         if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise ConfigError(
-                "--wandb-project: expected the package wandb (pip install 'megatron-hybrid[wandb]'), got none."
+                "--wandb-project: expected the package wandb (pip install "
+                "'megatron-hybrid[wandb]'), got none."
             )
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None:
@@ -78,13 +81,17 @@ class LoggingConfig:
 
 
 class Sink(Protocol):
-    """Takes one record: `kind` ("train", "eval" or "timing") and flat plain data, `iteration` among it."""
+    """Takes one record: `kind` ("train", "eval" or "timing") and flat plain data, `iteration` among
+    it.
+    """
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Takes a record."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run's sink needs to go on where this one is: plain data, under names of its own."""
+        """What a resumed run's sink needs to go on where this one is: plain data, under names of
+        its own.
+        """
 
     def close(self) -> None:
         """Flushes and lets go."""
@@ -93,8 +100,9 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object a line, appended. Numbers that are not finite become null.
 
-    After a resume the file goes on, so an iteration may stand in it twice: the later line counts. A line that cannot be
-    written, on a full disk say, is lost, with one warning: the training is worth more.
+    After a resume the file goes on, so an iteration may stand in it twice: the later line counts. A
+    line that cannot be written, on a full disk say, is lost, with one warning: the training is
+    worth more.
     """
 
     def __init__(self, path: str) -> None:
@@ -105,7 +113,8 @@ class JsonlSink:
             self._lines.touch()
         except OSError as error:
             raise ConfigError(
-                f"--metrics-jsonl: expected a file that can be written, got {path} ({error.strerror})."
+                f"--metrics-jsonl: expected a file that can be written, got {path} "
+                f"({error.strerror})."
             ) from None
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
@@ -130,11 +139,13 @@ class JsonlSink:
 class TensorBoardSink:
     """Scalars by iteration: `train/loss`, `validation/loss`, ...
 
-    What an earlier run into the same folder wrote beyond `start_iteration` is dropped, or its curves would double back.
+    What an earlier run into the same folder wrote beyond `start_iteration` is dropped, or its
+    curves would double back.
     """
 
     def __init__(self, folder: str, start_iteration: int) -> None:
-        # Here, not above: importing it takes about a second, which runs without TensorBoard need not wait.
+        # Here, not above: importing it takes about a second, which runs without TensorBoard need
+        # not wait.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
@@ -153,8 +164,8 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases, with the scalars' names of `TensorBoardSink`.
 
-    A resumed run goes on with the run of its first start there. Iterations that it makes again are dropped by the
-    service, which takes steps in ascending order only.
+    A resumed run goes on with the run of its first start there. Iterations that it makes again are
+    dropped by the service, which takes steps in ascending order only.
     """
 
     def __init__(
@@ -217,7 +228,9 @@ class Rates:
 
 
 class Metrics:
-    """A run's report, on every rank; ranks other than 0 have no sinks and their logger shows nothing."""
+    """A run's report, on every rank; ranks other than 0 have no sinks and their logger shows
+    nothing.
+    """
 
     def __init__(
         self,
@@ -234,7 +247,8 @@ class Metrics:
         Args:
             sinks: empty on all ranks but 0.
             start_iteration: iterations made before this start.
-            state: what the resumed run's `state` gave. What it lacks, or what cannot be used, starts anew.
+            state: what the resumed run's `state` gave. What it lacks, or what cannot be used,
+                starts anew.
             clock: seconds.
         """
         self._rates = rates
@@ -268,7 +282,9 @@ class Metrics:
         skipped: int,
         nan: int,
     ) -> None:
-        """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the run began."""
+        """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the run
+        began.
+        """
         now = self._clock()
         seconds, self._step_start = now - self._step_start, now
         self._num_steps += 1
@@ -297,7 +313,9 @@ class Metrics:
             self._restart_interval()
 
     def timings(self, timings: OffloadTimings, iteration: int) -> None:
-        """Reports what the offloaded optimizer took in the steps since the last report, as seen by this rank."""
+        """Reports what the offloaded optimizer took in the steps since the last report, as seen by
+        this rank.
+        """
         ms = {
             name: value * _MILLISECONDS
             for name, value in timings._asdict().items()
@@ -305,7 +323,8 @@ class Metrics:
         }
         rate = timings.host_bytes_per_second
         logger.info(
-            "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, h2d %.1f",
+            "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, "
+            "h2d %.1f",
             ms["d2h"],
             ms["host"],
             "" if rate is None else f" ({rate / _GIGA:.1f} GB/s)",
@@ -336,13 +355,16 @@ class Metrics:
             )
 
     def resume_clock(self) -> None:
-        """Leaves what happened since the last step (evaluation, saving) out of the next step's time."""
+        """Leaves what happened since the last step (evaluation, saving) out of the next step's
+        time.
+        """
         pause = self._clock() - self._step_start
         self._step_start += pause
         self._interval_start += pause
 
     def state(self) -> dict[str, Any]:
-        """Plain data with which a resumed run reports what this one would have: its losses to the bit, not its times.
+        """Plain data with which a resumed run reports what this one would have: its losses to the
+        bit, not its times.
 
         Only rank 0 knows what the sinks need, so what is saved should be rank 0's.
         """
@@ -371,7 +393,9 @@ class Metrics:
         self._interval_start = self._clock()
 
     def _interval_line(self, record: dict[str, Any]) -> str:
-        """Megatron's line for the steps since the last one: means of the loss and the time, the rest as of now."""
+        """Megatron's line for the steps since the last one: means of the loss and the time, the
+        rest as of now.
+        """
         seconds = (self._step_start - self._interval_start) / self._num_steps
         tokens_per_second, tflops = self._throughput(seconds)
         loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
@@ -395,7 +419,9 @@ class Metrics:
 
 
 def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
-    """The interval's losses in what `Metrics.state` gave; none if there is anything else in their place."""
+    """The interval's losses in what `Metrics.state` gave; none if there is anything else in their
+    place.
+    """
     losses = (state or {}).get(_LOSSES)
     if not isinstance(losses, list):
         return []

@@ -1,7 +1,8 @@
 """`pretrain`: from a configuration and three functions to a trained model.
 
-The caller says what the model is, what the data is, and how a microbatch becomes a loss; everything else (ranks,
-sharding, precision, optimizer, checkpoints, recovery, reports) is here and does not know what a GPT is.
+The caller says what the model is, what the data is, and how a microbatch becomes a loss; everything
+else (ranks, sharding, precision, optimizer, checkpoints, recovery, reports) is here and does not
+know what a GPT is.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ def pretrain(
 
     Args:
         config: resolved for the number of ranks.
-        model_provider: builds the model; called under the meta device. Its modules initialise their own parameters in
-            `reset_parameters`.
-        datasets_provider: builds the (train, validation, test) datasets with at least these numbers of samples.
+        model_provider: builds the model; called under the meta device. Its modules initialise their
+            own parameters in `reset_parameters`.
+        datasets_provider: builds the (train, validation, test) datasets with at least these numbers
+            of samples.
         forward_step: (model, microbatch) -> the microbatch's mean loss.
         flops_per_sequence: forward and backward, for the throughput that is logged.
 
@@ -209,13 +211,16 @@ class _Run:
                 data=_described(config, datasets.train, info),
                 evaluated=_evaluated(engine.step_info(), info),
             )
-            # Told here, while a save that is under way can still be: leaving the context gives it up.
+            # Told here, while a save that is under way can still be: leaving the context gives it
+            # up.
             with self.told_how_it_ends():
                 return self._train(engine, surroundings, datasets)
 
     @contextmanager
     def told_how_it_ends(self) -> Iterator[None]:
-        """An error that comes out of here has been written down once. ExitError if another rank is the cause of it."""
+        """An error that comes out of here has been written down once. ExitError if another rank is
+        the cause of it.
+        """
         try:
             yield
         except Exception as error:
@@ -241,7 +246,9 @@ class _Run:
     def _train(
         self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets
     ) -> Outcome:
-        """Training, unless it is to be skipped, and the evaluations at the end, unless that was no end but a stop."""
+        """Training, unless it is to be skipped, and the evaluations at the end, unless that was no
+        end but a stop.
+        """
         stop: Stop | None = None
         if not self._config.training.skip_train and datasets.train is not None:
             stop = train(engine, surroundings, datasets.train, datasets.valid)
@@ -326,7 +333,8 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
         epoch = _samples_per_epoch(train_data)
         if epoch is None:
             raise ConfigError(
-                "--save-interval-epochs: expected training data from one source, whose end can be known, got "
+                "--save-interval-epochs: expected training data from one source, whose end can be "
+                "known, got "
                 f"{type(train_data).__name__}."
             )
         samples = max(1, round(checkpoint.save_interval_epochs * epoch))
@@ -343,7 +351,9 @@ def _described(
     train_data: SampleDataset | None,
     info: RecoverInfo | None,
 ) -> dict[str, Any]:
-    """What tells the training data from others. Data that has changed since the checkpoint is a loud line."""
+    """What tells the training data from others. Data that has changed since the checkpoint is a
+    loud line.
+    """
     data = {
         "kind": type(train_data).__name__,
         "path": None if config.data.data_path is None else list(config.data.data_path),

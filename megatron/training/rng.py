@@ -18,7 +18,9 @@ _PYTHON_VERSION = 3  # of what random.getstate() gives; the same since Python 3.
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seeds torch (every device), numpy and Python, differently on every rank: each draws its own dropout masks."""
+    """Seeds torch (every device), numpy and Python, differently on every rank: each draws its own
+    dropout masks.
+    """
     own = seed + _SEED_STRIDE * rank
     torch.manual_seed(own)
     np.random.seed(own % 2**32)  # noqa: NPY002  the legacy generator is the one that a user's code may call

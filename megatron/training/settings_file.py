@@ -67,8 +67,8 @@ def read_settings(path: str) -> Settings:
     """The settings in a YAML file by key, in its order.
 
     Raises:
-        ConfigError: no regular file of at most 256 KiB, no YAML, a key that stands twice, or anything
-            else than keys with plain values and lists of these.
+        ConfigError: no regular file of at most 256 KiB, no YAML, a key that stands twice, or
+            anything else than keys with plain values and lists of these.
     """
     root = _parse(path)
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null"):

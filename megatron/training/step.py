@@ -1,8 +1,9 @@
 """One training step, and evaluation: what happens to a global batch.
 
-A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another the loss and the
-votes; one transfer brings all of it to the host, and then all ranks step or none does. What can be planned of the
-optimizer's step is planned while the device computes the norm, so that it does not stand still afterwards.
+A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another
+the loss and the votes; one transfer brings all of it to the host, and then all ranks step or none
+does. What can be planned of the optimizer's step is planned while the device computes the norm, so
+that it does not stand still afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megatron.training.health.exits import ExitCode, ExitError
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
 ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
-# told of each phase of a step as it begins: batch, forward, backward (for each microbatch), agree, step
+# told of each phase of a step as it begins: batch, forward, backward (for each microbatch), agree,
+# step
 Mark = Callable[[str], None]
 
 
@@ -79,12 +81,12 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
-    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer untouched everywhere;
-    the loss scaler of fp16, if there is one, counts it as an overflow. What is returned is unscaled.
-    Ranks whose collectives or gradients were not the same are an error before anything is stepped, with names.
-    `votes` is asked after the backward, so that a signal counts in the step that it came in.
-    Gradients are cleared before the function returns. All ranks have as many samples, and every tensor of a microbatch
-    has them in its first dimension.
+    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer
+    untouched everywhere; the loss scaler of fp16, if there is one, counts it as an overflow. What
+    is returned is unscaled. Ranks whose collectives or gradients were not the same are an error
+    before anything is stepped, with names. `votes` is asked after the backward, so that a signal
+    counts in the step that it came in. Gradients are cleared before the function returns. All ranks
+    have as many samples, and every tensor of a microbatch has them in its first dimension.
     """
     model.train()
     num_samples = 0
@@ -139,7 +141,9 @@ def evaluate(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> float:
-    """The mean loss over `num_microbatches` microbatches of every rank, without dropout; the same on every rank."""
+    """The mean loss over `num_microbatches` microbatches of every rank, without dropout; the same
+    on every rank.
+    """
     was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -162,7 +166,9 @@ def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
 
 
 def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
-    """ValueError if there are fewer than are wanted: a StopIteration would end some loop around this one."""
+    """ValueError if there are fewer than are wanted: a StopIteration would end some loop around
+    this one.
+    """
     batch = next(microbatches, None)
     if batch is None:
         raise ValueError(f"Expected {wanted} microbatches, got {number}.")
@@ -172,8 +178,8 @@ def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
 def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
     """What the step can know before its scalars.
 
-    What it refuses it will refuse again, when it is taken: ranks first learn whether they have done the same, and a
-    step that is skipped is not refused.
+    What it refuses it will refuse again, when it is taken: ranks first learn whether they have done
+    the same, and a step that is skipped is not refused.
     """
     try:
         return optimizer.plan_step()
@@ -209,8 +215,8 @@ def _agree(
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
-    # A place for each rank, where the others add zero. The numbers are filled in by kernels: copying them from the host
-    # would wait for the device.
+    # A place for each rank, where the others add zero. The numbers are filled in by kernels:
+    # copying them from the host would wait for the device.
     digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
     digests[mesh.get_local_rank()].fill_(digest)
     shared = torch.cat([torch.stack([loss, is_bad, *votes]), digests])

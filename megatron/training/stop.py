@@ -1,7 +1,8 @@
 """Reasons to end a run early, and how all ranks come to agree on them.
 
-A rank may be signalled, or its clock may run out, a step before the others'. So each rank votes, the votes travel with
-the loss in the step's one all-reduce, and what the sum says holds on every rank.
+A rank may be signalled, or its clock may run out, a step before the others'. So each rank votes,
+the votes travel with the loss in the step's one all-reduce, and what the sum says holds on every
+rank.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class StopConditions:
         self._clock = clock
         self._rank = rank
         self._start = clock()
-        # (signal, when it came), set by the handler. The first one counts: schedulers repeat themselves.
+        # (signal, when it came), set by the handler. The first one counts: schedulers repeat
+        # themselves.
         self._received: tuple[signal.Signals, float] | None = None
         self._is_logged = False
         self._previous_handlers: dict[signal.Signals, Any] = {}
@@ -104,11 +106,12 @@ class StopConditions:
             self._received = (signal.Signals(number), self._clock())
 
     def votes(self, save_seconds: float | None = None) -> tuple[float, float, float]:
-        """This rank's votes, 0 or 1: (was signalled, ran out of time, a save takes longer than is left).
+        """This rank's votes, 0 or 1: (was signalled, ran out of time, a save takes longer than is
+        left).
 
         Args:
-            save_seconds: how long a save takes, as measured on earlier ones; None: not known, and taken to fit while
-                any of the grace period is left.
+            save_seconds: how long a save takes, as measured on earlier ones; None: not known, and
+                taken to fit while any of the grace period is left.
         """
         limit = self._config.exit_duration_in_mins
         is_late = limit is not None and self._clock() - self._start > 60.0 * limit
@@ -133,9 +136,11 @@ class StopConditions:
         return 1.0, float(is_late), float(is_too_short)
 
     def stop(self, iteration: int, votes: Sequence[float]) -> Stop | None:
-        """What the run comes to after `iteration` iterations, given the votes summed over ranks; None: it goes on.
+        """What the run comes to after `iteration` iterations, given the votes summed over ranks;
+        None: it goes on.
 
-        The code and whether to save are the same on every rank; the reason names the signal where it came.
+        The code and whether to save are the same on every rank; the reason names the signal where
+        it came.
         """
         signalled, late, too_short = votes
         if signalled:

@@ -1,7 +1,8 @@
 """Tokenizers: from text to token ids and back.
 
-Three kinds, chosen by `--tokenizer-type`: a Hugging Face tokenizer from its files, the bytes of the text itself, and
-one for text that is token ids already. All of them can be pickled, so that worker processes can be handed one.
+Three kinds, chosen by `--tokenizer-type`: a Hugging Face tokenizer from its files, the bytes of the
+text itself, and one for text that is token ids already. All of them can be pickled, so that worker
+processes can be handed one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _END_OF_TEXT = "<|endoftext|>"
 _MAX_DIGITS = 18  # of a token id in a text
 _MAX_FILE_BYTES = 1 << 28  # of a tokenizer's; those of a vocabulary of a million take 50 MB
 _MAX_VOCAB_SIZE = 1 << 31  # ids are stored as int32
-# Ids that may have no token for each that has one, before --vocab-size has to say that this is meant.
+# Ids that may have no token for each that has one, before --vocab-size has to say that this is
+# meant.
 _MAX_GAPS = 4
 _FREE_GAPS = 1 << 16
 _EOD_CANDIDATES = (_END_OF_TEXT, "</s>", "<eos>")
@@ -91,18 +93,21 @@ class TokenizerConfig:
 class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    Special tokens that are spelled out in a text become their ids, as in the transformers library. Truncation and
-    padding that the files ask for are off: a document keeps all of its tokens and gets no others.
+    Special tokens that are spelled out in a text become their ids, as in the transformers library.
+    Truncation and padding that the files ask for are off: a document keeps all of its tokens and
+    gets no others.
 
     Args:
-        path: a tokenizer.json, or a folder with one. A folder without is read by the transformers library.
+        path: a tokenizer.json, or a folder with one. A folder without is read by the transformers
+            library.
 
     Attributes:
         backend: the library's own tokenizer.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
 
     Raises:
-        ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which one ends a document.
+        ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which
+            one ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -144,7 +149,9 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of these ids; those that are no bytes have none, and broken UTF-8 shows as U+FFFD."""
+        """The text of these ids; those that are no bytes have none, and broken UTF-8 shows as
+        U+FFFD.
+        """
         # A model's vocabulary is padded, so that it may give ids beyond the end of a document, too.
         return bytes(token for token in ids if token < self.eod).decode(errors="replace")
 
@@ -153,8 +160,9 @@ class NullTokenizer:
     """Text that is token ids already, separated by white space.
 
     Args:
-        vocab_size: the number of ids for content, which lie below it. It is itself the id that ends a document, as in
-            Megatron, so that the tokenizer has one id more; a text may contain that one, too.
+        vocab_size: the number of ids for content, which lie below it. It is itself the id that ends
+            a document, as in Megatron, so that the tokenizer has one id more; a text may contain
+            that one, too.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -199,7 +207,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: the vocabulary, padded to a multiple of `--make-vocab-size-divisible-by`.
+    """Rows of the embedding: the vocabulary, padded to a multiple of
+    `--make-vocab-size-divisible-by`.
 
     Raises:
         ConfigError: the tokenizer has more ids than `--vocab-size` says.
@@ -212,9 +221,11 @@ def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
 
 
 def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
-    """ConfigError where --vocab-size has no room for the tokenizer's ids, and for ids out of all proportion.
+    """ConfigError where --vocab-size has no room for the tokenizer's ids, and for ids out of all
+    proportion.
 
-    Each id up to the highest one gets a row of the embedding. NullTokenizer's follow from --vocab-size.
+    Each id up to the highest one gets a row of the embedding. NullTokenizer's follow from
+    --vocab-size.
     """
     size = tokenizer.vocab_size
     expected = f"at most {_MAX_VOCAB_SIZE} ids, which an int32 can hold"
@@ -242,7 +253,8 @@ def train_bpe(
 
     Args:
         texts: what to train on.
-        vocab_size: ids of the tokenizer, `<|endoftext|>` among them; fewer if the texts are too short for so many.
+        vocab_size: ids of the tokenizer, `<|endoftext|>` among them; fewer if the texts are too
+            short for so many.
         path: the tokenizer.json to write; its folder is made where it is missing.
         progress: whether to show a progress bar.
 
@@ -339,14 +351,16 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
     """The id of `eos`, the token the files name, or else of the first of the usual ones."""
     if eos is not None and eos not in vocabulary:
         raise ConfigError(
-            f"--tokenizer-model: expected the eos_token that {path} names among its {len(vocabulary)} tokens, got "
+            f"--tokenizer-model: expected the eos_token that {path} names among its "
+            f"{len(vocabulary)} tokens, got "
             f"{shown(eos)}, which is not."
         )
     for token in _EOD_CANDIDATES if eos is None else (eos,):
         if token in vocabulary:
             return vocabulary[token]
     raise ConfigError(
-        f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in tokenizer_config.json, or one "
+        f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in "
+        "tokenizer_config.json, or one "
         f"of {', '.join(_EOD_CANDIDATES)}), got none."
     )
 
@@ -357,7 +371,8 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other forms needs the `hf` "
+            f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other "
+            "forms needs the `hf` "
             "extra (pip install megatron-hybrid[hf])."
         ) from error
     _expect_regular_files(path)
@@ -369,7 +384,8 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
-            f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got {type(loaded)}."
+            f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got "
+            f"{type(loaded)}."
         )
     return backend, loaded.eos_token
 

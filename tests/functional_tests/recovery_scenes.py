@@ -1,6 +1,8 @@
-"""Jobs of `pretrain_gpt.py` that are started as a user starts them, disturbed, and looked at from outside.
+"""Jobs of `pretrain_gpt.py` that are started as a user starts them, disturbed, and looked at from
+outside.
 
-A job has a folder: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with all that it printed.
+A job has a folder: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with all
+that it printed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 240.0  # seconds
 
-# A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault can strike in them.
+# A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault
+# can strike in them.
 MODEL = [
     *(
         "--num-layers",
@@ -89,7 +92,9 @@ class Job:
         return [event for event in read_events(self.saved) if not kinds or event["event"] in kinds]
 
     def losses(self) -> list[tuple[int, float]]:
-        """Every (iteration, loss) that was written, an iteration that was made twice twice; a torn line is none."""
+        """Every (iteration, loss) that was written, an iteration that was made twice twice; a torn
+        line is none.
+        """
         path, found = self.folder / "metrics.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:

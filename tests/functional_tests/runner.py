@@ -1,7 +1,8 @@
-"""Runs the recipes in `test_cases/`: whole runs of `pretrain_gpt.py`, held against golden losses and each other.
+"""Runs the recipes in `test_cases/`: whole runs of `pretrain_gpt.py`, held against golden losses
+and each other.
 
-A recipe is a folder with `config.yaml` (below) and `golden.json`: for each world size (dropout draws other masks on
-other ranks) the losses by iteration and the evaluations at the end.
+A recipe is a folder with `config.yaml` (below) and `golden.json`: for each world size (dropout
+draws other masks on other ranks) the losses by iteration and the evaluations at the end.
 
     kind: resume            # regular | resume | reshard | offload-parity
     world_sizes: [1, 2]     # the recipe runs on each
@@ -9,10 +10,12 @@ other ranks) the losses by iteration and the evaluations at the end.
     agreement: 1.0e-5       # relative difference of losses allowed between world sizes
     settings: {...}         # flags of pretrain_gpt.py, without dashes
 
-What is compared: with the golden values to 1e-3 (they may come from another machine), between world sizes to
-`agreement`, and within one world size bit for bit. The data is the text of LICENSE in bytes, which never changes.
+What is compared: with the golden values to 1e-3 (they may come from another machine), between world
+sizes to `agreement`, and within one world size bit for bit. The data is the text of LICENSE in
+bytes, which never changes.
 
-`python -m tests.functional_tests.runner NAME...` runs recipes by hand; with `--update` it writes their golden.json.
+`python -m tests.functional_tests.runner NAME...` runs recipes by hand; with `--update` it writes
+their golden.json.
 """
 
 from __future__ import annotations
@@ -95,7 +98,9 @@ def execute(
     label: str = "run",
     **overrides: Any,
 ) -> Run:
-    """Runs `pretrain_gpt.py` on `world_size` ranks with the recipe's settings; checkpoints go to `folder/label`."""
+    """Runs `pretrain_gpt.py` on `world_size` ranks with the recipe's settings; checkpoints go to
+    `folder/label`.
+    """
     home = folder / f"{label}_{world_size}"
     home.mkdir(exist_ok=True)
     metrics = home / "metrics.jsonl"
@@ -124,7 +129,9 @@ def execute(
 
 
 def read_checkpoint(root: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint but the random states, whole, through DCP alone; none if there is none."""
+    """All tensors of the newest checkpoint but the random states, whole, through DCP alone; none if
+    there is none.
+    """
     folders = sorted(path for path in root.glob("iter_*") if not path.suffix)
     return read_tensors(folders[-1]) if folders else {}
 
@@ -147,7 +154,9 @@ def run_regular(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
 
 
 def run_resume(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
-    """An uninterrupted run, and one stopped and resumed: from there on the same bits, down to the final weights."""
+    """An uninterrupted run, and one stopped and resumed: from there on the same bits, down to the
+    final weights.
+    """
     runs = {}
     for size in recipe.world_sizes:
         whole = runs[size] = execute(recipe, folder, data_prefix, size)
@@ -164,7 +173,9 @@ def assert_resumes(
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> None:
-    """A run stopped at `interrupt_at` and resumed, with settings of its own before and after, ends as `whole` did."""
+    """A run stopped at `interrupt_at` and resumed, with settings of its own before and after, ends
+    as `whole` did.
+    """
     if recipe.interrupt_at is None:
         raise ValueError(
             f"{recipe.name}: expected interrupt_at in a recipe of kind {recipe.kind}, got none."
@@ -215,7 +226,9 @@ OFFLOADS: list[dict[str, Any]] = [
 
 
 def run_offload_parity(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
-    """The same run with states on the device, on both sides and on the host; then one that is moved between them."""
+    """The same run with states on the device, on both sides and on the host; then one that is moved
+    between them.
+    """
     runs = {}
     for size in recipe.world_sizes:
         first, *others = (

@@ -1,4 +1,6 @@
-"""What loading a run's checkpoint honours, and what it refuses: whole runs of `pretrain_gpt.py`, on one rank."""
+"""What loading a run's checkpoint honours, and what it refuses: whole runs of `pretrain_gpt.py`, on
+one rank.
+"""
 
 from __future__ import annotations
 

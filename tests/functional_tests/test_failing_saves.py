@@ -1,4 +1,6 @@
-"""Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: what they say, and how they go on."""
+"""Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: what they say, and
+how they go on.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +229,9 @@ def test_a_last_state_that_cannot_be_saved_is_the_runs_error(tmp_path, flags):
 
 
 def _block_first_save(patch: pytest.MonkeyPatch) -> None:
-    """The first save has read all that it writes, so that the training can go on, and ends once another is due."""
+    """The first save has read all that it writes, so that the training can go on, and ends once
+    another is due.
+    """
     was_due, real_write, real_dump = threading.Event(), LocalStore.write, RecoverHandler.dump
 
     def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:

@@ -108,7 +108,8 @@ def test_a_mistake_is_one_line_and_exit_code_two():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 2 x 1 rank(s), got 7.\n"
+        "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 2 x 1 "
+        "rank(s), got 7.\n"
     )
 
 
@@ -146,7 +147,9 @@ LONG = [
 
 @contextmanager
 def running(launcher: list[str], *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in the background that has shown that it trains, or saved, whichever `--save-interval` asks for."""
+    """A run in the background that has shown that it trains, or saved, whichever `--save-interval`
+    asks for.
+    """
     sign = "saved checkpoint" if "--save-interval" in flags else "| lm loss"
     command = [*launcher, "pretrain_gpt.py", *SETTINGS, *flags]
     with subprocess.Popen(
@@ -176,7 +179,9 @@ def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_p
 
 
 def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_path):
-    """torchrun passes the signal to the process groups of its ranks, the workers of their data loaders included."""
+    """torchrun passes the signal to the process groups of its ranks, the workers of their data
+    loaders included.
+    """
     flags = [*LONG, "--num-workers", "2", "--save", str(tmp_path)]
     with running(TORCHRUN, *flags) as process:
         assert all(len(_children(worker)) >= 2 for worker in _children(process.pid))
@@ -189,7 +194,9 @@ def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_
 def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(
     tmp_path,
 ):
-    """The run is killed, started again by the same command, and its losses are the uninterrupted run's."""
+    """The run is killed, started again by the same command, and its losses are the uninterrupted
+    run's.
+    """
     flags = [
         "--train-iters",
         "30",

@@ -87,7 +87,9 @@ def test_a_run_that_is_signalled_saves_if_that_fits_the_grace_period_and_says_so
 
 
 def test_a_run_whose_grace_period_is_over_leaves_without_saving_and_says_so(tmp_path):
-    """A period that is over before the iteration is; whether the loop or the watchdog finds that out first."""
+    """A period that is over before the iteration is; whether the loop or the watchdog finds that
+    out first.
+    """
     job = Job(tmp_path)
     assert preempt(job, ALONE, "--exit-signal-grace-seconds", "0.001") == 76
     end = end_of(job)
@@ -118,7 +120,9 @@ def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(
 
 
 def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]:
-    """A run on this rank in which saves take `save_seconds`, and rank 1 is signalled in iteration 5."""
+    """A run on this rank in which saves take `save_seconds`, and rank 1 is signalled in iteration
+    5.
+    """
     log = io.StringIO()
     flags = ["--exit-signal-handler", "--exit-signal-grace-seconds", "60"]
     real = Injections.at

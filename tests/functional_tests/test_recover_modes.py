@@ -1,4 +1,6 @@
-"""How a run begins: anew, where it was, or not at all. Whole runs of `pretrain_gpt.py` in this process's ranks."""
+"""How a run begins: anew, where it was, or not at all. Whole runs of `pretrain_gpt.py` in this
+process's ranks.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,9 @@ def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_re
 
 
 def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
-    """A relaunch passes over a damaged checkpoint, makes its iteration again, and dies; the next loads what it made."""
+    """A relaunch passes over a damaged checkpoint, makes its iteration again, and dies; the next
+    loads what it made.
+    """
     flip_last_weight(run / "iter_0000002", 0)
     flags = [
         "--save",

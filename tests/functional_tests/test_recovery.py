@@ -1,4 +1,5 @@
-"""Jobs that lose a rank, again and again, and come back by themselves: to the bit, and within seconds.
+"""Jobs that lose a rank, again and again, and come back by themselves: to the bit, and within
+seconds.
 
 `pytest -s tests/functional_tests/test_recovery.py` prints what each recovery took, part by part.
 """
@@ -60,7 +61,9 @@ class Kill(NamedTuple):
 
 
 def planned_kills(seed: int) -> list[Kill]:
-    """Five, one for each start of the job: in which rank, in which iteration and how far into it is drawn."""
+    """Five, one for each start of the job: in which rank, in which iteration and how far into it is
+    drawn.
+    """
     draw = random.Random(seed)
 
     def spec(
@@ -76,7 +79,8 @@ def planned_kills(seed: int) -> list[Kill]:
         Kill(spec(1, "save", 6, (0.002, 0.04)), ("save", "batch", "forward", "backward")),
         # The weights are there, and where the data goes on is about to be found.
         Kill(spec(2, "data"), ("data",)),
-        # The first update of a process takes the longest. It goes on from iteration 4, the last that was saved.
+        # The first update of a process takes the longest. It goes on from iteration 4, the last
+        # that was saved.
         Kill(spec(3, "step", 5, (0.002, 0.02)), ("step",)),
         Kill(spec(4, "backward", draw.randint(9, 11)), ("backward",)),
     ]
@@ -108,7 +112,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def assert_goes_the_way_of(job: Job, whole: Job, first: int = 1) -> None:
-    """Every loss that was ever written is the undisturbed run's, to the bit, and so is the last state.
+    """Every loss that was ever written is the undisturbed run's, to the bit, and so is the last
+    state.
 
     Args:
         first: the iteration that the job begins with.
@@ -389,7 +394,9 @@ LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @pytest.mark.parametrize("phase", ["forward", "save"])
 def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, phase):
-    """In a step, whose collectives fail then; or in a save, where ranks wait for each other's files alone."""
+    """In a step, whose collectives fail then; or in a save, where ranks wait for each other's files
+    alone.
+    """
     job, port = Job(tmp_path), free_port()
     # So that there is time to lose a machine in the middle.
     slow = ["slow:rank=any,step=1,seconds=0.2", "slow:rank=any,step=6,at=save,seconds=5,times=1"]

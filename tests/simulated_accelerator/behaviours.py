@@ -9,7 +9,9 @@ import pytest
 
 
 class Behaviour(NamedTuple):
-    """Fields of the simulator's `Settings`, as plain values: this process must not import the simulator."""
+    """Fields of the simulator's `Settings`, as plain values: this process must not import the
+    simulator.
+    """
 
     schedule: int  # device.Schedule
     poison: int  # device.Poison

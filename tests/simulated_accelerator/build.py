@@ -1,7 +1,7 @@
 """Builds the simulator's C++ for the torch that is installed, when it is first needed.
 
-The library is kept in a cache folder under a name made of torch's version, Python's, the compiler's and the sources'
-hash, so that it is built once, also when several processes ask at the same time.
+The library is kept in a cache folder under a name made of torch's version, Python's, the compiler's
+and the sources' hash, so that it is built once, also when several processes ask at the same time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def missing_for_build() -> str | None:
 
 
 def ensure_built() -> Path:
-    """The library, which is built if it is not there yet. BuildError with the compiler's words if that fails."""
+    """The library, which is built if it is not there yet. BuildError with the compiler's words if
+    that fails.
+    """
     library = _library()
     if not library.exists():
         _build(library)

@@ -1,12 +1,13 @@
-"""Makes the simulated accelerator known: to torch as the device `sim`, and to this project as a kind of device.
+"""Makes the simulated accelerator known: to torch as the device `sim`, and to this project as a
+kind of device.
 
     import tests.simulated_accelerator.device as sim      # in a process of its own, before anything asks for devices
 
     sim.configure(sim.Settings(schedule=sim.Schedule.LANES_LAST))
     x = torch.ones(3, device="sim")
 
-Importing this changes torch for the whole process (there is an accelerator from here on), so test processes never do:
-the ranks of `run_ranks(..., device="sim")` do.
+Importing this changes torch for the whole process (there is an accelerator from here on), so test
+processes never do: the ranks of `run_ranks(..., device="sim")` do.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ NUM_DEVICES: int = _sim.NUM_DEVICES
 
 
 class Schedule(enum.IntEnum):
-    """How streams get ahead of each other. A device may do any of these, so none may change a result."""
+    """How streams get ahead of each other. A device may do any of these, so none may change a
+    result.
+    """
 
     PAUSES = 0  # each piece of work begins after a pause, drawn from the seed
     LANES_LAST = 1  # streams other than the default one do nothing until something waits for it
@@ -59,9 +62,11 @@ class Settings:
     """How the device behaves.
 
     Attributes:
-        max_pause_us: of `Schedule.PAUSES`, in microseconds; one pause in sixteen is up to eight times as long.
+        max_pause_us: of `Schedule.PAUSES`, in microseconds; one pause in sixteen is up to eight
+            times as long.
         queue_depth: pieces of work that a stream takes before a launch waits.
-        patience_ms: after this time a stream that comes last goes on all the same, since another rank may wait for it.
+        patience_ms: after this time a stream that comes last goes on all the same, since another
+            rank may wait for it.
     """
 
     schedule: Schedule = Schedule.PAUSES
@@ -105,17 +110,21 @@ def configured(**changes: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Counters:
-    """What this process has done on its devices so far; the difference of two says what happened in between.
+    """What this process has done on its devices so far; the difference of two says what happened in
+    between.
 
     Attributes:
         kernels: operators and collectives that were launched.
-        stream_syncs: how often a thread waited for a stream: for a copy that blocks, `item()`, `synchronize()`.
+        stream_syncs: how often a thread waited for a stream: for a copy that blocks, `item()`,
+            `synchronize()`.
         event_syncs: how often a thread waited for an event, or stood in a barrier.
         full_queues: how often a launch waited for room.
-        pageable_copies: copies that were to run beside the host, and blocked it, since its memory is not pinned.
+        pageable_copies: copies that were to run beside the host, and blocked it, since its memory
+            is not pinned.
         fresh_blocks: allocations that no block freed before could serve.
         recorded_streams: calls of `record_stream` that made a difference.
-        sync_operators: launches of operators that the host had to wait for to know the shape of their result.
+        sync_operators: launches of operators that the host had to wait for to know the shape of
+            their result.
     """
 
     kernels: int = 0
@@ -148,7 +157,9 @@ def sync_operator_names() -> set[str]:
 
 
 def touched_devices() -> dict[int, set[str]]:
-    """The names of the threads that have used each device: on CUDA, it has a context of this process's now."""
+    """The names of the threads that have used each device: on CUDA, it has a context of this
+    process's now.
+    """
     found: dict[int, set[str]] = {}
     names = _thread_names()
     for device, thread in _sim.touched():

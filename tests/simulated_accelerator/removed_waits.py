@@ -19,7 +19,9 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 
 class Removal(NamedTuple):
-    """A wait of a method: patterns that are in its source once, and what stands in their places without it."""
+    """A wait of a method: patterns that are in its source once, and what stands in their places
+    without it.
+    """
 
     owner: type
     method: str
@@ -58,8 +60,8 @@ REMOVALS = {
     "of the host for the gradients": Removal(
         HybridDeviceOptimizer, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
     ),
-    # Gradients that have come down already wait for the computation all the same, and the weights for them: without
-    # that, too, the wait matters.
+    # Gradients that have come down already wait for the computation all the same, and the weights
+    # for them: without that, too, the wait matters.
     "of the weights' way up for the computation": Removal(
         HybridDeviceOptimizer,
         "_begin",
@@ -73,7 +75,9 @@ REMOVALS = {
 
 @contextmanager
 def removed(name: str) -> Iterator[None]:
-    """While open, the wait with this name is not there. AssertionError if it is no longer where it was."""
+    """While open, the wait with this name is not there. AssertionError if it is no longer where it
+    was.
+    """
     removal = REMOVALS[name]
     own = vars(removal.owner)[removal.method]
     setattr(removal.owner, removal.method, _edited(own, removal))

@@ -212,7 +212,8 @@ def _threads() -> list[str]:
     def work(group: dist.ProcessGroup) -> None:
         try:
             torch.sim.set_device(dist.get_rank())
-            # A stream for each group: on one, the ranks' different orders would keep each other waiting for ever.
+            # A stream for each group: on one, the ranks' different orders would keep each other
+            # waiting for ever.
             with torch.Stream("sim"):
                 for number in range(20):
                     value = torch.full((100,), float(number), device="sim")

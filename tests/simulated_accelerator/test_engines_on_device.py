@@ -1,4 +1,6 @@
-"""Every way to train, on the simulated accelerator: the CPU's numbers, one wait a step, and no memory that grows."""
+"""Every way to train, on the simulated accelerator: the CPU's numbers, one wait a step, and no
+memory that grows.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,8 @@ def check(
             assert course.losses == pytest.approx(expected[IN_FP32[0]].losses, rel=2e-3), name
 
     for name, steps in seen.items():
-        # With the first use, weights that were made in host memory come up: from there copies block.
+        # With the first use, weights that were made in host memory come up: from there copies
+        # block.
         first = 1 if CASES[name].optimizer.optimizer_cpu_offload else 0
         assert [step.syncs for step in steps[first:]] == [1] * (len(STEPS) - first), name
         assert all(step.fresh_blocks == 0 for step in steps[3:]), (name, steps)

@@ -1,4 +1,6 @@
-"""What `fully_shard` does on an accelerator only: comparing notes afterwards, and streams that wait for deliveries."""
+"""What `fully_shard` does on an accelerator only: comparing notes afterwards, and streams that wait
+for deliveries.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ def _disagree(strategy: str) -> str:
 def test_a_gradient_that_only_some_ranks_have_is_named_on_the_device(strategy):
     for message in run_ranks(2, _disagree, strategy, device="sim"):
         assert (
-            "got: rank 0 was about to reduce the gradients of Layer[1]; rank 1 was about to reduce the "
+            "got: rank 0 was about to reduce the gradients of Layer[1]; rank 1 was about to reduce "
+            "the "
             "gradients of Layer[1], which has none for Layer[1].bias. The gradients"
         ) in message
 
@@ -109,7 +112,9 @@ def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.
 
 
 def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
-    """Whether the delivery was let go of in time, and whether the gather ran beside the layer before."""
+    """Whether the delivery was let go of in time, and whether the gather ran beside the layer
+    before.
+    """
     import tests.simulated_accelerator.device as sim
 
     device = this_device()
@@ -124,7 +129,8 @@ def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
     arrived: list[bool] = []
 
     def hold_and_let() -> None:
-        # What comes next on this stream stands for the kernels of a large layer, which take their time.
+        # What comes next on this stream stands for the kernels of a large layer, which take their
+        # time.
         computation.enter_context(sim.held(torch.accelerator.current_stream()))
         torch.zeros(1, device=device.torch_device)
         go.set()

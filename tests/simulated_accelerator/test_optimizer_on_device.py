@@ -1,4 +1,6 @@
-"""What the optimizer's step asks of an accelerator: what blocks its threads, and what is launched when."""
+"""What the optimizer's step asks of an accelerator: what blocks its threads, and what is launched
+when.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WARM_UP, MEASURED = 3, 2
 
 
 def _syncs(case: str) -> tuple[dict[str, int], int]:
-    """How often each thread waited for the device in some steps, by name, and how many copies blocked."""
+    """How often each thread waited for the device in some steps, by name, and how many copies
+    blocked.
+    """
     import tests.simulated_accelerator.device as sim
     from tests.simulated_accelerator.engines import make_engine
 

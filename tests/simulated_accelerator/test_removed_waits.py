@@ -1,8 +1,8 @@
 """Each wait that keeps two streams apart, taken out: the simulated accelerator notices.
 
-A test that finds nothing proves little unless it would find something. The streams come in an order that makes the
-missing wait matter every time: the lanes last, or the computation last. Where other waits would hide it, the step's own
-synchronisation above all, a stream is held past them.
+A test that finds nothing proves little unless it would find something. The streams come in an order
+that makes the missing wait matter every time: the lanes last, or the computation last. Where other
+waits would hide it, the step's own synchronisation above all, a stream is held past them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.simulated_accelerator.removed_waits import REMOVALS, recorded_lanes, 
 pytestmark = pytest.mark.sim
 
 STEPS = range(3)
-# Longer than what keeps a busy machine from its work: a stream that comes last must not come before its time.
+# Longer than what keeps a busy machine from its work: a stream that comes last must not come before
+# its time.
 PATIENCE_MS = 20_000
 HELD_SECONDS = 2.0
 
@@ -51,9 +52,11 @@ def _train(case: str, behaviour: Behaviour, without: str | None) -> Any:
 
 
 def _forward_before_the_step(case: str, without: str | None) -> float:
-    """The loss of a forward between the backward and the step, which must see the weights from before the step.
+    """The loss of a forward between the backward and the step, which must see the weights from
+    before the step.
 
-    The device has not begun that forward when the step is issued: updated weights must not go up yet.
+    The device has not begun that forward when the step is issued: updated weights must not go up
+    yet.
     """
     engine = engines.make_engine(case, "sim")
     engines.train(engine, "sim", range(1))
@@ -72,7 +75,9 @@ def _forward_before_the_step(case: str, without: str | None) -> float:
 
 
 def _gradients_that_come_late(case: str, without: str | None) -> float:
-    """The loss after a step whose gradients come down long after the step has synchronised with the device."""
+    """The loss after a step whose gradients come down long after the step has synchronised with the
+    device.
+    """
     with recorded_lanes() as lanes:
         engine = engines.make_engine(case, "sim")
     engines.train(engine, "sim", range(1))
@@ -112,7 +117,8 @@ def _without(wait: str | None) -> AbstractContextManager[None]:
 def _held_until_delivered(
     engine: ModuleEngine, stream: torch.Stream, without: str | None
 ) -> Iterator[None]:
-    """Holds a stream until the optimizer has delivered its weights all the same, which it does if a wait is missing.
+    """Holds a stream until the optimizer has delivered its weights all the same, which it does if a
+    wait is missing.
 
     With all waits it does not, so this does not insist.
     """

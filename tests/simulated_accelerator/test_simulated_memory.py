@@ -1,4 +1,6 @@
-"""The simulated accelerator's memory, and copies from and to the host's: as on a GPU, property by property."""
+"""The simulated accelerator's memory, and copies from and to the host's: as on a GPU, property by
+property.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def _reuse() -> None:
         other = torch.empty(3000, device="sim")
     assert other.data_ptr() != address, "each stream has blocks of its own"
 
-    # Freed while the stream still works with it: at once the next one's, since the stream keeps the order.
+    # Freed while the stream still works with it: at once the next one's, since the stream keeps the
+    # order.
     with sim.held(torch.accelerator.current_stream()):
         first.add_(1)
         del first

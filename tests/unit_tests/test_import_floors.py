@@ -1,4 +1,6 @@
-"""The house has floors: a file imports only from floors below its own, or from files listed before it."""
+"""The house has floors: a file imports only from floors below its own, or from files listed before
+it.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ ORDER = {
 
 
 def project_files() -> dict[str, Path]:
-    """Every module of the project that holds code; a package's `__init__` may hold a docstring only."""
+    """Every module of the project that holds code; a package's `__init__` may hold a docstring
+    only.
+    """
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for path in (ROOT / "megatron").rglob("*.py")

@@ -1,7 +1,9 @@
-"""Whether every byte of a published checkpoint is what was written: all that is wrong with it, not the first only.
+"""Whether every byte of a published checkpoint is what was written: all that is wrong with it, not
+the first only.
 
-A load believes the marker, the metadata and the digests of the data that it needs. This goes through whole data files,
-also through what lies around the data, which PyTorch's own reader needs, and it goes on after what it finds.
+A load believes the marker, the metadata and the digests of the data that it needs. This goes
+through whole data files, also through what lies around the data, which PyTorch's own reader needs,
+and it goes on after what it finds.
 """
 
 from __future__ import annotations
@@ -163,7 +165,8 @@ class Audit:
         frame_nbytes = chunk.blob_nbytes - chunk.data_nbytes
         if frame_nbytes > _MAX_FRAME_BYTES:
             self.problems.append(
-                f"Expected at most {_MAX_FRAME_BYTES} bytes around the data of {chunk.key!r} at {chunk.offsets} in "
+                f"Expected at most {_MAX_FRAME_BYTES} bytes around the data of {chunk.key!r} at "
+                f"{chunk.offsets} in "
                 f"{self._path(file)}, got {frame_nbytes}."
             )
             return
@@ -177,7 +180,8 @@ class Audit:
             ]
         if wrong:
             self.problems.append(
-                f"Expected the digests of {chunk.key!r} at {chunk.offsets} in {self._path(file)}, got others of "
+                f"Expected the digests of {chunk.key!r} at {chunk.offsets} in {self._path(file)}, "
+                "got others of "
                 f"{len(wrong)} of {len(chunk.digests)} blocks, the first of them block {wrong[0]}."
             )
         footer = self._read_all(file, data_end, chunk.blob_offset + chunk.blob_nbytes - data_end)
@@ -195,7 +199,8 @@ class Audit:
             ):
                 if part != written:
                     self.problems.append(
-                        f"Expected what torch.save writes {name} the data of {chunk.key!r} at {chunk.offsets} in "
+                        f"Expected what torch.save writes {name} the data of {chunk.key!r} at "
+                        f"{chunk.offsets} in "
                         f"{self._path(file)}, got other bytes."
                     )
 

@@ -7,11 +7,11 @@
     python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
 
-One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that fsspec
-knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and whatever
-torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can resume from:
-`--finetune` loads their weights. Exit code: 0, 1 if `verify` finds something wrong or `diff` a
-difference, 2 for errors.
+One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
+fsspec knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and
+whatever torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can resume
+from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds something wrong or `diff`
+a difference, 2 for errors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
             note = f"  {_NO_RUN}"
         latest = "  <- latest" if row["is_latest"] else ""
         _print(
-            f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} {size:>11}{latest}{note}"
+            f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} "
+            f"{size:>11}{latest}{note}"
         )
     return 0
 
@@ -152,7 +153,8 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
             row["is_run"] = is_of_a_run(read_train_state(store, name))
             if marker.iteration != found.iteration:
                 row["problem"] = (
-                    f"saved as iteration {marker.iteration}: no run is resumed from it under this name"
+                    f"saved as iteration {marker.iteration}: no run is resumed from it under this "
+                    "name"
                 )
         elif row["format"] == TORCH_DCP:
             checkpoint = open_checkpoint(store, name)
@@ -240,7 +242,8 @@ def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
             f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
         )
         _print(
-            f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}"
+            f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at "
+            f"{chunk['offset']}"
         )
 
 
@@ -266,7 +269,8 @@ def verify(arguments: argparse.Namespace) -> int:
     found = format_of(*location)
     if found == TORCH_DCP:
         raise CheckpointError(
-            f"Expected a checkpoint with digests in {location.path}, got one of the format {TORCH_DCP}, which has none."
+            f"Expected a checkpoint with digests in {location.path}, got one of the format "
+            f"{TORCH_DCP}, which has none."
         )
     if found is None and not location.store.exists(location.name):
         raise CheckpointError(f"Expected a checkpoint in {location.path}, got nothing there.")
@@ -339,7 +343,8 @@ def convert(arguments: argparse.Namespace) -> int:
         _print_json(summary)
     else:
         print(
-            f"{summary['target']}: {summary['num_tensors']} tensors of {format_bytes(summary['num_bytes'])}"
+            f"{summary['target']}: {summary['num_tensors']} tensors of "
+            f"{format_bytes(summary['num_bytes'])}"
         )
     return 0
 
@@ -364,7 +369,8 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     source, location = Path(arguments.source), _locate(arguments.target)
     if location.name != checkpoint_name(iteration) or source.is_dir() or not source.exists():
         raise CheckpointError(
-            f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} and {location.name}."
+            f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} "
+            f"and {location.name}."
         )
     content = read_file(source, arguments.prefix)
     if content.train_state is not None and is_of_a_run(content.train_state):
@@ -372,7 +378,8 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
         own_name = checkpoint_name(info.step_info.iteration)
         if own_name != location.name:
             raise CheckpointError(
-                f"Expected {own_name} for {source}, whose train_state is of that iteration, got {location.name}."
+                f"Expected {own_name} for {source}, whose train_state is of that iteration, got "
+                f"{location.name}."
             )
     # Enough for --finetune; a file that a checkpoint was converted to has all of it.
     train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}

@@ -27,9 +27,11 @@ class KeyComparison:
     """What has become of one key from A to B.
 
     Attributes:
-        outcome: equal to the bit, or what is different; `kind`: a tensor in one and plain data in the other.
+        outcome: equal to the bit, or what is different; `kind`: a tensor in one and plain data in
+            the other.
         num_different: elements that are not equal to the bit, of a tensor in both.
-        max_difference: the largest absolute difference of elements; infinity if one is infinite or no number.
+        max_difference: the largest absolute difference of elements; infinity if one is infinite or
+            no number.
         detail: the two shapes, or dtypes; or values, of plain data.
     """
 
@@ -116,7 +118,9 @@ def _compare_plain(key: str, one: object, other: object) -> KeyComparison:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether plain data, which may hold tensors, is the same; values that are no numbers are equal to each other."""
+    """Whether plain data, which may hold tensors, is the same; values that are no numbers are equal
+    to each other.
+    """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return (
             one.shape == other.shape

@@ -1,7 +1,8 @@
-"""A single file of tensors, from `torch.save` or in safetensors, as a published checkpoint of one rank.
+"""A single file of tensors, from `torch.save` or in safetensors, as a published checkpoint of one
+rank.
 
-A file may be flat, {key: tensor or plain data}, or nested, as `dcp_to_torch_save` makes it of a checkpoint: dicts are
-opened as long as there are tensors in them, and what has none is plain data.
+A file may be flat, {key: tensor or plain data}, or nested, as `dcp_to_torch_save` makes it of a
+checkpoint: dicts are opened as long as there are tensors in them, and what has none is plain data.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
         prefix: of the keys, to be put before those in the file: "model.", for a model's state dict.
 
     Raises:
-        CheckpointError: for a file that holds more than tensors and plain data, and for what no checkpoint holds.
+        CheckpointError: for a file that holds more than tensors and plain data, and for what no
+            checkpoint holds.
         OSError: if it cannot be read.
     """
     state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
@@ -87,7 +89,8 @@ def publish_content(
     """Writes and publishes the checkpoint of this iteration.
 
     Raises:
-        CheckpointError: if there is one already, or it cannot be written; nothing is left of it then.
+        CheckpointError: if there is one already, or it cannot be written; nothing is left of it
+            then.
     """
     final = checkpoint_name(iteration)
     if store.exists(final):
@@ -170,7 +173,8 @@ def _read_safetensors(path: Path) -> dict[str, object]:
             state[key] = parse_json(text, max_depth=100, allow_nan=True)
         except ValueError as error:
             raise CheckpointError(
-                f"Expected JSON in the metadata {shown(key)} of {path}, got {shown(text, 60)}: {error}."
+                f"Expected JSON in the metadata {shown(key)} of {path}, got {shown(text, 60)}: "
+                f"{error}."
             ) from error
     return state
 

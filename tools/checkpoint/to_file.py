@@ -1,6 +1,8 @@
-"""A checkpoint as one file: for `torch.load`, or in safetensors. Piece by piece: no tensor is in memory as a whole.
+"""A checkpoint as one file: for `torch.load`, or in safetensors. Piece by piece: no tensor is in
+memory as a whole.
 
-Keys stay as they are in the checkpoint, in one flat dict. `train_state.json` goes along under the key "train_state".
+Keys stay as they are in the checkpoint, in one flat dict. `train_state.json` goes along under the
+key "train_state".
 """
 
 from __future__ import annotations
@@ -81,13 +83,15 @@ def _places(path: Path) -> dict[str, object]:
 
 
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
-    """Writes a safetensors file. Plain data stands in its metadata, as JSON, which has lists for tuples.
+    """Writes a safetensors file. Plain data stands in its metadata, as JSON, which has lists for
+    tuples.
 
-    The library wants all tensors at once; they are put together in a temporary file beside `path`, which is mapped.
+    The library wants all tensors at once; they are put together in a temporary file beside `path`,
+    which is mapped.
 
     Raises:
-        CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not have, or a damaged
-            checkpoint; nothing is left at `path` then.
+        CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not
+            have, or a damaged checkpoint; nothing is left at `path` then.
     """
     entries = tensors_of(checkpoint)
     metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in plain_keys_of(checkpoint)}

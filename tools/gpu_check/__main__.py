@@ -88,8 +88,8 @@ def _installed(wheels: Path | None, site: Path) -> tuple[Path | None, str]:
     """Installs wheels into a folder, without a network or their own dependencies.
 
     Returns:
-        The folder, or None if nothing was installed, and what went wrong, in one line. The stages run all the same:
-        those that need a missing package are skipped with its name.
+        The folder, or None if nothing was installed, and what went wrong, in one line. The stages
+        run all the same: those that need a missing package are skipped with its name.
     """
     if wheels is None:
         return None, ""
@@ -119,7 +119,8 @@ def _installed(wheels: Path | None, site: Path) -> tuple[Path | None, str]:
     except subprocess.TimeoutExpired:
         return (
             None,
-            f"--wheels: nothing was installed, pip was still running after {_INSTALL_SECONDS:.0f} s",
+            f"--wheels: nothing was installed, pip was still running after {_INSTALL_SECONDS:.0f} "
+            "s",
         )
     if done.returncode:
         last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]

@@ -1,4 +1,5 @@
-"""The accelerator that stages run on, as far as they look at it from outside: a GPU, or the simulated one.
+"""The accelerator that stages run on, as far as they look at it from outside: a GPU, or the
+simulated one.
 
 `open_accelerator` is the only place that imports from tests/, and only for `--simulate`.
 """
@@ -90,10 +91,11 @@ class Accelerator:
 
     @contextmanager
     def counting_syncs(self) -> Iterator[list[str]]:
-        """While open, the main thread's waits for the device; where each was, once the context is closed.
+        """While open, the main thread's waits for the device; where each was, once the context is
+        closed.
 
-        torch warns of what synchronises by itself: `item`, `tolist`, copies to pageable memory. What a program asks for
-        in so many words is counted where it is asked for.
+        torch warns of what synchronises by itself: `item`, `tolist`, copies to pageable memory.
+        What a program asks for in so many words is counted where it is asked for.
         """
         places: list[str] = []
         main = threading.get_ident()
@@ -123,7 +125,9 @@ class Accelerator:
 
     @contextmanager
     def blocking_launches(self) -> Iterator[None]:
-        """While open, every kernel is waited for. CUDA reads that once, from the environment of the process."""
+        """While open, every kernel is waited for. CUDA reads that once, from the environment of the
+        process.
+        """
         if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
             raise RuntimeError(
                 "Expected CUDA_LAUNCH_BLOCKING=1 in the environment, got another value."
@@ -132,7 +136,9 @@ class Accelerator:
 
     @contextmanager
     def pauses(self, seed: int) -> Iterator[None]:
-        """While open, the device pauses for up to 2 ms before the work of every lane, which must change nothing."""
+        """While open, the device pauses for up to 2 ms before the work of every lane, which must
+        change nothing.
+        """
         generator, enqueue = random.Random(seed), StreamLane.enqueue
 
         def enqueue_later(lane: StreamLane, work: Callable[[], object], after: Any = ()) -> Any:

@@ -1,4 +1,6 @@
-"""The Triton pass against the host kernel, bit for bit: every dtype, ragged lengths, awkward values, many steps."""
+"""The Triton pass against the host kernel, bit for bit: every dtype, ragged lengths, awkward
+values, many steps.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def _compare(
 
 
 def _piece(variant: Variant, numel: int, step: AdamStep) -> AdamPiece:
-    """Arrays with values of all magnitudes, zeros, infinities and subnormal numbers among the gradients."""
+    """Arrays with values of all magnitudes, zeros, infinities and subnormal numbers among the
+    gradients.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def normal() -> torch.Tensor:

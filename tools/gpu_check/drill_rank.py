@@ -1,4 +1,6 @@
-"""One rank of a drill: `pretrain_gpt.py` as it is, on the simulated accelerator if the environment says so."""
+"""One rank of a drill: `pretrain_gpt.py` as it is, on the simulated accelerator if the environment
+says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Watchdog drills: two ranks of `pretrain_gpt.py` on one GPU; one dies, hangs or is slow, and somebody is blamed."""
+"""Watchdog drills: two ranks of `pretrain_gpt.py` on one GPU; one dies, hangs or is slow, and
+somebody is blamed.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def drills(findings: Findings) -> None:
 
 
 def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
-    """Starts both ranks as two machines of one rank each, which is how a launcher lets both use the first GPU."""
+    """Starts both ranks as two machines of one rank each, which is how a launcher lets both use the
+    first GPU.
+    """
     folder = findings.scratch / drill.name.replace(" ", "_").replace(",", "")
     folder.mkdir()
     with socket.socket() as free:

@@ -52,7 +52,9 @@ def facts(findings: Findings) -> None:
 
 
 def build(findings: Findings) -> None:
-    """Compiles the host kernel where it is missing or older than its source. Without a compiler torch does its work."""
+    """Compiles the host kernel where it is missing or older than its source. Without a compiler
+    torch does its work.
+    """
     library, sources = ROOT / _KERNEL, sorted((ROOT / _KERNEL).parent.glob("host_adam*"))
     newest = max(source.stat().st_mtime for source in sources if source.suffix in (".cpp", ".h"))
     if not library.exists() or library.stat().st_mtime < newest:
@@ -63,7 +65,8 @@ def build(findings: Findings) -> None:
     findings.figure("host kernel", HostAdam(1).body, is_telling=True)
     if HostAdam(1).body == "torch":
         findings.note(
-            "The host kernel is not there: torch computes the same bits, slower. Speeds will be lower."
+            "The host kernel is not there: torch computes the same bits, slower. Speeds will be "
+            "lower."
         )
     # Without a compiler the torch path is what can be had, and it is checked like the other.
     findings.expect(
@@ -107,7 +110,9 @@ def _compiler() -> list[str] | None:
 
 
 def _flags() -> list[str]:
-    """Those of setup.py, which cannot be imported without building, or run where setuptools is missing."""
+    """Those of setup.py, which cannot be imported without building, or run where setuptools is
+    missing.
+    """
     for statement in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FLAGS":
             return list(ast.literal_eval(statement.value))

@@ -13,10 +13,11 @@ _KEPT_FREE = 2 << 30  # for the stage itself, and what else runs
 
 
 def grown_host_memory(wanted: int) -> int:
-    """Bytes available, after having touched memory up to `wanted` where the machine showed less at first.
+    """Bytes available, after having touched memory up to `wanted` where the machine showed less at
+    first.
 
-    A virtual machine may be given its memory as it uses it. What is touched here is given back, and stays the
-    machine's. Where nothing has grown after half of what was available, nothing will.
+    A virtual machine may be given its memory as it uses it. What is touched here is given back, and
+    stays the machine's. Where nothing has grown after half of what was available, nothing will.
     """
     total, first = total_bytes(), available_bytes()
     touched: list[mmap.mmap] = []

@@ -175,7 +175,9 @@ def _copies(findings: Findings, accelerator: Accelerator, pinned: HostSlab) -> N
 
 
 def _host_piece(numel: int) -> AdamPiece:
-    """What a bucket's step works on, in memory as the optimizer maps it; made by many threads, not by drawing."""
+    """What a bucket's step works on, in memory as the optimizer maps it; made by many threads, not
+    by drawing.
+    """
 
     def array(dtype: torch.dtype, value: float) -> torch.Tensor:
         slab = HostSlab(numel * dtype.itemsize, Device("cpu"), is_pinned=False, purpose="gpu-check")

@@ -1,4 +1,6 @@
-"""One rank in every configuration: undisturbed, with pauses of the device, and with every kernel waited for."""
+"""One rank in every configuration: undisturbed, with pauses of the device, and with every kernel
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _SEED = 11
 
 
 def plain(findings: Findings) -> None:
-    """Undisturbed. The first configuration runs twice: kernels that differ from run to run would explain the rest."""
+    """Undisturbed. The first configuration runs twice: kernels that differ from run to run would
+    explain the rest.
+    """
     accelerator = _start(findings)
     twice = [train(accelerator, CONFIGURATIONS["zero3"], sizes_of(findings)).bits for _ in range(2)]
     findings.expect("the same run twice gives the same bits", twice[1], twice[0])
@@ -55,7 +59,9 @@ def train_all(
     checks_time: bool = True,
     names: list[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Every configuration that so many ranks can have, one after the other; what fails does not keep the others."""
+    """Every configuration that so many ranks can have, one after the other; what fails does not
+    keep the others.
+    """
     found: dict[str, Trained] = {}
     for name in names or CONFIGURATIONS:
         configuration = CONFIGURATIONS[name]
@@ -116,8 +122,8 @@ def check_steps(
 def check_families(findings: Findings, bits: dict[str, list[str]], num_ranks: int = 1) -> None:
     """Configurations of one family give each other's losses and norms, to the bit.
 
-    Where several ranks share the states, the gradient norm is added up shard by shard: only those whose shards lie
-    alike have the same bits, and the others nearly the same losses.
+    Where several ranks share the states, the gradient norm is added up shard by shard: only those
+    whose shards lie alike have the same bits, and the others nearly the same losses.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for name in bits:

@@ -1,8 +1,10 @@
-"""How long a step should take and how much memory it should need, from bandwidths alone. See docs/gpu.md.
+"""How long a step should take and how much memory it should need, from bandwidths alone. See
+docs/gpu.md.
 
     python3 -m tools.gpu_check.prediction       prints the tables of that page
 
-Standard library only. Bytes an element are those of docs/offload.md, for bf16 compute with bf16 main gradients.
+Standard library only. Bytes an element are those of docs/offload.md, for bf16 compute with bf16
+main gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of one step, counted as docs/gpu.md does: matrix products, backward twice forward, half of causal scores."""
+        """Of one step, counted as docs/gpu.md does: matrix products, backward twice forward, half
+        of causal scores.
+        """
         products = 4 * self.hidden**2 + 3 * self.hidden * self.ffn
         layer = 2 * products + 2 * self.sequence * self.hidden
         return 3.0 * self.tokens * (self.num_layers * layer + 2 * self.hidden * self.vocabulary)
@@ -56,8 +60,9 @@ class Shape:
     def activation_bytes(self) -> float:
         """Of one microbatch in bf16, kept for its backward.
 
-        A layer keeps nine tensors of the hidden size (the residual stream twice, two norms' results, query, key, value
-        and the attention's result twice) and four of the MLP's (gate, up, silu, product). The logits are there in bf16.
+        A layer keeps nine tensors of the hidden size (the residual stream twice, two norms'
+        results, query, key, value and the attention's result twice) and four of the MLP's (gate,
+        up, silu, product). The logits are there in bf16.
         """
         tokens = self.sequence * self.micro_batch
         layer = 9 * self.hidden + 4 * self.ffn
@@ -111,8 +116,9 @@ def predict(
     host_pass = HOST_PASS[moments] * on_host / machine.host_bytes
     link = _LINK * on_host / machine.link_bytes
 
-    # Forward is a third of a microbatch, backward the rest. Gradients go down during the last microbatch's backward;
-    # the pass begins when the norm is known, so all that can hide it is the first microbatch's forward.
+    # Forward is a third of a microbatch, backward the rest. Gradients go down during the last
+    # microbatch's backward; the pass begins when the norm is known, so all that can hide it is the
+    # first microbatch's forward.
     forward = compute / shape.num_microbatches / 3
     exposed_link = max(0.0, link - 2 * forward)
     exposed_host = max(0.0, max(host_pass, link) - forward)
@@ -130,7 +136,9 @@ def predict(
 
 
 def peak_bytes(shape: Shape, fraction: float) -> float:
-    """Device memory: what rests there, two layers' whole weights and gradients, the embedding's, and activations."""
+    """Device memory: what rests there, two layers' whole weights and gradients, the embedding's,
+    and activations.
+    """
     whole = 2 * (2 + 2) * shape.layer_numel + (2 + 2) * shape.vocabulary * shape.hidden
     return rest_bytes(shape, fraction) + whole + shape.activation_bytes
 
@@ -173,13 +181,16 @@ def main() -> None:
     shape, machine = THREE_BILLION, Machine()
     device = predict(shape, machine, 0.0)
     print(
-        f"{shape.numel / 1e9:.2f} billion elements, {shape.tokens} tokens and {shape.flops / 1e15:.2f} PFLOP a step,"
+        f"{shape.numel / 1e9:.2f} billion elements, {shape.tokens} tokens and "
+        f"{shape.flops / 1e15:.2f} PFLOP a step,"
     )
     print(
-        f"{shape.activation_bytes / 1e9:.1f} GB of activations; everything on the device: {device.seconds:.2f} s"
+        f"{shape.activation_bytes / 1e9:.1f} GB of activations; everything on the device: "
+        f"{device.seconds:.2f} s"
     )
     print(
-        "\n| fraction | moments | host pass | link, each way | exposed | step | of the device's | memory |"
+        "\n| fraction | moments | host pass | link, each way | exposed | step | of the device's | "
+        "memory |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for fraction, moments in (
@@ -192,7 +203,8 @@ def main() -> None:
         found = predict(shape, machine, fraction, moments=moments)
         exposed = found.exposed_host + found.exposed_link
         print(
-            f"| {fraction:g} | {moments} | {found.host_pass:.2f} s | {found.link:.2f} s | {exposed:.2f} s "
+            f"| {fraction:g} | {moments} | {found.host_pass:.2f} s | {found.link:.2f} s | "
+            f"{exposed:.2f} s "
             f"| {found.seconds:.2f} s | {found.seconds / device.seconds:.2f}x "
             f"| {found.peak_bytes / 1e9:.0f} GB, {found.peak_bytes / device.peak_bytes:.0%} |"
         )
@@ -200,7 +212,8 @@ def main() -> None:
     for fraction, moments in ((least_fraction(shape), "fp32"), (1.0, "fp32"), (1.0, "bf16")):
         needed = needed_host_bytes(shape, machine, fraction, moments)
         print(
-            f"host bandwidth for the bar of time at {fraction:.2f}, {moments} moments: {needed / 1e9:.0f} GB/s"
+            f"host bandwidth for the bar of time at {fraction:.2f}, {moments} moments: "
+            f"{needed / 1e9:.0f} GB/s"
         )
 
 

@@ -23,8 +23,9 @@ _KILL_SECONDS = 8.0  # that ranks may go on for once another has failed
 _REPORT_SECONDS = 4.0  # of a stage's time, for what its parent does after its ranks
 _POLL_SECONDS = 0.05
 
-# Ranks with different ids count as ranks of different hosts, so NCCL does not look whether they share a GPU. They talk
-# by sockets then, which must find the loopback device on a machine without a network.
+# Ranks with different ids count as ranks of different hosts, so NCCL does not look whether they
+# share a GPU. They talk by sockets then, which must find the loopback device on a machine without a
+# network.
 _LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 _NCCL_ON_ONE_GPU = {**_LOOPBACK, "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 
@@ -33,7 +34,8 @@ class Ranks(NamedTuple):
     """Ranks that have ended.
 
     Attributes:
-        statuses: their exit statuses. One that was killed for another's failure, or at the limit, has a negative one.
+        statuses: their exit statuses. One that was killed for another's failure, or at the limit,
+            has a negative one.
         folder: what was `findings.scratch` for them.
     """
 
@@ -54,7 +56,8 @@ def run_ranks(
     limit_seconds: float | None = None,
     **arguments: Any,
 ) -> Ranks:
-    """Calls `module:name` on so many ranks, with the findings of each, its rank and the number of ranks.
+    """Calls `module:name` on so many ranks, with the findings of each, its rank and the number of
+    ranks.
 
     Their records become the stage's, their `findings.scratch` is one folder.
     """
@@ -101,7 +104,9 @@ def make_deterministic() -> None:
 
 
 def use_gloo_on_device() -> None:
-    """Puts the engine's collectives together from those that gloo has for a device's tensors: it takes no averages."""
+    """Puts the engine's collectives together from those that gloo has for a device's tensors: it
+    takes no averages.
+    """
 
     def all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -1,7 +1,8 @@
 """Runs stages, each in a process of its own, within a total budget of time. Standard library only.
 
-Neither a stage that fails nor one that hangs, dies or floods its log keeps the others from running. Those that measure
-time run alone; those between them run side by side, as many as the cores can carry.
+Neither a stage that fails nor one that hangs, dies or floods its log keeps the others from running.
+Those that measure time run alone; those between them run side by side, as many as the cores can
+carry.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Runner:
         Args:
             scratch: a folder for what is no result; large enough for a few small checkpoints.
             budget_seconds: for all stages together. What no longer fits is skipped.
-            num_jobs: stages side by side, of those that do not run alone; default: by the number of cores.
+            num_jobs: stages side by side, of those that do not run alone; default: by the number of
+                cores.
             site: a folder of packages that are not installed.
             tell: is called with each outcome as it comes.
         """
@@ -178,7 +180,9 @@ class Runner:
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float, scratch: Path) -> str:
-    """Waits for a process's end, and ends it if need be. Returns why, or nothing if it ended by itself."""
+    """Waits for a process's end, and ends it if need be. Returns why, or nothing if it ended by
+    itself.
+    """
     stopped = ""
     while process.poll() is None and not stopped:
         if time.monotonic() > deadline:

@@ -1,4 +1,6 @@
-"""Checkpoints: saved beside training and held against a snapshot, loaded back, and read on another number of ranks."""
+"""Checkpoints: saved beside training and held against a snapshot, loaded back, and read on another
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,16 @@ CASES: dict[str, Configuration] = {
     },
     "fp8_moments": Configuration(_FP8),
 }
-# Values in a format with a scale are rounded anew when they are loaded into shards that have other scales.
+# Values in a format with a scale are rounded anew when they are loaded into shards that have other
+# scales.
 _SCALED = ("fp16_moments", "fp8_moments")
 
-# One case saves as `--async-save` does by default: its states come down into host memory at once, whatever the disk
-# does. The others wait for the disk, buffer by buffer.
+# One case saves as `--async-save` does by default: its states come down into host memory at once,
+# whatever the disk does. The others wait for the disk, buffer by buffer.
 _STAGED = "zero3"
 _STAGING_SHARE = 0.5
-# On the simulated accelerator too, its states must be more than the 24 MiB of buffers that a save begins with.
+# On the simulated accelerator too, its states must be more than the 24 MiB of buffers that a save
+# begins with.
 _SIMULATED_STAGED_SIZES = SIMULATED_SIZES._replace(hidden=512, heads=4)
 _HELD_SECONDS = 45.0  # at most, by a disk that does nothing
 
@@ -66,7 +70,8 @@ class HeldStore(LocalStore):
 
     Attributes:
         let_go: to be set once the disk is to begin.
-        was_let_go: whether that happened before the disk had waited for as long as it ever does; None: nothing came.
+        was_let_go: whether that happened before the disk had waited for as long as it ever does;
+            None: nothing came.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,7 +80,8 @@ class HeldStore(LocalStore):
         self.was_let_go: bool | None = None
 
     def open_data(self, path: str) -> DataSink:
-        # A save that needs the disk before the steps have ended must come to an end too, for its failure to be told.
+        # A save that needs the disk before the steps have ended must come to an end too, for its
+        # failure to be told.
         self.was_let_go = self.let_go.wait(_HELD_SECONDS)
         return super().open_data(path)
 
@@ -198,7 +204,8 @@ def _save_beside_training(
     wrong = [part.key for part in expected if not _is_saved(checkpoint, part)]
     findings.expect(f"{name}: tensors that were not saved as they were", wrong[:8], [])
     findings.expect_at_least(f"{name}: tensors compared", len(expected), 10)
-    # The steps beside the save must have changed the state, or an aliasing save would look right too.
+    # The steps beside the save must have changed the state, or an aliasing save would look right
+    # too.
     changed = sum(
         not torch.equal(now.values, then.values)
         for now, then in zip(_snapshot(accelerator, engine), expected, strict=True)

@@ -1,4 +1,6 @@
-"""The simulated accelerator in the place of a GPU. The only file that imports from tests/, for `--simulate` alone."""
+"""The simulated accelerator in the place of a GPU. The only file that imports from tests/, for
+`--simulate` alone.
+"""
 
 from __future__ import annotations
 

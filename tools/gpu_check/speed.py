@@ -1,6 +1,8 @@
-"""Three billion parameters, 4096 tokens a microbatch: everything on the device, and with the optimizer in host memory.
+"""Three billion parameters, 4096 tokens a microbatch: everything on the device, and with the
+optimizer in host memory.
 
-Each side is a stage, so that memory which one has taken, or did not find, is not another's. `verdict.py` compares them.
+Each side is a stage, so that memory which one has taken, or did not find, is not another's.
+`verdict.py` compares them.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def offload_bf16_moments(findings: Findings) -> None:
 
 @_where_it_fits
 def fsdp2(findings: Findings) -> None:
-    """PyTorch's own way: parameters, gradients and states at rest in host memory, torch's fused AdamW on the CPU."""
+    """PyTorch's own way: parameters, gradients and states at rest in host memory, torch's fused
+    AdamW on the CPU.
+    """
     accelerator, shape = _start(findings)
     model = _fsdp2_model(accelerator, shape)
     assert isinstance(model, FSDPModule), "fully_shard makes it one"
@@ -113,7 +117,8 @@ def fsdp2(findings: Findings) -> None:
     def step(batches: list[Batch]) -> float:
         loss = torch.zeros((), device=accelerator.torch_device)
         for number, batch in enumerate(batches):
-            # Its gradients stay whole on the device until the last microbatch, which saves it most of its transfers.
+            # Its gradients stay whole on the device until the last microbatch, which saves it most
+            # of its transfers.
             sharded.set_requires_gradient_sync(number == len(batches) - 1)
             on_device = {
                 name: tensor.to(accelerator.torch_device) for name, tensor in batch.items()
@@ -148,7 +153,9 @@ def _start(findings: Findings) -> tuple[Accelerator, Shape]:
 
 
 def _shape(findings: Findings) -> Shape:
-    """The model, in as many layers as the host's memory has room for. All sides take that of the first."""
+    """The model, in as many layers as the host's memory has room for. All sides take that of the
+    first.
+    """
     shared = findings.shared_by("speed_shape")
     if shared is not None:
         return Shape(**shared)
@@ -163,7 +170,8 @@ def _shape(findings: Findings) -> Shape:
             shape = Shape(**{**asdict(shape), "num_layers": shape.num_layers - 1})
         if shape != THREE_BILLION:
             findings.note(
-                f"The host has room for {shape.num_layers} layers, {shape.numel / 1e9:.2f} billion elements."
+                f"The host has room for {shape.num_layers} layers, {shape.numel / 1e9:.2f} billion "
+                "elements."
             )
     findings.share("speed_shape", asdict(shape))
     return shape
@@ -261,7 +269,8 @@ def _measure(
     num_warmups: int = _NUM_WARMUPS,
     num_measured: int = _NUM_MEASURED,
 ) -> None:
-    """Times steps one after the other, as a run makes them: what one leaves to the next is in the next one's time.
+    """Times steps one after the other, as a run makes them: what one leaves to the next is in the
+    next one's time.
 
     Args:
         expected: of our engine; None: the step is another's, of which nothing is predicted.

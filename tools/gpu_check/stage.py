@@ -2,7 +2,8 @@
 
     python -m tools.gpu_check.stage '{"function": "tools.gpu_check.adam:adam", ...}'
 
-Exit status: 0 if every check passed, 1 if one failed or the function raised, 3 if a package is missing.
+Exit status: 0 if every check passed, 1 if one failed or the function raised, 3 if a package is
+missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def main(argument: str) -> int:
     """Runs the stage that a JSON object describes."""
     order: dict[str, Any] = json.loads(argument)
     deadline = float(order["deadline"])
-    # The parent kills this process without a word, and a log that ends in the stacks says where it hung.
+    # The parent kills this process without a word, and a log that ends in the stacks says where it
+    # hung.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, deadline - _DUMP_SECONDS - time.monotonic()))
     findings = Findings(

@@ -1,4 +1,6 @@
-"""The stages, in the order in which they run. Standard library only: the runner must not depend on what it checks."""
+"""The stages, in the order in which they run. Standard library only: the runner must not depend on
+what it checks.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ class Stage:
         function: `module:name` of what it calls, with its `Findings`.
         limit_seconds: after which it is killed.
         least_seconds: below which it is not worth beginning; the stage is skipped then.
-        runs_alone: whether nothing may run beside it, since it measures time. The others share the GPU.
-        keeps_time: whether its least seconds are kept for it, however much the stages before it take.
+        runs_alone: whether nothing may run beside it, since it measures time. The others share the
+            GPU.
+        keeps_time: whether its least seconds are kept for it, however much the stages before it
+            take.
         environment: variables of its process, and so of its ranks.
     """
 
@@ -161,7 +165,9 @@ STAGES: tuple[Stage, ...] = (
 
 
 def selected(stages: Sequence[Stage], names: str | None) -> list[Stage]:
-    """Those of a comma-separated list, in the table's order; None: all. ValueError for a name that is unknown."""
+    """Those of a comma-separated list, in the table's order; None: all. ValueError for a name that
+    is unknown.
+    """
     if names is None:
         return list(stages)
     wanted = [name.strip() for name in names.split(",") if name.strip()]

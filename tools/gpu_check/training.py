@@ -82,8 +82,8 @@ _LOW_PRECISION = OptimizerConfig(
 )
 _FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
 
-# The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each with states on the
-# device and in host memory, which must make no difference.
+# The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each
+# with states on the device and in host memory, which must make no difference.
 CONFIGURATIONS: dict[str, Configuration] = {
     "zero3": Configuration(family="device"),
     "zero3_keep": Configuration(
@@ -158,7 +158,9 @@ class Trained(NamedTuple):
 
     @property
     def bits(self) -> list[str]:
-        """What must be the same in every run: each step's loss and norm, and the weights at the end."""
+        """What must be the same in every run: each step's loss and norm, and the weights at the
+        end.
+        """
         return [*(f"{step.loss} {step.grad_norm}" for step in self.steps), self.weights]
 
 
@@ -174,7 +176,8 @@ class Sizes(NamedTuple):
     num_steps: int = 6
 
 
-# Every collective of ranks that share a GPU waits for the device to turn from one process to the other.
+# Every collective of ranks that share a GPU waits for the device to turn from one process to the
+# other.
 TWO_RANKS_SIZES = Sizes(num_layers=2, num_microbatches=2, num_steps=5)
 SIMULATED_SIZES = Sizes(
     num_layers=2, hidden=32, heads=2, sequence=8, num_microbatches=2, num_steps=5

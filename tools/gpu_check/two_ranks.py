@@ -62,7 +62,9 @@ def probe_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> N
 
 
 def shared_backend(findings: Findings, accelerator: Accelerator) -> str:
-    """The backend for two ranks on this device. SkippedError if there is none; the project's own if nobody looked."""
+    """The backend for two ranks on this device. SkippedError if there is none; the project's own if
+    nobody looked.
+    """
     if (findings.shared / "backend.json").exists():
         backend = findings.shared_by("backend")
         if backend is None:
@@ -89,7 +91,9 @@ def train(findings: Findings) -> None:
 
 
 def train_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> None:
-    """One rank's part: all of them undisturbed, then some with pauses of the device, to the same bits."""
+    """One rank's part: all of them undisturbed, then some with pauses of the device, to the same
+    bits.
+    """
     accelerator = open_accelerator(findings)
     join(findings, accelerator, rank, num_ranks, backend)
     bits = train_all(findings, accelerator, rank=rank, num_ranks=num_ranks)

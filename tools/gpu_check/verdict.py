@@ -1,4 +1,5 @@
-"""What stages have left for each other, compared: bits of runs, and speeds with the bars and the prediction.
+"""What stages have left for each other, compared: bits of runs, and speeds with the bars and the
+prediction.
 
 Without torch, so that these stages take no time.
 """
@@ -72,7 +73,9 @@ def speed(findings: Findings) -> None:
 def _compare_with_prediction(
     findings: Findings, name: str, found: dict[str, Any], device: dict[str, Any]
 ) -> None:
-    """From this machine's own bandwidths, and the time of forward and backward that it was seen to take."""
+    """From this machine's own bandwidths, and the time of forward and backward that it was seen to
+    take.
+    """
     shape = Shape(**found["shape"])
     machine = measured_machine(findings)
     compute = device["seconds"] - predict(shape, machine, 0.0, compute=0.0).device_pass

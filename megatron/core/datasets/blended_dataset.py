@@ -2,11 +2,12 @@
 
 [Note: the order of a blend]
 
-Dataset d, with share w_d of the samples, would ideally give its m-th sample at time (m + 0.5) / w_d, where one sample
-is drawn per unit of time. All samples of all datasets, sorted by (ideal time, d), are the blend. Until time t dataset
-d has given round(t * w_d) samples, so the number of samples before t is t give or take half a sample per dataset.
-That bounds where sample i can lie: to find it, count what lies before a time that is surely early enough, and merge
-forward from there over a number of steps that is about the number of datasets.
+Dataset d, with share w_d of the samples, would ideally give its m-th sample at time (m + 0.5) /
+w_d, where one sample is drawn per unit of time. All samples of all datasets, sorted by (ideal time,
+d), are the blend. Until time t dataset d has given round(t * w_d) samples, so the number of samples
+before t is t give or take half a sample per dataset. That bounds where sample i can lie: to find
+it, count what lies before a time that is surely early enough, and merge forward from there over a
+number of steps that is about the number of datasets.
 
     w = (2/3, 1/3):   d=0 at 0.75 2.25 3.75 5.25 ...     d=1 at 1.5 4.5 ...     order 0 1 0 0 1 0 ...
 """
@@ -37,7 +38,8 @@ class BlendOrder:
         weights: one positive number per dataset; only their proportions count.
 
     Raises:
-        ValueError: no weights, one that is not a positive finite number, or one whose share is too small for a float.
+        ValueError: no weights, one that is not a positive finite number, or one whose share is too
+            small for a float.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -64,7 +66,9 @@ class BlendOrder:
         return [sample for _, _, sample in upcoming]
 
     def _upcoming(self, index: int) -> list[tuple[float, int, int]]:
-        """What each dataset gives next once `index` samples are drawn: a heap of (ideal time, dataset, its sample)."""
+        """What each dataset gives next once `index` samples are drawn: a heap of (ideal time,
+        dataset, its sample).
+        """
         if index < 0:
             raise IndexError(f"Expected a sample number >= 0, got {index}.")
         earlier = index - len(self.weights) / 2 - 1
@@ -104,7 +108,8 @@ class BlendedDataset(NumberedDataset):
         num_samples: length of the blend; which sample is drawn when does not depend on it.
 
     Raises:
-        ValueError: as many weights as datasets are needed, and datasets that hold the samples the blend takes.
+        ValueError: as many weights as datasets are needed, and datasets that hold the samples the
+            blend takes.
     """
 
     def __init__(
@@ -123,7 +128,8 @@ class BlendedDataset(NumberedDataset):
             available = 0 if dataset is None else len(dataset)
             if available < count:
                 raise ValueError(
-                    f"Expected at least {count} samples in dataset {number} of the blend, got {available}."
+                    f"Expected at least {count} samples in dataset {number} of the blend, got "
+                    f"{available}."
                 )
 
     def _sample(self, index: int) -> dict[str, torch.Tensor]:

@@ -29,7 +29,8 @@ def build_gpt_datasets(
 ) -> GPTDatasets:
     """Builds the training, validation and test datasets.
 
-    Every process may call it: the first one on a node computes the sample indices, the others map them.
+    Every process may call it: the first one on a node computes the sample indices, the others map
+    them.
 
     Args:
         config: the data.
@@ -39,7 +40,8 @@ def build_gpt_datasets(
 
     Raises:
         IndexedDatasetError: token files or a sample index that cannot be used.
-        TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked for.
+        TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked
+            for.
     """
     opened = [IndexedDataset(part.prefix) for part in config.blend]
     built: list[SampleDataset | None] = []
@@ -59,7 +61,9 @@ def build_gpt_datasets(
 
 
 def split_documents(fractions: tuple[float, float, float], num_documents: int) -> list[range]:
-    """The documents of each split: boundaries at the rounded cumulative shares, as Megatron sets them."""
+    """The documents of each split: boundaries at the rounded cumulative shares, as Megatron sets
+    them.
+    """
     cumulative = [0.0, *itertools.accumulate(fractions)]
     bounds = [min(num_documents, round(share * num_documents)) for share in cumulative]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
@@ -107,6 +111,7 @@ def _build_part(
         )
     except TooFewTokensError as error:
         raise TooFewTokensError(
-            f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of {len(indexed)} documents at "
+            f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of "
+            f"{len(indexed)} documents at "
             f"{config.split}."
         ) from error

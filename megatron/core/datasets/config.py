@@ -20,7 +20,9 @@ class BlendPart(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """Data of a run. Raises ConfigError for anything that cannot be honoured, files that do not exist included."""
+    """Data of a run. Raises ConfigError for anything that cannot be honoured, files that do not
+    exist included.
+    """
 
     seq_length: int = option(help="tokens per training sample", at_least=1)
     data_path: tuple[str, ...] | None = option(
@@ -28,7 +30,8 @@ class GPTDatasetConfig:
     )
     split: str = option(
         "969,30,1",
-        "shares of the documents for training, validation and test, in any unit; those left out are 0",
+        "shares of the documents for training, validation and test, in any unit; those left out "
+        "are 0",
     )
     data_cache_path: str | None = option(
         None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
@@ -62,7 +65,9 @@ class GPTDatasetConfig:
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test; they add up to 1. What is left out is 0, as in Megatron."""
+        """Shares of training, validation and test; they add up to 1. What is left out is 0, as in
+        Megatron.
+        """
         expected = "up to three non-negative numbers with a positive sum"
         try:
             shares = [float(share) for share in self.split.split(",")]

@@ -1,4 +1,6 @@
-"""Training samples from token files: sample i is a function of the data, the split, seq_length, the seed and i."""
+"""Training samples from token files: sample i is a function of the data, the split, seq_length, the
+seed and i.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,21 @@ class TooFewTokensError(ConfigError):
 class GPTDataset(NumberedDataset):
     """Windows of seq_length + 1 tokens over an endless, reshuffled stream of documents.
 
-    See [Note: the order of samples] in sample_index.py. Sample i belongs to epoch i // samples_per_epoch. Its content
-    does not depend on `num_samples`: a longer run sees the samples of the shorter one first.
+    See [Note: the order of samples] in sample_index.py. Sample i belongs to epoch i //
+    samples_per_epoch. Its content does not depend on `num_samples`: a longer run sees the samples
+    of the shorter one first.
 
     Args:
         indexed: the token files.
-        documents: the split, as a range of sequences of `indexed` (Megatron splits by sequences too).
+        documents: the split, as a range of sequences of `indexed` (Megatron splits by sequences
+            too).
         num_samples: samples that will be asked for; it decides how many epochs are indexed.
         seq_length: tokens of a sample, and as many labels.
         seed: decides both orders.
-        cache_path: folder of the sample index; by default `cache/GPTDataset_indices` beside the data.
-        vocab_size: number of embeddings; token ids from there on are refused when met. None: they are not checked.
+        cache_path: folder of the sample index; by default `cache/GPTDataset_indices` beside the
+            data.
+        vocab_size: number of embeddings; token ids from there on are refused when met. None: they
+            are not checked.
 
     Raises:
         TooFewTokensError: fewer than seq_length + 1 tokens in the split.
@@ -63,13 +69,15 @@ class GPTDataset(NumberedDataset):
             )
         if num_samples < 1 or seq_length < 1:
             raise ValueError(
-                f"Expected at least 1 sample of at least 1 token, got {num_samples} of {seq_length}."
+                f"Expected at least 1 sample of at least 1 token, got {num_samples} of "
+                f"{seq_length}."
             )
         self.num_tokens = indexed.num_tokens(documents)
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
             raise TooFewTokensError(
-                f"{indexed.prefix}: expected at least {seq_length + 1} tokens (--seq-length + 1) in documents "
+                f"{indexed.prefix}: expected at least {seq_length + 1} tokens (--seq-length + 1) "
+                "in documents "
                 f"{documents.start} to {documents.stop}, got {self.num_tokens}."
             )
         self.indexed = indexed
@@ -184,8 +192,10 @@ class GPTDataset(NumberedDataset):
         lowest, highest = int(window.min()), int(window.max())
         if lowest < 0 or highest >= self.vocab_size:
             raise IndexedDatasetError(
-                f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the vocabulary size, got "
-                f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer than this run's."
+                f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the "
+                "vocabulary size, got "
+                f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer "
+                "than this run's."
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -141,7 +141,8 @@ def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> 
             wrong = int(np.flatnonzero(pointers != starts)[0])
             where = f"at byte {starts[wrong]}, where the one before it ends"
             raise IndexedDatasetError(
-                f"{index.path}: expected sequence {begin + wrong} to begin {where}, got {pointers[wrong]}."
+                f"{index.path}: expected sequence {begin + wrong} to begin {where}, got "
+                f"{pointers[wrong]}."
             )
 
         end = int(ends[-1])

@@ -1,4 +1,5 @@
-"""Megatron's token files: `PREFIX.bin` holds the tokens of all sequences, `PREFIX.idx` says where each one lies.
+"""Megatron's token files: `PREFIX.bin` holds the tokens of all sequences, `PREFIX.idx` says where
+each one lies.
 
 index_format.py describes the index. A document is one or more sequences; text data has one sequence
 per document.
@@ -122,7 +123,8 @@ class IndexedDataset:
             length = available - offset
         if not (0 <= offset <= available and 0 <= length <= available - offset):
             raise IndexError(
-                f"Expected a part of the {available} tokens of sequence {index}, got {length} from {offset} on."
+                f"Expected a part of the {available} tokens of sequence {index}, got {length} from "
+                f"{offset} on."
             )
         begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         return self._tokens.array(begin, length, self.dtype)
@@ -130,8 +132,8 @@ class IndexedDataset:
     def gather_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Lengths of the given sequences: int64 [n] -> int32 [n]; negative indices are not allowed."""
         self._index.check_size()
-        # The 34-byte header leaves the lengths unaligned, which sends numpy's indexing down a path three times as
-        # slow; as 4-byte blobs they are aligned.
+        # The 34-byte header leaves the lengths unaligned, which sends numpy's indexing down a path
+        # three times as slow; as 4-byte blobs they are aligned.
         return self.sequence_lengths.view("V4").take(indices).view(np.dtype("<i4"))
 
     def num_tokens(self, sequences: range) -> int:
@@ -166,17 +168,19 @@ def _open_again(
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin/.idx` pair document by document, in memory that does not grow with their number.
+    """Writes a `.bin/.idx` pair document by document, in memory that does not grow with their
+    number.
 
-    Tokens and lengths go to temporary files beside the target. `finalize()` gives them their names; until then a
-    reader finds the earlier files or none. As a context manager it finalizes at the end of the block, and leaves
-    nothing behind if the block raises.
+    Tokens and lengths go to temporary files beside the target. `finalize()` gives them their names;
+    until then a reader finds the earlier files or none. As a context manager it finalizes at the
+    end of the block, and leaves nothing behind if the block raises.
 
         with IndexedDatasetBuilder("data/web_text_document", optimal_dtype(50257)) as builder:
             builder.add_document([464, 3290, 50256])
 
     Args:
-        prefix: the path of both files without `.bin` and `.idx`; its folder is made where it is missing.
+        prefix: the path of both files without `.bin` and `.idx`; its folder is made where it is
+            missing.
         dtype: what the tokens are stored as.
 
     Raises:
@@ -210,8 +214,8 @@ class IndexedDatasetBuilder:
             lengths: how the tokens divide into sequences; by default the document is one sequence.
 
         Raises:
-            ValueError: lengths that do not add up to n or do not fit into 31 bits, or a token that the dtype cannot
-                hold.
+            ValueError: lengths that do not add up to n or do not fit into 31 bits, or a token that
+                the dtype cannot hold.
         """
         given = np.asarray(tokens).reshape(-1)
         with np.errstate(invalid="ignore"):  # NaN; what does not fit is refused below
@@ -246,7 +250,8 @@ class IndexedDatasetBuilder:
             sync_stream(self._tokens)
             self._tokens.close()
             self._write_index()
-            # Without its old index the new .bin is no dataset, rather than a wrong one, until the new index stands.
+            # Without its old index the new .bin is no dataset, rather than a wrong one, until the
+            # new index stands.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary_bin.replace(bin_path(self.prefix))
             self._temporary_idx.replace(idx_path(self.prefix))

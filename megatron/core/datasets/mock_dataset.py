@@ -1,4 +1,6 @@
-"""Samples of a synthetic language, for runs without data: a model can learn it, and nothing has to be read."""
+"""Samples of a synthetic language, for runs without data: a model can learn it, and nothing has to
+be read.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ _NOISE = 1 / 32  # share of tokens drawn at random
 class MockGPTDataset(NumberedDataset):
     """Noisy arithmetic progressions: each token follows the one before by the sample's stride.
 
-    A sample counts through the first min(vocab_size, 512) tokens in steps of its own, 1 to 8, and now and then jumps
-    to a random token and counts on from there. The steps a token may be followed by are soon learnt, the stride of the
-    sample at hand only from its context; the jumps cannot be predicted.
+    A sample counts through the first min(vocab_size, 512) tokens in steps of its own, 1 to 8, and
+    now and then jumps to a random token and counts on from there. The steps a token may be followed
+    by are soon learnt, the stride of the sample at hand only from its context; the jumps cannot be
+    predicted.
 
     Args:
         vocab_size: token ids lie below it; at least 2.

@@ -1,9 +1,9 @@
 """Pseudo-random order without a stored shuffle.
 
-A shuffled index of n entries costs 8 n bytes on every process and a pass over all of them before the first sample.
-`RandomPermutation` computes entry i when it is asked for: a Feistel network permutes the 2^k numbers of the smallest
-sufficient power of two, and a result outside range(n) is permuted again until it falls inside (cycle walking, fewer
-than two evaluations on average).
+A shuffled index of n entries costs 8 n bytes on every process and a pass over all of them before
+the first sample. `RandomPermutation` computes entry i when it is asked for: a Feistel network
+permutes the 2^k numbers of the smallest sufficient power of two, and a result outside range(n) is
+permuted again until it falls inside (cycle walking, fewer than two evaluations on average).
 
     shuffled = RandomPermutation(5, derive_key(1234, "documents", 0))
     [shuffled(i) for i in range(5)]        # each of 0..4 once
@@ -21,20 +21,25 @@ import xxhash
 
 _MASK_64 = (1 << 64) - 1
 _NUM_ROUNDS = 6
-# Few enough values that all the scratch arrays stay in the second-level cache, enough to hide numpy's cost per call.
+# Few enough values that all the scratch arrays stay in the second-level cache, enough to hide
+# numpy's cost per call.
 _CHUNK = 1 << 15
 _MAX_SIZE = 1 << 62  # positions are int64
-# Up to here the shuffle is stored after all: a network over a handful of bits reaches some orders far more often.
+# Up to here the shuffle is stored after all: a network over a handful of bits reaches some orders
+# far more often.
 _TABLE_SIZE = 256
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key that depends on every part, its type and its place: `derive_key(seed, "documents", epoch)`."""
+    """A 64-bit key that depends on every part, its type and its place: `derive_key(seed,
+    "documents", epoch)`.
+    """
     return xxhash.xxh3_64_intdigest(json.dumps(parts, separators=(",", ":")).encode())
 
 
 def mix64(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """A well mixed 64-bit number per value, for counter-based random draws: uint64 [n] -> uint64 [n].
+    """A well mixed 64-bit number per value, for counter-based random draws: uint64 [n] -> uint64
+    [n].
 
     The finalizer of SplitMix64 (Steele, Lea, Flood 2014) over `key + value * golden gamma`.
     """
@@ -48,7 +53,8 @@ def mix64(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 class RandomPermutation:
-    """A bijection of range(size) chosen by `key`; a pure function that holds at most a few hundred integers.
+    """A bijection of range(size) chosen by `key`; a pure function that holds at most a few hundred
+    integers.
 
     Args:
         size: number of positions, 1 to 2^62.
@@ -94,7 +100,8 @@ class RandomPermutation:
             return int(self(np.array([positions], dtype=np.int64))[0])
         if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= self.size):
             raise IndexError(
-                f"Expected positions in range({self.size}), got {positions.min()} to {positions.max()}."
+                f"Expected positions in range({self.size}), got {positions.min()} to "
+                f"{positions.max()}."
             )
         if self._table is not None:
             return self._table.take(positions)
@@ -117,8 +124,8 @@ class RandomPermutation:
     def _permute_domain(self, values: npt.NDArray[np.uint64]) -> None:
         """One pass through the network over the 2^bits numbers, in place.
 
-        The halves differ by one bit where the number of bits is odd: each round changes one half by a function of the
-        other, which is invertible whatever their widths.
+        The halves differ by one bit where the number of bits is odd: each round changes one half by
+        a function of the other, which is invertible whatever their widths.
         """
         low_bits = np.uint64(self._low_bits)
         high = (values >> low_bits).astype(np.uint32)
@@ -129,8 +136,9 @@ class RandomPermutation:
             source, target, bits = (
                 (low, high, self._high_bits) if number % 2 == 0 else (high, low, self._low_bits)
             )
-            # A product's upper bits depend on all lower bits of its factor: two products with the upper half folded
-            # down in between let every bit of the source reach every bit that is kept, the topmost ones.
+            # A product's upper bits depend on all lower bits of its factor: two products with the
+            # upper half folded down in between let every bit of the source reach every bit that is
+            # kept, the topmost ones.
             np.add(source, addend, out=mixed)
             np.multiply(mixed, first, out=mixed)
             np.right_shift(mixed, np.uint32(16), out=scratch)

@@ -1,19 +1,21 @@
-"""Where each training sample begins: computed once per data, split and sequence length, kept as a mapped file.
+"""Where each training sample begins: computed once per data, split and sequence length, kept as a
+mapped file.
 
 [Note: the order of samples]
 
-The sequences of a split, laid end to end in a random order, are one epoch's token stream. Sample j of the epoch is the
-window of seq_length + 1 tokens that begins at token j * seq_length: the last token of one window, a label only, is the
-first of the next.
+The sequences of a split, laid end to end in a random order, are one epoch's token stream. Sample j
+of the epoch is the window of seq_length + 1 tokens that begins at token j * seq_length: the last
+token of one window, a label only, is the first of the next.
 
     documents     A A A A A B B C C C C C C     seq_length 4
     window 0      A A A A A
     window 1              A B B C C
     window 2                      C C C C C     what is left after the last whole window is dropped
 
-Both orders, of documents in the stream and of samples drawn from the epoch, are `RandomPermutation`s of (seed, epoch).
-What cannot be computed on the spot is which document a window begins in, since that is a running sum over all
-documents before it. That, and nothing else, is stored.
+Both orders, of documents in the stream and of samples drawn from the epoch, are
+`RandomPermutation`s of (seed, epoch). What cannot be computed on the spot is which document a
+window begins in, since that is a running sum over all documents before it. That, and nothing else,
+is stored.
 
 [Note: a stored start is not believed]
 
@@ -73,7 +75,9 @@ class EpochStream:
     seed: int
 
     def sequences(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which sequences of `indexed` stand at these positions of the epoch's stream: int64 [n] -> int64 [n]."""
+        """Which sequences of `indexed` stand at these positions of the epoch's stream: int64 [n] ->
+        int64 [n].
+        """
         order = epoch_permutation(len(self.documents), self.seed, "documents", epoch)
         return order(positions) + self.documents.start
 
@@ -83,7 +87,8 @@ class EpochStream:
         """Where windows 0 .. num_samples - 1 of the epoch begin, in pieces.
 
         Yields:
-            int64 [n, 2]: position of the document in the stream, offset of the first token in that document.
+            int64 [n, 2]: position of the document in the stream, offset of the first token in that
+            document.
         """
         num_tokens = 0
         num_done = 0

@@ -16,11 +16,13 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 class GlobalBatchSampler(Sampler[list[int]]):
     """Sample numbers of one rank, one micro-batch after another.
 
-    A global batch is the next `global_batch_size` samples, whatever the number of ranks: micro-batch m of rank r takes
+    A global batch is the next `global_batch_size` samples, whatever the number of ranks:
+    micro-batch m of rank r takes
 
         base + (m * data_parallel_size + r) * micro_batch_size + range(micro_batch_size)
 
-    where base is the number of samples consumed before. An incomplete global batch at the end is dropped.
+    where base is the number of samples consumed before. An incomplete global batch at the end is
+    dropped.
 
     Args:
         num_samples: samples of the dataset.
@@ -44,17 +46,20 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> None:
         if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
             raise ValueError(
-                "Expected a micro batch size, a global batch size and a data parallel size of at least 1, got "
+                "Expected a micro batch size, a global batch size and a data parallel size of at "
+                "least 1, got "
                 f"{micro_batch_size}, {global_batch_size} and {data_parallel_size}."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
-                f"Expected a data parallel rank in range({data_parallel_size}), got {data_parallel_rank}."
+                f"Expected a data parallel rank in range({data_parallel_size}), got "
+                f"{data_parallel_rank}."
             )
         per_pass = micro_batch_size * data_parallel_size
         if global_batch_size % per_pass:
             raise ValueError(
-                f"Expected a global batch size divisible by micro batch size x data parallel size = "
+                "Expected a global batch size divisible by micro batch size x data parallel size "
+                "= "
                 f"{micro_batch_size} x {data_parallel_size} = {per_pass}, got {global_batch_size}."
             )
         if not 0 <= consumed_samples <= num_samples:
@@ -142,8 +147,9 @@ def build_data_loader(
         num_workers: processes that read ahead; 0 reads in this one.
         pin_memory: whether batches come in page-locked memory, for asynchronous copies to a GPU.
     """
-    # A loader draws a seed for its workers whenever it is iterated. From a generator of its own: drawn from the global
-    # one, it would shift every random number after a resume, which no longer equal the uninterrupted run's.
+    # A loader draws a seed for its workers whenever it is iterated. From a generator of its own:
+    # drawn from the global one, it would shift every random number after a resume, which no longer
+    # equal the uninterrupted run's.
     generator = torch.Generator()
     generator.manual_seed(0)
     loader: DataLoader[Any] = DataLoader(

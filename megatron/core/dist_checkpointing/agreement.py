@@ -1,7 +1,9 @@
-"""How ranks come to agree about files while they load: what one has found, all hear of. Saving needs none of this.
+"""How ranks come to agree about files while they load: what one has found, all hear of. Saving
+needs none of this.
 
-What travels between the ranks is JSON of a bounded size. `broadcast_object_list` and its like would send pickles, and
-whoever can write into the connection of two ranks could then have a rank execute what it likes.
+What travels between the ranks is JSON of a bounded size. `broadcast_object_list` and its like would
+send pickles, and whoever can write into the connection of two ranks could then have a rank execute
+what it likes.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ _KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
 
 
 def on_first_rank(action: Callable[[], T], what: str) -> T:
-    """Runs `action` on rank 0 and gives every rank its result, or its error, so that no two ranks see different files
-    and none waits for a rank that gave up.
+    """Runs `action` on rank 0 and gives every rank its result, or its error, so that no two ranks
+    see different files and none waits for a rank that gave up.
 
     Args:
-        action: returns plain data that JSON keeps as it is: no tuples, and strings as keys. Anything else fails
-            on all ranks as an error of `action` would.
+        action: returns plain data that JSON keeps as it is: no tuples, and strings as keys.
+            Anything else fails on all ranks as an error of `action` would.
         what: begins the message of an error that was not foreseen.
 
     Raises:
-        CheckpointError, ConfigError: as `action` raised them; anything else as a CheckpointError that begins with
-            `what`.
+        CheckpointError, ConfigError: as `action` raised them; anything else as a CheckpointError
+            that begins with `what`.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     content, failure = b"", None
@@ -76,9 +78,10 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     """Runs `action` on every rank, and raises on all of them if it has failed on any.
 
     Raises:
-        CheckpointError, ConfigError: as `action` raised them here, anything else as a CheckpointError; otherwise a
-            CheckpointDamagedError or CheckpointError that says what the first rank that failed has raised. The kind
-            is that of the first rank, so that all ranks take the same way from here.
+        CheckpointError, ConfigError: as `action` raised them here, anything else as a
+            CheckpointError; otherwise a CheckpointDamagedError or CheckpointError that says what
+            the first rank that failed has raised. The kind is that of the first rank, so that all
+            ranks take the same way from here.
     """
     result: T | None = None
     error: CheckpointError | ConfigError | None = None
@@ -201,7 +204,9 @@ def _checked_size(num_bytes: int, most_bytes: int) -> int:
 
 
 def _device_of_group() -> torch.device:
-    """Where small tensors for the default process group belong: on the CPU, unless its backend takes none there."""
+    """Where small tensors for the default process group belong: on the CPU, unless its backend
+    takes none there.
+    """
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 

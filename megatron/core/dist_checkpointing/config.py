@@ -37,13 +37,15 @@ class CheckpointConfig:
     )
     save_staging_share: float = option(
         0.5,
-        "share of the free host memory to which --async-save copies a GPU's states, so that training waits for no disk",
+        "share of the free host memory to which --async-save copies a GPU's states, so that "
+        "training waits for no disk",
         at_least=0,
         less_than=1,
     )
     save_keep_last: int | None = option(
         None,
-        "published checkpoints to keep, the newest; default: all, or one with --save-retain-interval",
+        "published checkpoints to keep, the newest; default: all, or one with "
+        "--save-retain-interval",
         at_least=1,
     )
     save_retain_interval: int | None = option(
@@ -69,7 +71,8 @@ class CheckpointConfig:
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
-        "raise_all: the checkpoint has the model's keys and no others; raise_unexpected: it may have others",
+        "raise_all: the checkpoint has the model's keys and no others; raise_unexpected: it may "
+        "have others",
         choices=STRICTNESS,
     )
     load_skip_keys: tuple[str, ...] = option(
@@ -77,7 +80,8 @@ class CheckpointConfig:
     )
     ckpt_format: str | None = option(
         None,
-        "fsdp_dtensor: written without communication; torch_dcp: by PyTorch; default: fsdp_dtensor, torch_dcp with "
+        "fsdp_dtensor: written without communication; torch_dcp: by PyTorch; default: "
+        "fsdp_dtensor, torch_dcp with "
         "--use-torch-fsdp2. What is loaded may have either",
         choices=(FSDP_DTENSOR, TORCH_DCP),
     )
@@ -150,7 +154,9 @@ class CheckpointConfig:
         return config
 
     def _expect_folder(self, name: str, flags: dict[str, bool]) -> None:
-        """ConfigError if one of `flags` is given (true) without the folder that it says something about."""
+        """ConfigError if one of `flags` is given (true) without the folder that it says something
+        about.
+        """
         for flag, is_given in flags.items():
             folder = getattr(self, name)
             expect(

@@ -21,7 +21,9 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint that is not intact: truncated, altered, or lacking a file. An older one may be whole."""
+    """A checkpoint that is not intact: truncated, altered, or lacking a file. An older one may be
+    whole.
+    """
 
 
 def other_model(path: str, problems: Sequence[str]) -> CheckpointError:

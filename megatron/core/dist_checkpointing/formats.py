@@ -1,7 +1,8 @@
-"""Checkpoints of either format behind one face, for what only looks at them: no process group, no model.
+"""Checkpoints of either format behind one face, for what only looks at them: no process group, no
+model.
 
-`fsdp_dtensor` checkpoints have a marker and manifests. Whatever else has a `.metadata` is taken for `torch_dcp`: what
-PyTorch itself wrote, without digests.
+`fsdp_dtensor` checkpoints have a marker and manifests. Whatever else has a `.metadata` is taken for
+`torch_dcp`: what PyTorch itself wrote, without digests.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class ReadableCheckpoint(Protocol):
 
 
 def format_of(store: Store, name: str) -> str | None:
-    """The format of the checkpoint in a folder, also of one that has lost files; None if there is none."""
+    """The format of the checkpoint in a folder, also of one that has lost files; None if there is
+    none.
+    """
     if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
         return FSDP_DTENSOR
     if store.exists(f"{name}/{SIGN_FILE}"):
@@ -88,7 +91,8 @@ def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
     found = format_of(store, name)
     if found is None:
         raise CheckpointError(
-            f"Expected a checkpoint in {path_of(store, name)}, got neither marker nor {METADATA_FILE}."
+            f"Expected a checkpoint in {path_of(store, name)}, got neither marker nor "
+            f"{METADATA_FILE}."
         )
     return (
         PublishedCheckpoint.open(store, name)
@@ -138,7 +142,8 @@ class TorchDcpCheckpoint:
     """A checkpoint as PyTorch DCP wrote it, read chunk by chunk. For one thread.
 
     Attributes:
-        path, metadata, train_state: as in `ReadableCheckpoint`; `train_state` is empty if there is none.
+        path, metadata, train_state: as in `ReadableCheckpoint`; `train_state` is empty if there is
+            none.
     """
 
     def __init__(
@@ -177,7 +182,9 @@ class TorchDcpCheckpoint:
         return cls(store, name, metadata, train_state)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """As `PublishedCheckpoint.read`, by whole chunks, of which the last one is kept; returns the bytes read."""
+        """As `PublishedCheckpoint.read`, by whole chunks, of which the last one is kept; returns
+        the bytes read.
+        """
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata), "the key of a tensor"
         if self._index[0] != key:

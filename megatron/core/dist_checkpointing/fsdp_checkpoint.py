@@ -1,11 +1,13 @@
-"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for loops of one's own.
+"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for loops of
+one's own.
 
     save_checkpoint(model, optimizer, "runs/mine/10")
     load_checkpoint(model, optimizer, "runs/mine/10")  # on any number of ranks
 
-The names and arguments are those of Megatron-FSDP's experimental interface. A folder holds PyTorch DCP's own
-format, as `dcp.save({"model": ..., "optimizer": ...})` writes it, and `dcp.load` reads it. What is added: it is
-there whole or not at all, and loading one that somebody else has prepared runs nothing of it.
+The names and arguments are those of Megatron-FSDP's experimental interface. A folder holds PyTorch
+DCP's own format, as `dcp.save({"model": ..., "optimizer": ...})` writes it, and `dcp.load` reads
+it. What is added: it is there whole or not at all, and loading one that somebody else has prepared
+runs nothing of it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def save_checkpoint(
 
     Args:
         model: sharded by any engine, or plain.
-        optimizer: over its parameters. Without states yet, it is given some, as PyTorch's helpers do.
+        optimizer: over its parameters. Without states yet, it is given some, as PyTorch's helpers
+            do.
         checkpoint_dir: the folder to make; there must be none of that name.
 
     Raises:
@@ -53,16 +56,17 @@ def load_checkpoint(
 ) -> None:
     """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
 
-    Weights, states and the optimizer's options become those of the checkpoint. Compute weights follow when
-    they are used next.
+    Weights, states and the optimizer's options become those of the checkpoint. Compute weights
+    follow when they are used next.
 
     Args:
         model, optimizer: like those that were saved; sharding and number of ranks may differ.
         checkpoint_dir: the folder.
 
     Raises:
-        CheckpointError: naming every key that is missing, unexpected or of another shape or dtype, before
-            anything is changed; CheckpointDamagedError for files that are not what was written.
+        CheckpointError: naming every key that is missing, unexpected or of another shape or dtype,
+            before anything is changed; CheckpointDamagedError for files that are not what was
+            written.
     """
     folder = Path(checkpoint_dir)
     app = DCPState(model, optimizer)

@@ -1,17 +1,22 @@
-"""The place that holds a run's checkpoints: a folder of the file system, or one of a remote store through fsspec.
+"""The place that holds a run's checkpoints: a folder of the file system, or one of a remote store
+through fsspec.
 
-[Note: publishing] Nobody may ever take half a checkpoint for a whole one, whatever is killed at whatever moment. The
-marker is written into a checkpoint last, when all other files are on disk. What else there is depends on the store:
+[Note: publishing] Nobody may ever take half a checkpoint for a whole one, whatever is killed at
+whatever moment. The marker is written into a checkpoint last, when all other files are on disk.
+What else there is depends on the store:
 
     local     A checkpoint is written as a draft, `iter_0000020.<token>.saving`, and renamed to `iter_0000020`, which is
-              one step for every reader. What is taken away is renamed first as well, to `<name>.<token>.deleting`: so a
-              publish that races with a sweep finds either all of its draft or none of it.
+              one step for every reader. What is taken away is renamed first as well, to
+              `<name>.<token>.deleting`: so a publish that races with a sweep finds either all of
+              its draft or none of it.
     remote    Object stores cannot rename a folder. The files stand under their final names from the start, and the
-              marker alone makes them a checkpoint: it is written last and deleted first, `.metadata` right after it.
-              Two runs must not save into one remote folder: a sweep by one may come between the steps of the other.
+              marker alone makes them a checkpoint: it is written last and deleted first,
+              `.metadata` right after it. Two runs must not save into one remote folder: a sweep by
+              one may come between the steps of the other.
 
-A remote folder that this class began also holds a sign of it, written first and deleted last. Without one a sweep
-leaves a folder alone: another program may keep checkpoints of its own there, and they have no marker either.
+A remote folder that this class began also holds a sign of it, written first and deleted last.
+Without one a sweep leaves a folder alone: another program may keep checkpoints of its own there,
+and they have no marker either.
 """
 
 from __future__ import annotations
@@ -55,7 +60,8 @@ _TEMPORARY = ".tmp"  # how names end that `megatron.core.files.temporary_path` g
 class Store(Protocol):
     """A folder of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
 
-    OSErrors of the file system reach the caller; FileNotFoundError always means that there is no such file.
+    OSErrors of the file system reach the caller; FileNotFoundError always means that there is no
+    such file.
     """
 
     @property
@@ -70,7 +76,9 @@ class Store(Protocol):
         """The names of all folders, drafts among them, sorted; none if there is no root yet."""
 
     def files(self, name: str) -> list[str]:
-        """The names of the whole files in a folder, sorted. FileNotFoundError if a local store has no such folder."""
+        """The names of the whole files in a folder, sorted. FileNotFoundError if a local store has
+        no such folder.
+        """
 
     def is_published(self, name: str) -> bool:
         """Whether the folder of a checkpoint, which is there, holds one that is published."""
@@ -88,7 +96,8 @@ class Store(Protocol):
         """The content of a small file. UnusableFileError if it is larger, or is no regular file."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer`, contiguous, with the bytes of a file from `offset` on. Threads may do so side by side.
+        """Fills `buffer`, contiguous, with the bytes of a file from `offset` on. Threads may do so
+        side by side.
 
         Raises:
             CheckpointDamagedError: if the file ends before that.
@@ -106,7 +115,9 @@ class Store(Protocol):
         """Deletes a file, if there is one."""
 
     def open_data(self, path: str) -> DataSink:
-        """A new data file. FileExistsError, where rename is atomic, if there is one: it would be another save's."""
+        """A new data file. FileExistsError, where rename is atomic, if there is one: it would be
+        another save's.
+        """
 
     def draft_name(self, final: str, token: str) -> str:
         """The folder to write checkpoint `final` in.
@@ -128,10 +139,11 @@ class Store(Protocol):
         """
 
     def sweep(self) -> list[str]:
-        """Deletes drafts that were never published, and what is left of a checkpoint half deleted. Returns the names.
+        """Deletes drafts that were never published, and what is left of a checkpoint half deleted.
+        Returns the names.
 
-        For the beginning of a run: the save of another run that is under way fails by it. What cannot be deleted is
-        logged and left to the next sweep; it is not taken for a checkpoint.
+        For the beginning of a run: the save of another run that is under way fails by it. What
+        cannot be deleted is logged and left to the next sweep; it is not taken for a checkpoint.
         """
 
     def remove(self, name: str) -> None:
@@ -141,7 +153,8 @@ class Store(Protocol):
         """Renames a damaged checkpoint so that it is never found again.
 
         Returns:
-            Where its files are, for people to look at; None from a remote store, which deletes them.
+            Where its files are, for people to look at; None from a remote store, which deletes
+            them.
         """
 
 
@@ -233,7 +246,8 @@ class LocalStore:
         folder = None
         try:
             folder = source.stat()
-            # The names of the files: other ranks leave this to the rank that publishes (`Sync.CONTENT`).
+            # The names of the files: other ranks leave this to the rank that publishes
+            # (`Sync.CONTENT`).
             sync_folder(source)
             source.rename(target)
         except OSError as error:
@@ -276,7 +290,9 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A folder behind an fsspec URL. Its files must come into being whole, as objects do. See [Note: publishing]."""
+    """A folder behind an fsspec URL. Its files must come into being whole, as objects do. See
+    [Note: publishing].
+    """
 
     is_rename_atomic = False
 

@@ -15,12 +15,14 @@ class DataParallelConfig:
 
     use_megatron_fsdp: bool | None = option(
         None,
-        "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, the model is not "
+        "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, "
+        "the model is not "
         "sharded and runs in one process, in fp32",
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params",
-        "what Megatron-FSDP shards: nothing, or optimizer states, or gradients too, or parameters too (ZeRO-1, 2, 3)",
+        "what Megatron-FSDP shards: nothing, or optimizer states, or gradients too, or parameters "
+        "too (ZeRO-1, 2, 3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     num_distributed_optimizer_instances: int = option(
@@ -35,7 +37,8 @@ class DataParallelConfig:
     )
     megatron_fsdp_main_grads_dtype: str | None = option(
         None,
-        "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, or auto with "
+        "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, "
+        "or auto with "
         "--optimizer-cpu-offload",
         choices=_DTYPES,
     )

@@ -39,12 +39,15 @@ def shard_model(
     """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
 
     Args:
-        model: usually on meta. Main weights are made of real parameters as they are; buffers stay what they are.
+        model: usually on meta. Main weights are made of real parameters as they are; buffers stay
+            what they are.
         mesh: one axis, over all ranks.
         compute_dtype: dtype of the weights and activations in forward and backward.
-        reset_parameters: gives a module with parameters on meta its initial weights; see `fully_shard_context`.
+        reset_parameters: gives a module with parameters on meta its initial weights; see
+            `fully_shard_context`.
         main_params_dtype: dtype of the main weights.
-        offloaded: the units, `model` for what remains, whose main weights are in host memory from the start.
+        offloaded: the units, `model` for what remains, whose main weights are in host memory from
+            the start.
     """
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(
@@ -72,7 +75,8 @@ def shard_model(
             mesh,
             placements,
             policy,
-            # Its backward begins where its forward ends: freed in between, its weights would only be gathered again.
+            # Its backward begins where its forward ends: freed in between, its weights would only
+            # be gathered again.
             reshard_after_forward=False,
             offload_policy=OffloadPolicy(main_weights_on_host=model in offloaded),
         )

@@ -1,7 +1,8 @@
 """The reference engine: PyTorch FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Parameters, gradients and optimizer states are DTensors, `Shard(0)` over the data-parallel mesh, in fp32. With bf16
-compute the layers' inputs and gathered weights are bf16 and gradients are reduced in fp32.
+Parameters, gradients and optimizer states are DTensors, `Shard(0)` over the data-parallel mesh, in
+fp32. With bf16 compute the layers' inputs and gathered weights are bf16 and gradients are reduced
+in fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from megatron.core.issued_collectives import issuing
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Shards `model` in place over `mesh`: one group for each layer, one for what remains (embedding, head).
+    """Shards `model` in place over `mesh`: one group for each layer, one for what remains
+    (embedding, head).
 
     Args:
         model: on any device, meta included; its parameters must be fp32.
         mesh: one axis.
-        compute_dtype: dtype of gathered weights and of activations; gradients are averaged over ranks in fp32.
+        compute_dtype: dtype of gathered weights and of activations; gradients are averaged over
+            ranks in fp32.
         reshard_after_forward: free a layer's gathered weights between its forward and its backward.
     """
     if mesh.ndim != 1:
@@ -38,12 +41,14 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
-        # The layers' inputs already have the compute dtype. What is fp32 among them (rotary angles) must stay so.
+        # The layers' inputs already have the compute dtype. What is fp32 among them (rotary angles)
+        # must stay so.
         cast_forward_inputs=False,
     )
     for unit in sharding_units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # The root's backward begins where its forward ends: freeing its weights in between would only gather them again.
+    # The root's backward begins where its forward ends: freeing its weights in between would only
+    # gather them again.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
     for module in model.modules():

@@ -1,7 +1,8 @@
 """From local tensors, however they are stored, to what the kernels of Adam take, and back.
 
-Kernels work on the tensors themselves where they can: contiguous ones, with both moments in fp32 or both in bf16. For
-what has a scale or is strided, they work on a copy, and the result is stored again.
+Kernels work on the tensors themselves where they can: contiguous ones, with both moments in fp32 or
+both in bf16. For what has a scale or is strided, they work on a copy, and the result is stored
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Run = Callable[[Sequence[AdamPiece]], None]
 
 
 class LocalArray(NamedTuple):
-    """A local tensor of any strides. `scale`: if its values are more than what is stored; see [Note: scales]."""
+    """A local tensor of any strides. `scale`: if its values are more than what is stored; see
+    [Note: scales].
+    """
 
     tensor: torch.Tensor
     scale: torch.Tensor | None = None
@@ -71,7 +74,9 @@ def plan(updates: Sequence[Update]) -> PlannedUpdates:
 
 
 def carry_out(planned: PlannedUpdates, grad_scale: float, run: Run) -> None:
-    """Has `run` do all updates; those that need copies one after the other, so that they take the memory of one."""
+    """Has `run` do all updates; those that need copies one after the other, so that they take the
+    memory of one.
+    """
     run(with_grad_scale(planned.pieces, grad_scale))
     for update in planned.others:
         copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
@@ -82,7 +87,9 @@ def carry_out(planned: PlannedUpdates, grad_scale: float, run: Run) -> None:
 
 
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
-    """What kernels can work on: contiguous, moments and unusual gradients in fp32; the tensor itself if it is that."""
+    """What kernels can work on: contiguous, moments and unusual gradients in fp32; the tensor
+    itself if it is that.
+    """
     tensor = array.tensor
     if array.scale is not None:
         tensor = scaled_states.read(tensor, array.scale)

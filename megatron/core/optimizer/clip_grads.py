@@ -1,20 +1,23 @@
 """The global norm of sharded gradients and clipping by it; how many of their elements are zero.
 
-[Note: squares] Summing millions of fp32 squares one after another loses digits (0.4 % at 50M elements on a CPU), and
-`vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is asked for. So on a CPU the host kernel adds
-the squares in fp64, in an order that does not depend on the number of threads. Elsewhere the norm is taken in fp32 over
-rows of 256 elements, and the rows' squares are added in fp64. The relative error is below 2e-7. CUDA's kernel widens
-16-bit elements as it reads them; for other devices they are copied into fp32 first, 64 MiB at a time. The rows' norms
+[Note: squares] Summing millions of fp32 squares one after another loses digits (0.4 % at 50M
+elements on a CPU), and `vector_norm` of bf16 CPU tensors is wrong by percents even where fp32 is
+asked for. So on a CPU the host kernel adds the squares in fp64, in an order that does not depend on
+the number of threads. Elsewhere the norm is taken in fp32 over rows of 256 elements, and the rows'
+squares are added in fp64. The relative error is below 2e-7. CUDA's kernel widens 16-bit elements as
+it reads them; for other devices they are copied into fp32 first, 64 MiB at a time. The rows' norms
 of one run take 12 bytes for 256 elements, and are gone before the next run is read.
 
-[Note: runs] Launching a kernel takes longer than reading a bias does, so gradients are not measured one by one, but in
-runs: tensors that lie end to end in memory count as one. The gradients of an FSDP group are views of one flat buffer:
+[Note: runs] Launching a kernel takes longer than reading a bias does, so gradients are not measured
+one by one, but in runs: tensors that lie end to end in memory count as one. The gradients of an
+FSDP group are views of one flat buffer:
 
     |weight      |bias|padding|weight      |    two runs
     |weight      |none|padding|weight      |    two runs, where the bias has no gradient in this step
 
-Padding and stale gradients thus belong to no run, and nothing is asked of them. The order of the sums follows from the
-order of the parameters and from places in storages, never from an address: it is the same each time a program runs.
+Padding and stale gradients thus belong to no run, and nothing is asked of them. The order of the
+sums follows from the order of the parameters and from places in storages, never from an address: it
+is the same each time a program runs.
 """
 
 from __future__ import annotations
@@ -35,42 +38,52 @@ from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.rank_waits import waits_for_ranks
 
 _ROW_NUMEL = 256
-# What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB. Whole rows.
+# What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB.
+# Whole rows.
 _PIECE_NUMEL = 65536 * _ROW_NUMEL
 
-# (local tensors of one device, at least one, which may lack elements) -> scalar, fp64: of all of them together
+# (local tensors of one device, at least one, which may lack elements) -> scalar, fp64: of all of
+# them together
 _Measure = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of a local tensor of any shape and floating dtype. Scalar, fp64. See [Note: squares]."""
+    """The sum of squares of a local tensor of any shape and floating dtype. Scalar, fp64. See
+    [Note: squares].
+    """
     return _squared_norm_of_all([tensor])
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The L2 norm of all gradients, every element counted once however it is sharded or replicated.
 
-    One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a one-axis mesh.
-    Parameters without a gradient count as zero, on ranks that have none of them too; at least one must be given.
+    One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a
+    one-axis mesh. Parameters without a gradient count as zero, on ranks that have none of them too;
+    at least one must be given.
 
     Returns:
         Scalar, fp64, the same on every rank. Non-finite if a gradient is.
 
     Raises:
-        NotImplementedError: for a gradient that is a partial sum, or not sharded evenly enough to be added up.
+        NotImplementedError: for a gradient that is a partial sum, or not sharded evenly enough to
+            be added up.
     """
     return _sum_over_gradients(parameters, _squared_norm_of_all).sqrt()
 
 
 def num_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements of a local tensor of any shape and dtype are zero, of either sign. Scalar, fp64."""
+    """How many elements of a local tensor of any shape and dtype are zero, of either sign. Scalar,
+    fp64.
+    """
     return _num_zeros_of_all([tensor])
 
 
 def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """How many elements of all gradients are zero, every element counted once however it is sharded or replicated.
+    """How many elements of all gradients are zero, every element counted once however it is sharded
+    or replicated.
 
-    Communicates as `global_grad_norm` does. Parameters without a gradient have no elements to count.
+    Communicates as `global_grad_norm` does. Parameters without a gradient have no elements to
+    count.
 
     Returns:
         Scalar, fp64 (exact below 2^53), the same on every rank.
@@ -82,10 +95,11 @@ def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The elements of the tensors in fewer, longer tensors, flat but for what is not contiguous. See [Note: runs].
+    """The elements of the tensors in fewer, longer tensors, flat but for what is not contiguous.
+    See [Note: runs].
 
-    Those of one storage are in the order of their places, storages and other tensors in the order of first appearance.
-    Tensors without elements are left out.
+    Those of one storage are in the order of their places, storages and other tensors in the order
+    of first appearance. Tensors without elements are left out.
     """
     found: dict[int, list[torch.Tensor]] = {}  # by storage
     for tensor in tensors:
@@ -133,10 +147,12 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
 
 
 def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> torch.Tensor:
-    """What `measure` says of tensors, at least one, that may be on several devices. See [Note: runs].
+    """What `measure` says of tensors, at least one, that may be on several devices. See [Note:
+    runs].
 
-    Where the CPU and a device both have some, the result is on the device: torch hands a scalar of the CPU's to the
-    kernel by value, and nothing waits. Devices come in the order of first appearance, and so do their sums.
+    Where the CPU and a device both have some, the result is on the device: torch hands a scalar of
+    the CPU's to the kernel by value, and nothing waits. Devices come in the order of first
+    appearance, and so do their sums.
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -148,7 +164,9 @@ def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> to
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most `max_norm`. Scalar, at most 1."""
+    """What gradients are multiplied with so that their norm is at most `max_norm`. Scalar, at most
+    1.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -186,7 +204,9 @@ def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
-    """Scalar, fp64. Of each tensor by itself, so that the norms of its rows are freed before the next one's."""
+    """Scalar, fp64. Of each tensor by itself, so that the norms of its rows are freed before the
+    next one's.
+    """
     norms = flat.new_empty(
         -(-flat.numel() // _ROW_NUMEL),
         dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32,

@@ -51,7 +51,8 @@ class OptimizerConfig:
     )
     gpu_optimizer: str = option(
         "auto",
-        "whose Adam steps what is on the device: native is ours, auto takes it; TransformerEngine's and Apex's need "
+        "whose Adam steps what is on the device: native is ours, auto takes it; "
+        "TransformerEngine's and Apex's need "
         "their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
@@ -61,7 +62,8 @@ class OptimizerConfig:
     main_params_dtype: str = option("fp32", "dtype of the main weights", choices=_WEIGHT_DTYPES)
     main_grads_dtype: str | None = option(
         None,
-        "dtype of the gradients that the optimizer reads; default: as --megatron-fsdp-main-grads-dtype",
+        "dtype of the gradients that the optimizer reads; default: as "
+        "--megatron-fsdp-main-grads-dtype",
         choices=_WEIGHT_DTYPES,
     )
     exp_avg_dtype: str = option("fp32", "dtype of Adam's first moments", choices=_MOMENT_DTYPES)
@@ -91,7 +93,8 @@ class OptimizerConfig:
     )
     cpu_optimizer_threads: int | None = option(
         None,
-        "threads that step Adam on the CPU; default: a rank's share of the cores, less two that launch a GPU's kernels",
+        "threads that step Adam on the CPU; default: a rank's share of the cores, less two that "
+        "launch a GPU's kernels",
         at_least=1,
     )
 

@@ -1,9 +1,10 @@
-"""`DistributedOptimizer`: the only optimizer that the training loop sees, whatever stands behind it.
+"""`DistributedOptimizer`: the only optimizer that the training loop sees, whatever stands behind
+it.
 
-It knows the norm of all ranks' gradients, clips by a coefficient that the optimizer takes in as it reads gradients, and
-steps nothing where the norm is not finite. In fp16 it scales the loss, and the same coefficient undoes that; what it
-says of gradients is of the unscaled ones. Behind it is `FusedAdam`, `HybridDeviceOptimizer` over both sides, or one of
-others, as `OptimizerConfig` says.
+It knows the norm of all ranks' gradients, clips by a coefficient that the optimizer takes in as it
+reads gradients, and steps nothing where the norm is not finite. In fp16 it scales the loss, and the
+same coefficient undoes that; what it says of gradients is of the unscaled ones. Behind it is
+`FusedAdam`, `HybridDeviceOptimizer` over both sides, or one of others, as `OptimizerConfig` says.
 """
 
 from __future__ import annotations
@@ -122,18 +123,22 @@ class DistributedOptimizer:
         return loss if self.loss_scaler is None else loss * self.loss_scaler.scale
 
     def grad_norm(self) -> torch.Tensor:
-        """The L2 norm of all gradients before clipping, unscaled; see `global_grad_norm`. All ranks call it together.
+        """The L2 norm of all gradients before clipping, unscaled; see `global_grad_norm`. All ranks
+        call it together.
 
         Not finite where a scaled gradient is not.
         """
         return global_grad_norm(self._parameters()) / self.loss_scale
 
     def num_zeros(self) -> torch.Tensor | None:
-        """How many elements of all gradients are zero; see `global_num_zeros`. None unless it is asked for."""
+        """How many elements of all gradients are zero; see `global_num_zeros`. None unless it is
+        asked for.
+        """
         return global_num_zeros(self._parameters()) if self._counts_zeros else None
 
     def plan_step(self) -> PlannedStep | None:
-        """What `step` can know before the norm: for callers with nothing else to do until the device has told it.
+        """What `step` can know before the norm: for callers with nothing else to do until the
+        device has told it.
 
         Steps nothing. None where `step` has to find all of it out itself.
 
@@ -147,7 +152,8 @@ class DistributedOptimizer:
         return None
 
     def step(self, grad_norm: float, planned: PlannedStep | None = None) -> bool:
-        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler learns how it went.
+        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler learns how it
+        went.
 
         Args:
             grad_norm: the same on every rank. Not finite: the gradients are not to be used.
@@ -166,7 +172,9 @@ class DistributedOptimizer:
     def _step_scaled(
         self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
     ) -> None:
-        """Steps with gradients that are `loss_scale` times too large, and are left so where the optimizer can."""
+        """Steps with gradients that are `loss_scale` times too large, and are left so where the
+        optimizer can.
+        """
         scale = 1.0
         if self._clip_grad > 0:
             scale = float(
@@ -191,7 +199,8 @@ class DistributedOptimizer:
             self.optimizer.synchronize()
 
     def state_memory(self, model: nn.Module) -> dict[str, StateBytes]:
-        """The bytes of each state of this rank; see `state_memory`. Allocates AdamW's states, where there are none yet.
+        """The bytes of each state of this rank; see `state_memory`. Allocates AdamW's states, where
+        there are none yet.
 
         Args:
             model: whose parameters these are.
@@ -201,9 +210,11 @@ class DistributedOptimizer:
         return state_memory(model, self.optimizer)
 
     def timings(self) -> OffloadTimings | None:
-        """What the offloaded optimizer's lanes took in the steps completed since the last call, on this rank.
+        """What the offloaded optimizer's lanes took in the steps completed since the last call, on
+        this rank.
 
-        None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to record.
+        None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to
+        record.
         """
         return (
             self.optimizer.timings() if isinstance(self.optimizer, HybridDeviceOptimizer) else None
@@ -229,7 +240,8 @@ def build_optimizer(
         lr: only the first value: the schedule sets it every step.
         num_local_ranks: ranks on this machine, which share its memory.
         scales_loss: whether the model computes in fp16.
-        records_timings: whether an offloaded optimizer records what `DistributedOptimizer.timings` tells.
+        records_timings: whether an offloaded optimizer records what `DistributedOptimizer.timings`
+            tells.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -264,12 +276,14 @@ def build_optimizer(
 
 
 def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module, int]:
-    """The units of a model whose optimizer states `build_optimizer` will keep in host memory, before it is sharded.
+    """The units of a model whose optimizer states `build_optimizer` will keep in host memory,
+    before it is sharded.
 
     Main weights that are on the host from the start never need the device's memory.
 
     Returns:
-        Some of `sharding_units(model)`, and `model` for what they leave, with their global element counts.
+        Some of `sharding_units(model)`, and `model` for what they leave, with their global element
+        counts.
     """
     owners = {
         id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()
@@ -306,7 +320,8 @@ def check_host_memory_for(
     num_local_ranks: int,
     mesh: DeviceMesh,
 ) -> None:
-    """Refuses, before there are any weights, what `build_optimizer` would refuse once there are. All ranks together.
+    """Refuses, before there are any weights, what `build_optimizer` would refuse once there are.
+    All ranks together.
 
     Args:
         numel: elements that a rank will have on the host, but for padding.
@@ -390,6 +405,7 @@ def _other_optimizer(
     if cls is None:
         package = {"te": "TransformerEngine", "apex": "NVIDIA's Apex"}[choice]
         raise ConfigError(
-            f"--gpu-optimizer: expected {package} to be installed for {choice}, got no such package."
+            f"--gpu-optimizer: expected {package} to be installed for {choice}, got no such "
+            "package."
         )
     return cls(groups, **_options(config, lr))

@@ -1,11 +1,13 @@
-"""`FusedAdam`: Adam and AdamW in one pass over memory, on the CPU and on GPUs, states distributed as parameters are.
+"""`FusedAdam`: Adam and AdamW in one pass over memory, on the CPU and on GPUs, states distributed
+as parameters are.
 
     optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
     optimizer.step(grad_scale=clip_coefficient)
 
-The constructor and its meaning are TransformerEngine's; the arithmetic is that of torch's fused AdamW, bit for bit (see
-[Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or DTensors: those of `fully_shard`, here or in
-PyTorch. The arithmetic runs on local tensors and communicates nothing.
+The constructor and its meaning are TransformerEngine's; the arithmetic is that of torch's fused
+AdamW, bit for bit (see [Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or
+DTensors: those of `fully_shard`, here or in PyTorch. The arithmetic runs on local tensors and
+communicates nothing.
 
 States of a parameter `p`, in `optimizer.state[p]`:
 
@@ -13,10 +15,12 @@ States of a parameter `p`, in `optimizer.state[p]`:
     exp_avg        like p, in exp_avg_dtype
     exp_avg_sq     like p, in exp_avg_sq_dtype
     master_param   with master_weights, of a 16-bit p: its fp32 value, like p, in master_weight_dtype; with
-                   store_param_remainders, of a bf16 p: int16, what p lacks of its fp32 value (see [Note: remainder])
+                   store_param_remainders, of a bf16 p: int16, what p lacks of its fp32 value (see
+                   [Note: remainder])
 
-If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in fp16 and fp8 have a
-scale for each (local) tensor, which the optimizer keeps (see [Note: scales]); state dicts hold their values in fp32.
+If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in
+fp16 and fp8 have a scale for each (local) tensor, which the optimizer keeps (see [Note: scales]);
+state dicts hold their values in fp32.
 """
 
 from __future__ import annotations
@@ -74,7 +78,9 @@ class _Planned(NamedTuple):
 
 
 class _Hold(NamedTuple):
-    """Parameters that are not stepped before an event: until then their weights and states are being read."""
+    """Parameters that are not stepped before an event: until then their weights and states are
+    being read.
+    """
 
     parameters: Sequence[torch.Tensor]
     event: Event
@@ -88,7 +94,9 @@ class _Batch(NamedTuple):
 
 
 class FusedStep(NamedTuple):
-    """A step of all parameters with a gradient, but for the factor of the gradients. See `FusedAdam.plan_step`."""
+    """A step of all parameters with a gradient, but for the factor of the gradients. See
+    `FusedAdam.plan_step`.
+    """
 
     inputs: StepInputs
     parameters: list[_Planned]
@@ -103,21 +111,26 @@ class FusedAdam(torch.optim.Optimizer):
 
     Args:
         params: fp32, bf16 or fp16 parameters, or groups of them.
-        lr, betas, eps, weight_decay, bias_correction: as in torch's AdamW; may differ between groups.
+        lr, betas, eps, weight_decay, bias_correction: as in torch's AdamW; may differ between
+            groups.
         amsgrad, capturable: must be False.
         adam_w_mode: decoupled weight decay; otherwise it is added to the gradient (L2).
-        master_weights: keep fp32 values of 16-bit parameters. Those of our `fully_shard` are main weights already.
+        master_weights: keep fp32 values of 16-bit parameters. Those of our `fully_shard` are main
+            weights already.
         master_weight_dtype: in which they are kept: fp32 or fp16.
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
-        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another than p's.
-        store_param_remainders: keep of the fp32 value of a bf16 parameter only what the parameter lacks.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`; its dtype may be another
+            than p's.
+        store_param_remainders: keep of the fp32 value of a bf16 parameter only what the parameter
+            lacks.
         set_grad_none: what `zero_grad` does if it is not told; None means True, as in
             TransformerEngine.
         num_host_threads: of the pass over CPU tensors; default: the cores that this rank may use.
 
     Raises:
         NotImplementedError: for amsgrad and for capturable.
-        ValueError: for a dtype or constant that is none of these; for remainders without fp32 master weights.
+        ValueError: for a dtype or constant that is none of these; for remainders without fp32
+            master weights.
     """
 
     recuts_states_on_load = True  # so that nobody else has to look, before every step
@@ -174,7 +187,9 @@ class FusedAdam(torch.optim.Optimizer):
         self._make_parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim. ValueError for parameters or constants that are not as the constructor wants them."""
+        """As in torch.optim. ValueError for parameters or constants that are not as the constructor
+        wants them.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -211,7 +226,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocates the states that there are not yet, without stepping: moments of zero, masters as the parameters."""
+        """Allocates the states that there are not yet, without stepping: moments of zero, masters
+        as the parameters.
+        """
         for parameter in self._parameters():
             has_gradient = gradient_of(parameter, self.use_decoupled_grad) is not None
             if not self.state.get(parameter) and (parameter.requires_grad or has_gradient):
@@ -219,7 +236,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def plan_step(self) -> FusedStep:
-        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait for that factor.
+        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait
+        for that factor.
 
         Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
 
@@ -252,13 +270,15 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         planned: FusedStep | None = None,
     ) -> float | None:
-        """Steps every parameter that has a gradient. The others' states stay as they are, `step` included.
+        """Steps every parameter that has a gradient. The others' states stay as they are, `step`
+        included.
 
         Args:
             closure: computes the loss anew, and gradients.
             grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced,
-                options changed or states loaded or stepped since, the step is planned here.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have
+                been replaced, options changed or states loaded or stepped since, the step is
+                planned here.
 
         Returns:
             What `closure` returned.
@@ -288,14 +308,18 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients that `step` reads: to None, or in place to zero. Default: as `set_grad_none` says."""
+        """Clears the gradients that `step` reads: to None, or in place to zero. Default: as
+        `set_grad_none` says.
+        """
         is_none = self.set_grad_none if set_to_none is None else set_to_none
         clear_gradients(self._parameters(), self.use_decoupled_grad, is_none)
 
     # States
 
     def state_units(self) -> list[StateUnit]:
-        """What is updated while other parts may still be read: each FSDP group, and all parameters without one."""
+        """What is updated while other parts may still be read: each FSDP group, and all parameters
+        without one.
+        """
         units: dict[FsdpParameterGroup | None, list[torch.Tensor]] = {}
         for parameter in self._parameters():
             units.setdefault(group_of(parameter), []).append(parameter)
@@ -312,7 +336,9 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are given as they are."""
+        """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are
+        given as they are.
+        """
         state: torch.Tensor = self.state[param][state_name]
         if state.dtype in (torch.float32, torch.int16):
             return state
@@ -321,14 +347,17 @@ class FusedAdam(torch.optim.Optimizer):
         return like(param, local.float() if scale is None else scaled_states.read(local, scale))
 
     def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None:
-        """What a state's values are multiplied with to be read: scalar, fp32, not a copy; None if it has no scale."""
+        """What a state's values are multiplied with to be read: scalar, fp32, not a copy; None if
+        it has no scale.
+        """
         return self._scales[param].get(state_name)
 
     @torch.no_grad()
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Stores values in a state, rounded and scaled as it is kept. `unscaled_state` is not changed.
+        """Stores values in a state, rounded and scaled as it is kept. `unscaled_state` is not
+        changed.
 
         Args:
             param: one of the optimizer's parameters.
@@ -351,14 +380,17 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the values of a state dict over into the states' own memory, and its groups' constants.
+        """Takes the values of a state dict over into the states' own memory, and its groups'
+        constants.
 
-        Everything is checked before anything is changed. A state may come from another device. Parameters without a
-        state in the dict begin anew. TransformerEngine's dicts, which have one step for each group, are understood.
+        Everything is checked before anything is changed. A state may come from another device.
+        Parameters without a state in the dict begin anew. TransformerEngine's dicts, which have one
+        step for each group, are understood.
 
         Raises:
-            ValueError: for other groups, for states that are missing or unexpected, for those that are not distributed
-                or shaped as their parameter or not of the dtype in which `state_dict` gives them.
+            ValueError: for other groups, for states that are missing or unexpected, for those that
+                are not distributed or shaped as their parameter or not of the dtype in which
+                `state_dict` gives them.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -454,7 +486,9 @@ class FusedAdam(torch.optim.Optimizer):
         return planned
 
     def _batches(self, planned: Sequence[_Planned]) -> Iterator[tuple[list[Event], list[_Planned]]]:
-        """What may be stepped, batch by batch: first what nobody reads, then each unit once it has been read."""
+        """What may be stepped, batch by batch: first what nobody reads, then each unit once it has
+        been read.
+        """
         held = [
             (hold.event, {id(parameter) for parameter in hold.parameters})
             for hold in self._holds
@@ -490,7 +524,8 @@ class FusedAdam(torch.optim.Optimizer):
         check_whole([gradient])
         if gradient.layout != torch.strided or not gradient.is_floating_point():
             raise ValueError(
-                f"Expected a dense floating-point gradient of {place}, got {gradient.layout} {gradient.dtype}."
+                f"Expected a dense floating-point gradient of {place}, got {gradient.layout} "
+                f"{gradient.dtype}."
             )
         device = local_tensor(parameter).device
         dtypes = self._state_dtypes(parameter)
@@ -576,7 +611,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for index, parameter in enumerate(group["params"]):
         if parameter.dtype not in FLOAT_DTYPES:
             raise ValueError(
-                f"Expected parameters of {', '.join(map(str, FLOAT_DTYPES))}, got {parameter.dtype} at {index}."
+                f"Expected parameters of {', '.join(map(str, FLOAT_DTYPES))}, got "
+                f"{parameter.dtype} at {index}."
             )
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:

@@ -1,8 +1,9 @@
 """Loss scaling: what keeps fp16 gradients above the smallest number that fp16 has.
 
-The loss is multiplied by a power of two before the backward, gradients are divided by it before they are used. A scale
-that is too large makes gradients infinite; that step is skipped. A dynamic scale (Micikevicius et al. 2017,
-arXiv:1710.03740) follows from that, with the rules and defaults of Megatron's `DynamicGradScaler`:
+The loss is multiplied by a power of two before the backward, gradients are divided by it before
+they are used. A scale that is too large makes gradients infinite; that step is skipped. A dynamic
+scale (Micikevicius et al. 2017, arXiv:1710.03740) follows from that, with the rules and defaults of
+Megatron's `DynamicGradScaler`:
 
     window 2, hysteresis 2      clean  clean  inf  inf  inf  clean  clean  inf
     scale after the step    8     8     16    16    8    4     4      8     8
@@ -37,14 +38,16 @@ class LossScaler(Protocol):
         """The scaler of the next step.
 
         Args:
-            found_inf: whether the loss or a gradient of this step was not finite; the same on every rank.
+            found_inf: whether the loss or a gradient of this step was not finite; the same on every
+                rank.
         """
 
     def state(self) -> dict[str, Any]:
         """What training has changed, as plain data."""
 
     def from_state(self, state: dict[str, Any]) -> LossScaler:
-        """A scaler with this one's settings that goes on from what `state()` gave, of whichever scaler.
+        """A scaler with this one's settings that goes on from what `state()` gave, of whichever
+        scaler.
 
         Raises:
             ValueError: for something else; a scale that is not positive and finite, say.
@@ -72,17 +75,18 @@ class ConstantLossScaler:
 
 @dataclass(frozen=True)
 class DynamicLossScaler:
-    """Doubles the scale after `window` finite steps in a row, halves it where there have been too many others.
+    """Doubles the scale after `window` finite steps in a row, halves it where there have been too
+    many others.
 
-    At `min_scale` a step that is not finite is skipped like any other, and the scale stays: the run goes on, and its
-    count of skipped iterations shows that it comes to nothing.
+    At `min_scale` a step that is not finite is skipped like any other, and the scale stays: the run
+    goes on, and its count of skipped iterations shows that it comes to nothing.
 
     Attributes:
         scale: of this step.
         min_scale: below which it is not halved.
         window: finite steps in a row after which it is doubled.
-        hysteresis: steps that may be not finite, from one doubling to the next, before each further one halves it; the
-            last of them does already.
+        hysteresis: steps that may be not finite, from one doubling to the next, before each further
+            one halves it; the last of them does already.
         growth_tracker: finite steps in a row so far.
         hysteresis_tracker: what is left of `hysteresis`; zero or less once it is used up.
     """

@@ -1,7 +1,8 @@
 """Learning-rate schedules: a pure function of the iteration.
 
-A schedule holds no state that could get out of step with the run: resuming needs the iteration alone. What is saved
-with a checkpoint is the schedule's settings, so that a run resumed with others is told.
+A schedule holds no state that could get out of step with the run: resuming needs the iteration
+alone. What is saved with a checkpoint is the schedule's settings, so that a run resumed with others
+is told.
 """
 
 from __future__ import annotations
@@ -76,13 +77,16 @@ class LRScheduleConfig:
         )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ConfigError(
-                "--override-opt-param-scheduler: expected it or --use-checkpoint-opt-param-scheduler, got both."
+                "--override-opt-param-scheduler: expected it or "
+                "--use-checkpoint-opt-param-scheduler, got both."
             )
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A resolved schedule: `schedule(iteration)` is the learning rate of that iteration, the first being 0."""
+    """A resolved schedule: `schedule(iteration)` is the learning rate of that iteration, the first
+    being 0.
+    """
 
     peak: float
     least: float
@@ -95,7 +99,9 @@ class LRSchedule:
 
     @classmethod
     def build(cls, config: LRScheduleConfig, train_iters: int) -> LRSchedule:
-        """Resolves the defaults that depend on the run's length. ConfigError if the phases do not fit."""
+        """Resolves the defaults that depend on the run's length. ConfigError if the phases do not
+        fit.
+        """
         decay_iters = config.lr_decay_iters or train_iters
         warmup_iters = config.lr_warmup_iters
         if config.lr_warmup_fraction is not None:
@@ -106,7 +112,8 @@ class LRSchedule:
             expect(
                 warmup_iters + config.lr_wsd_decay_iters <= decay_iters,
                 "--lr-wsd-decay-iters",
-                f"at most {decay_iters - warmup_iters}: {decay_iters} decay iterations less {warmup_iters} of warm-up",
+                f"at most {decay_iters - warmup_iters}: {decay_iters} decay iterations less "
+                f"{warmup_iters} of warm-up",
                 config.lr_wsd_decay_iters,
             )
         is_wsd = config.lr_decay_style == "WSD"
@@ -166,7 +173,8 @@ class LRSchedule:
 
     def __call__(self, iteration: int) -> float:
         """The learning rate of the iteration that follows `iteration` completed ones."""
-        # The first step of a warm-up over n takes 1/n of the way. (Megatron's takes none of it: a step with rate 0.)
+        # The first step of a warm-up over n takes 1/n of the way. (Megatron's takes none of it: a
+        # step with rate 0.)
         step = iteration + 1
         if self.warmup_iters and step <= self.warmup_iters:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_iters

@@ -1,4 +1,6 @@
-"""Holds a loaded optimizer state dict against the optimizer that is to take it, before anything is touched."""
+"""Holds a loaded optimizer state dict against the optimizer that is to take it, before anything is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ STEP = "step"
 def states_by_parameter(
     own_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The loaded states of the parameters that have any, on each rank the rows that it has of the parameter.
+    """The loaded states of the parameters that have any, on each rank the rows that it has of the
+    parameter.
 
     Args:
         own_groups: the optimizer's.
-        state_dict: `{"state": {number: states}, "param_groups": groups}`. A group's `step` counts for its parameters
-            whose states have none.
+        state_dict: `{"state": {number: states}, "param_groups": groups}`. A group's `step` counts
+            for its parameters whose states have none.
 
     Raises:
         ValueError: for groups of other sizes, and for states of parameters that are in none.
@@ -68,7 +71,9 @@ def checked_states(
 
 
 def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """ValueError unless states that are to be loaded, if there are any, are like those that a parameter has."""
+    """ValueError unless states that are to be loaded, if there are any, are like those that a
+    parameter has.
+    """
     if loaded and loaded.keys() != own.keys():
         raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(loaded)}.")
     if STEP in loaded:
@@ -110,7 +115,8 @@ def _check_states(
 ) -> None:
     if loaded.keys() != {STEP, *dtypes}:
         raise ValueError(
-            f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got {sorted(loaded)}."
+            f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got "
+            f"{sorted(loaded)}."
         )
     check_step(loaded[STEP], f"parameter {number}")
     for name, dtype in dtypes.items():

@@ -1,8 +1,10 @@
-"""What the weights, gradients and optimizer states of a rank take, on the device and in host memory.
+"""What the weights, gradients and optimizer states of a rank take, on the device and in host
+memory.
 
-How it is counted: memory, not elements, so that padding and what aligns an array count with it, and what two tensors
-share counts once, under the first of the names below. Single numbers, such as a parameter's count of steps, are left
-out. The memory of the CPU as a device counts as the device's; host memory is what `HybridDeviceOptimizer` holds.
+How it is counted: memory, not elements, so that padding and what aligns an array count with it, and
+what two tensors share counts once, under the first of the names below. Single numbers, such as a
+parameter's count of steps, are left out. The memory of the CPU as a device counts as the device's;
+host memory is what `HybridDeviceOptimizer` holds.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ class StateBytes(NamedTuple):
 def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateBytes]:
     """The bytes of each state on this rank, between two steps.
 
-    Gradients of parameters outside of FSDP groups count from the start, as large as their parameters. Weights and
-    gradients that have memory only while a group is in use count if it is. States count once the optimizer has them.
+    Gradients of parameters outside of FSDP groups count from the start, as large as their
+    parameters. Weights and gradients that have memory only while a group is in use count if it is.
+    States count once the optimizer has them.
 
     Args:
         model: plain, FSDP2's, or with FSDP groups; its parameters at rest.
         optimizer: any, over its parameters.
 
     Returns:
-        By name, in the order of a table. The host's numbers add up to `HybridDeviceOptimizer.host_bytes`, and the
-        states of other classes than AdamW.
+        By name, in the order of a table. The host's numbers add up to
+        `HybridDeviceOptimizer.host_bytes`, and the states of other classes than AdamW.
     """
     counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
     hybrid = optimizer if isinstance(optimizer, HybridDeviceOptimizer) else None

@@ -1,8 +1,9 @@
 """Optimizer states as tensors beside their parameter: distributed, shaped and strided as it is.
 
-The states of parameters that `fully_shard` has made lie in flat buffers with the layout of their group, one for each
-state, so that a step over a group is a few long passes. Those of other DTensors are wrapped in the parameter's own
-description; their local shards may be uneven, or empty. No operation of DTensor is called on any of them.
+The states of parameters that `fully_shard` has made lie in flat buffers with the layout of their
+group, one for each state, so that a step over a group is a few long passes. Those of other DTensors
+are wrapped in the parameter's own description; their local shards may be uneven, or empty. No
+operation of DTensor is called on any of them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class StateMemory:
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` itself, or, if the parameter is a DTensor, one over `local` with the parameter's mesh and so on."""
+    """`local` itself, or, if the parameter is a DTensor, one over `local` with the parameter's mesh
+    and so on.
+    """
     return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
@@ -59,7 +62,9 @@ class Difference(NamedTuple):
 
 
 def difference(tensor: torch.Tensor, parameter: torch.Tensor) -> Difference | None:
-    """The first respect in which a gradient or state is not distributed or shaped as its parameter; None if it is."""
+    """The first respect in which a gradient or state is not distributed or shaped as its parameter;
+    None if it is.
+    """
     if isinstance(parameter, DTensor) != isinstance(tensor, DTensor):
         return Difference(_kind(parameter), _kind(tensor))
     if tensor.shape != parameter.shape:

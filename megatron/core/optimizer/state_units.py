@@ -1,12 +1,15 @@
-"""What of an optimizer's state is updated together, and may be read while other parts are being updated.
+"""What of an optimizer's state is updated together, and may be read while other parts are being
+updated.
 
-Whoever reads state on another thread waits for a unit's `updated`, and has its next update held until it has read:
+Whoever reads state on another thread waits for a unit's `updated`, and has its next update held
+until it has read:
 
     for unit in state_units(optimizer):
         unit.hold(lane.enqueue(lambda: read(unit), after=[unit.updated]))
 
-`FusedAdam` has a unit for each FSDP group and `HybridDeviceOptimizer` for each bucket besides, so that a step waits for
-one reader at a time. Any other optimizer is one unit, and its next step waits for all of it.
+`FusedAdam` has a unit for each FSDP group and `HybridDeviceOptimizer` for each bucket besides, so
+that a step waits for one reader at a time. Any other optimizer is one unit, and its next step waits
+for all of it.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ class StateUnit(NamedTuple):
         optimizer: whose states these are.
         parameters: in the order of forward; their values, main weights, are part of the unit.
         states: of each parameter by name, as in `optimizer.state`; not copies.
-        updated: after this event parameters and states may be read; None: now, on this thread's stream.
-        hold: the unit is not written to before this event, which must not fail, by any later `step`.
+        updated: after this event parameters and states may be read; None: now, on this thread's
+            stream.
+        hold: the unit is not written to before this event, which must not fail, by any later
+            `step`.
     """
 
     optimizer: torch.optim.Optimizer

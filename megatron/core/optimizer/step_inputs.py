@@ -1,8 +1,10 @@
-"""What a step is planned from, so that a plan which has gone stale is noticed before it is carried out.
+"""What a step is planned from, so that a plan which has gone stale is noticed before it is carried
+out.
 
-Planning takes Python dozens of calls for each parameter; seeing that nothing has changed since takes one. A plan is
-made while the device still computes the gradients' norm, and hooks run between that and the step: most only wait for
-something, but they may also replace gradients and change options.
+Planning takes Python dozens of calls for each parameter; seeing that nothing has changed since
+takes one. A plan is made while the device still computes the gradients' norm, and hooks run between
+that and the step: most only wait for something, but they may also replace gradients and change
+options.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ IDENTITIES = ("params", "param_names")  # what a parameter group has besides opt
 
 
 class StepInputs(NamedTuple):
-    """The gradients of all parameters, the options of all groups, and how often states were written to."""
+    """The gradients of all parameters, the options of all groups, and how often states were written
+    to.
+    """
 
     gradients: list[torch.Tensor | None]
     options: list[dict[str, Any]]
@@ -28,7 +32,9 @@ class StepInputs(NamedTuple):
     def of(
         cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int
     ) -> StepInputs:
-        """Those of the moment. `revision`: a number that grows with each step, and when states are loaded."""
+        """Those of the moment. `revision`: a number that grows with each step, and when states are
+        loaded.
+        """
         return cls(
             [
                 gradient_of(parameter, use_decoupled_grad)
@@ -43,7 +49,9 @@ class StepInputs(NamedTuple):
         )
 
     def are_still(self, now: StepInputs) -> bool:
-        """Whether gradients are the same tensors, whatever has been written to them, and all else has equal values."""
+        """Whether gradients are the same tensors, whatever has been written to them, and all else
+        has equal values.
+        """
         # By their ids: tensors that are equal element by element are not meant.
         if (self.revision, self.options) != (now.revision, now.options):
             return False

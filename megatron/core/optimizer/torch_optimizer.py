@@ -17,7 +17,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; groups that would be empty are left out.
 
-    Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen parameters have no group.
+    Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen
+    parameters have no group.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
@@ -34,12 +35,15 @@ def parameter_groups(
 def build_torch_optimizer(
     model: nn.Module, config: OptimizerConfig, lr: float
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it every step."""
+    """AdamW or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it
+    every step.
+    """
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
         # Not fused: that kernel takes no DTensors.
         return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum)
-    # Fused, not foreach: its arithmetic is correctly rounded and therefore the same on every machine.
+    # Fused, not foreach: its arithmetic is correctly rounded and therefore the same on every
+    # machine.
     return torch.optim.AdamW(
         groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
     )
@@ -54,7 +58,9 @@ class _Allocating(Protocol):
 
 
 def init_states(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped just that."""
+    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped
+    just that.
+    """
     if isinstance(optimizer, _Allocating):
         optimizer.init_state()
     else:
@@ -62,11 +68,12 @@ def init_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the states of the parameters that have none, for any optimizer, by a step which then does not count.
+    """Allocates the states of the parameters that have none, for any optimizer, by a step which
+    then does not count.
 
-    PyTorch's way, a step with zero gradients and a zero rate, with two corrections: without weight decay, which some
-    optimizers add to the gradients, and so to the states; and the step counters are set back, or a run saved before its
-    first step would go on with another bias correction.
+    PyTorch's way, a step with zero gradients and a zero rate, with two corrections: without weight
+    decay, which some optimizers add to the gradients, and so to the states; and the step counters
+    are set back, or a run saved before its first step would go on with another bias correction.
     """
     options = [dict(group) for group in optimizer.param_groups]
     parameters = [parameter for group in options for parameter in group["params"]]
@@ -100,7 +107,9 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
 def load_torch_states(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, Any]
 ) -> None:
-    """Takes over one parameter's states, into the memory that it has for them; none: it was never stepped."""
+    """Takes over one parameter's states, into the memory that it has for them; none: it was never
+    stepped.
+    """
     if not states:
         optimizer.state.pop(parameter, None)
         return
@@ -113,7 +122,9 @@ def load_torch_states(
 
 
 def copy_state(own: torch.Tensor, value: Any) -> None:
-    """Writes a state, a tensor or a number, into the tensor that it lies in; nothing if it is that very memory."""
+    """Writes a state, a tensor or a number, into the tensor that it lies in; nothing if it is that
+    very memory.
+    """
     target = local_tensor(own)
     if not isinstance(value, torch.Tensor):
         target.fill_(value)

@@ -17,8 +17,8 @@ from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 class SelfAttention(nn.Module):
     """Multi-head attention of every position to itself and those before it.
 
-    Query heads are consecutive within a group: head h reads key and value head h // (heads / groups) (Ainslie et al.
-    2023, arXiv:2305.13245).
+    Query heads are consecutive within a group: head h reads key and value head h // (heads /
+    groups) (Ainslie et al. 2023, arXiv:2305.13245).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -105,11 +105,13 @@ class SelfAttention(nn.Module):
 
 
 def _has_grouped_kernel(query: Tensor) -> bool:
-    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype and on this device, as they are.
+    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype and on this
+    device, as they are.
 
-    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only. The memory-efficient kernel, the one
-    for fp32, takes as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the plain formula,
-    which holds the scores of all pairs of positions; repeated keys and values are far smaller than that. The kernel for
-    the CPU takes grouped queries in any dtype.
+    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only. The
+    memory-efficient kernel, the one for fp32, takes as many key heads as query heads. With
+    `enable_gqa` PyTorch would fall back to the plain formula, which holds the scores of all pairs
+    of positions; repeated keys and values are far smaller than that. The kernel for the CPU takes
+    grouped queries in any dtype.
     """
     return query.device.type == "cpu" or query.dtype.itemsize == 2

@@ -12,8 +12,8 @@ from megatron.core.options import check_options, expect, option, resolve_default
 class TransformerConfig:
     """The model's options, under Megatron's names and, where it has them, with its defaults.
 
-    Options left at None are derived from the others once, at construction; `dataclasses.replace` therefore keeps the
-    values derived before.
+    Options left at None are derived from the others once, at construction; `dataclasses.replace`
+    therefore keeps the values derived before.
 
     Raises:
         ConfigError: a value is of the wrong type or out of bounds, or values contradict each other.
@@ -24,7 +24,8 @@ class TransformerConfig:
     num_attention_heads: int = option(help="number of query heads", at_least=1)
     ffn_hidden_size: int | None = option(
         None,
-        "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of 64)",
+        "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of "
+        "64)",
         at_least=1,
     )
     kv_channels: int | None = option(
@@ -84,7 +85,8 @@ class TransformerConfig:
             expect(
                 self.rotary_dim >= 2 and self.rotary_dim % 2 == 0,
                 "--rotary-percent",
-                f"an even, positive share of the {self.head_dim} channels of a head (--kv-channels)",
+                f"an even, positive share of the {self.head_dim} channels of a head "
+                "(--kv-channels)",
                 self.rotary_dim,
             )
 
@@ -106,7 +108,8 @@ class TransformerConfig:
                 None,
             )
         else:
-            # One group per head is what the absence of the flag means, so a config may be rebuilt from its own values.
+            # One group per head is what the absence of the flag means, so a config may be rebuilt
+            # from its own values.
             expect(
                 self.num_query_groups in (None, heads),
                 "--num-query-groups",
@@ -129,7 +132,8 @@ class TransformerConfig:
         expect(
             self.ffn_size > 0,
             "--ffn-hidden-size",
-            f"a value of its own where --swiglu would give --hidden-size {self.hidden_size} no whole 64 channels",
+            f"a value of its own where --swiglu would give --hidden-size {self.hidden_size} no "
+            "whole 64 channels",
             self.ffn_hidden_size,
         )
 
@@ -153,7 +157,9 @@ class TransformerConfig:
 
     @property
     def query_size(self) -> int:
-        """Channels of all query heads together; also the width of the attention's output before its projection."""
+        """Channels of all query heads together; also the width of the attention's output before its
+        projection.
+        """
         return self.num_attention_heads * self.head_dim
 
     @property
@@ -170,6 +176,7 @@ class TransformerConfig:
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write into the residual stream.
 
-        There are two per layer; the variance of their sum over the depth is that of one (GPT-2, Radford et al. 2019).
+        There are two per layer; the variance of their sum over the depth is that of one (GPT-2,
+        Radford et al. 2019).
         """
         return self.init_method_std / math.sqrt(2 * self.num_layers)

@@ -1,11 +1,11 @@
 """Cross entropy over a large vocabulary without a second copy of the logits.
 
 [Note: the gradient takes the logits' place]
-Logits are the largest activation of a small GPT: rows x vocabulary. Their gradient has the same size and is wanted
-exactly when the logits are wanted no more, so backward writes it over them, a few rows at a time; only those rows exist
-in fp32. What makes that safe:
-- The rows are overwritten by ordinary in-place operations, which raise the storage's version: any other operation that
-  saved the logits and runs backward later is stopped by autograd.
+Logits are the largest activation of a small GPT: rows x vocabulary. Their gradient has the same
+size and is wanted exactly when the logits are wanted no more, so backward writes it over them, a
+few rows at a time; only those rows exist in fp32. What makes that safe:
+- The rows are overwritten by ordinary in-place operations, which raise the storage's version: any
+  other operation that saved the logits and runs backward later is stopped by autograd.
 - A second backward would read gradients where it expects logits; it is refused.
 - A leaf's values belong to the caller; leaves that want a gradient, and views of them, are refused.
 The caller must not read the logits after backward.
@@ -24,12 +24,16 @@ CHUNK_NUMEL = 1 << 24
 
 
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, chunk_numel: int = CHUNK_NUMEL) -> Tensor:
-    """-log softmax(logits)[label] of every row. Backward overwrites `logits` with its gradient, see the note above.
+    """-log softmax(logits)[label] of every row. Backward overwrites `logits` with its gradient, see
+    the note above.
 
     Args:
-        logits: [..., vocab], any floating dtype, contiguous. Every column takes part in the softmax, padding included.
-        labels: [...] int64, each in [0, vocab). Checked on the CPU; elsewhere the device's own assertion stops the run.
-        chunk_numel: how many elements of the logits to convert to fp32 at a time (at least one row).
+        logits: [..., vocab], any floating dtype, contiguous. Every column takes part in the
+            softmax, padding included.
+        labels: [...] int64, each in [0, vocab). Checked on the CPU; elsewhere the device's own
+            assertion stops the run.
+        chunk_numel: how many elements of the logits to convert to fp32 at a time (at least one
+            row).
 
     Returns:
         losses: [...] fp32, of the labels' shape.
@@ -41,20 +45,24 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, chunk_numel: int = CHUNK
     """
     if logits.dim() < 1 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"Expected logits [..., vocab] and labels [...], got {tuple(logits.shape)} and {tuple(labels.shape)}."
+            f"Expected logits [..., vocab] and labels [...], got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}."
         )
     if not logits.is_floating_point() or labels.dtype != torch.int64:
         raise ValueError(
-            f"Expected floating point logits and int64 labels, got {logits.dtype} and {labels.dtype}."
+            f"Expected floating point logits and int64 labels, got {logits.dtype} and "
+            f"{labels.dtype}."
         )
     if not logits.is_contiguous():
         raise ValueError(
-            f"Expected contiguous logits, got strides {logits.stride()} for shape {tuple(logits.shape)}."
+            f"Expected contiguous logits, got strides {logits.stride()} for shape "
+            f"{tuple(logits.shape)}."
         )
     owner = logits if logits._base is None else logits._base
     if torch.is_grad_enabled() and logits.requires_grad and owner.is_leaf:
         raise ValueError(
-            "Expected logits that an operation made, got a leaf's values, which backward would overwrite."
+            "Expected logits that an operation made, got a leaf's values, which backward would "
+            "overwrite."
         )
     _check_labels(labels, logits.shape[-1])
     apply: Any = _VocabCrossEntropy.apply  # torch declares it without types
@@ -77,7 +85,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, log_sum_exp)
         ctx.chunk_numel = chunk_numel
         ctx.holds_gradient = False
-        # Not a view of a flat result: sharding wrappers hang their hooks on a module's output and warn of views.
+        # Not a view of a flat result: sharding wrappers hang their hooks on a module's output and
+        # warn of views.
         return log_sum_exp.view_as(labels) - target.view_as(labels)
 
     @staticmethod
@@ -108,7 +117,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the logits as [n, vocab] and of the labels as [n] (a copy of the labels, if they are not contiguous)."""
+    """Views of the logits as [n, vocab] and of the labels as [n] (a copy of the labels, if they are
+    not contiguous).
+    """
     return logits.view(labels.numel(), logits.shape[-1]), labels.flatten()
 
 

@@ -1,7 +1,8 @@
 """Linear layers, and fused weights: several matrices stored as consecutive rows of one parameter.
 
-The module that fuses says so where it builds the weight; whoever stores it unfused (checkpoints) reads the sections
-from there and never guesses them from names. Two query heads and one key-value head of four channels each:
+The module that fuses says so where it builds the weight; whoever stores it unfused (checkpoints)
+reads the sections from there and never guesses them from names. Two query heads and one key-value
+head of four channels each:
 
     FusedWeight((("query", 8), ("key", 4), ("value", 4)))
 
@@ -28,7 +29,8 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """The sections of a fused weight's dim 0, in order and without gaps. Pairs are taken for sections.
+    """The sections of a fused weight's dim 0, in order and without gaps. Pairs are taken for
+    sections.
 
     Raises:
         ValueError: no sections, a name used twice, or a section without rows.
@@ -47,7 +49,8 @@ class FusedWeight:
         for section in self.sections:
             if section.num_rows < 1:
                 raise ValueError(
-                    f"Expected at least one row in section {section.name!r}, got {section.num_rows}."
+                    f"Expected at least one row in section {section.name!r}, got "
+                    f"{section.num_rows}."
                 )
 
     @property
@@ -99,10 +102,12 @@ class Linear(nn.Linear):
 
 
 class FusedLinear(Linear):
-    """A linear layer whose output features are the sections of a `FusedWeight`; its forward gives them fused.
+    """A linear layer whose output features are the sections of a `FusedWeight`; its forward gives
+    them fused.
 
     Attributes:
-        fused: the sections of `weight` [fused.num_rows, in_features] and of `bias` [fused.num_rows].
+        fused: the sections of `weight` [fused.num_rows, in_features] and of `bias`
+            [fused.num_rows].
     """
 
     def __init__(
@@ -121,13 +126,17 @@ class FusedLinear(Linear):
         self.fused = fused
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
-        """Views of the forward's output [..., fused.num_rows], one per section: [..., section.num_rows]."""
+        """Views of the forward's output [..., fused.num_rows], one per section: [...,
+        section.num_rows].
+        """
         sections: tuple[Tensor, ...] = output.split(self.fused.sizes, dim=-1)
         return sections
 
 
 def fused_weights(model: nn.Module) -> dict[str, FusedWeight]:
-    """The sections of every parameter, weight or bias, that a `FusedLinear` of `model` owns, by qualified name."""
+    """The sections of every parameter, weight or bias, that a `FusedLinear` of `model` owns, by
+    qualified name.
+    """
     found = {}
     for module_fqn, module in model.named_modules():
         if isinstance(module, FusedLinear):

@@ -28,14 +28,16 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype.
 
-        With --recompute-granularity full, a training forward keeps only `hidden` and backward runs the body again.
+        With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
+        the body again.
         """
         if (
             self.config.recompute_granularity == "full"
             and self.training
             and torch.is_grad_enabled()
         ):
-            # Inside forward, so that hooks which gather and release this module's weights stay outside what is rerun.
+            # Inside forward, so that hooks which gather and release this module's weights stay
+            # outside what is rerun.
             recomputed: Tensor = checkpoint(self._body, hidden, rotary, use_reentrant=False)
             return recomputed
         return self._body(hidden, rotary)

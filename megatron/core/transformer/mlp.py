@@ -10,7 +10,8 @@ from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Lin
 
 
 class MLP(nn.Module):
-    """GELU (exact) between two linear layers, or SwiGLU: fc2(silu(gate) * up) (Shazeer 2020, arXiv:2002.05202).
+    """GELU (exact) between two linear layers, or SwiGLU: fc2(silu(gate) * up) (Shazeer 2020,
+    arXiv:2002.05202).
 
     With SwiGLU, `linear_fc1` holds the gate's rows and then those of up.
     """

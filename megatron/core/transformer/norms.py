@@ -1,4 +1,6 @@
-"""Normalization over the last dim. The arithmetic is fp32 for inputs of 16 bits, the result has the input's dtype."""
+"""Normalization over the last dim. The arithmetic is fp32 for inputs of 16 bits, the result has the
+input's dtype.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from megatron.core.transformer.config import TransformerConfig
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019,
+    arXiv:1910.07467).
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,14 +30,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # torch computes 16 bit inputs in fp32. Where it has a kernel for it (CUDA) it keeps no fp32 copies for
-            # backward; on the CPU it composes the norm of single operations, which keep them.
+            # torch computes 16 bit inputs in fp32. Where it has a kernel for it (CUDA) it keeps no
+            # fp32 copies for backward; on the CPU it composes the norm of single operations, which
+            # keep them.
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight.float(), self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim (Ba et al. 2016, arXiv:1607.06450)."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim (Ba et al. 2016,
+    arXiv:1607.06450).
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -51,7 +58,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # A kernel on every device: fp32 inside, and no copies of x kept but x itself and the row statistics.
+            # A kernel on every device: fp32 inside, and no copies of x kept but x itself and the
+            # row statistics.
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         return F.layer_norm(
             x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half convention.
 
-Channel i of the first half of the rotated channels and channel i of the second half form a plane, which position p
-turns by p * base^(-2i / rotary_dim).
+Channel i of the first half of the rotated channels and channel i of the second half form a plane,
+which position p turns by p * base^(-2i / rotary_dim).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megatron.core.transformer.config import TransformerConfig
 class RotaryAngles:
     """The cosines and sines of every position's angles.
 
-    Not a tuple: a wrapper that casts the floating point tensors it finds among a module's inputs to the compute dtype
-    (mixed precision of FSDP) looks into tuples, and angles in bf16 cannot tell neighbouring positions apart.
+    Not a tuple: a wrapper that casts the floating point tensors it finds among a module's inputs to
+    the compute dtype (mixed precision of FSDP) looks into tuples, and angles in bf16 cannot tell
+    neighbouring positions apart.
     """
 
     cos: Tensor  # [seq, rotary_dim / 2] fp32
@@ -27,7 +28,9 @@ class RotaryAngles:
 
 
 def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.device) -> RotaryAngles:
-    """The angles of positions 0 .. seq_length - 1, computed anew at each call: no buffer to initialize or move."""
+    """The angles of positions 0 .. seq_length - 1, computed anew at each call: no buffer to
+    initialize or move.
+    """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
     exponents = (
         torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float64)
@@ -39,7 +42,8 @@ def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.devi
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the first channels of each head by its position's angles; channels beyond them pass unchanged.
+    """Turns the first channels of each head by its position's angles; channels beyond them pass
+    unchanged.
 
     Args:
         x: [batch, seq, heads, head_dim], any floating dtype.
@@ -49,7 +53,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [batch, seq, heads, head_dim] in the dtype of x; the arithmetic is fp32.
 
     Raises:
-        ValueError: the angles are not fp32, or are those of another number of positions or of too many channels.
+        ValueError: the angles are not fp32, or are those of another number of positions or of too
+            many channels.
     """
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ValueError(

@@ -1,4 +1,6 @@
-"""The files in a folder of weights as the transformers library keeps them: safetensors, JSON, a tokenizer's."""
+"""The files in a folder of weights as the transformers library keeps them: safetensors, JSON, a
+tokenizer's.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ def write_weights(
     """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
 
     Raises:
-        CheckpointError: for a dtype that safetensors does not have, and a checkpoint that turns out to be damaged.
+        CheckpointError: for a dtype that safetensors does not have, and a checkpoint that turns out
+            to be damaged.
         OSError: if the file system failed.
     """
     shards = list(_shards(tensors, max_shard_bytes))
@@ -116,7 +119,9 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[St
 def _write_shard(
     path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]
 ) -> None:
-    """One safetensors file: the header's length as 8 bytes, the header in JSON, the tensors one after the other."""
+    """One safetensors file: the header's length as 8 bytes, the header in JSON, the tensors one
+    after the other.
+    """
     # In this order each begins at a multiple of its elements' size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {
@@ -158,7 +163,8 @@ class WeightFile(NamedTuple):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
-        # What is mapped and no longer there kills the process, see [Note: a data file that shrinks].
+        # What is mapped and no longer there kills the process, see [Note: a data file that
+        # shrinks].
         size = self.path.stat().st_size
         if size < self.num_bytes:
             raise CheckpointDamagedError(
@@ -202,7 +208,8 @@ class WeightFiles:
             if differing := sorted(set(names) ^ set(names if wanted is None else wanted)):
                 different = printable(few(differing))
                 raise CheckpointDamagedError(
-                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in {different}."
+                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in "
+                    f"{different}."
                 )
             found |= dict.fromkeys(names, opened)
         path = folder / CONFIG_FILE
@@ -284,7 +291,8 @@ def check_tokenizer(tokenizer: Any) -> None:
         and not callable(getattr(tokenizer, "save_pretrained", None))
     ):
         raise CheckpointError(
-            f"Expected a tokenizer of ours or one with save_pretrained, got {type(tokenizer).__name__}."
+            "Expected a tokenizer of ours or one with save_pretrained, got "
+            f"{type(tokenizer).__name__}."
         )
 
 
@@ -312,7 +320,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
 
 def _byte_level() -> tokenizers.Tokenizer:
     """`ByteTokenizer` as the tokenizers library has it."""
-    # Its printable stand-in for each byte: the bytes that are printable stand for themselves, others for later letters.
+    # Its printable stand-in for each byte: the bytes that are printable stand for themselves,
+    # others for later letters.
     is_printable = [chr(byte) in set(pre_tokenizers.ByteLevel.alphabet()) for byte in range(256)]
     others = iter(range(256, 512))
     letters = [chr(byte) if is_printable[byte] else chr(next(others)) for byte in range(256)]

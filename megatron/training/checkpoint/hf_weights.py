@@ -1,14 +1,17 @@
-"""Weights as the transformers library keeps them: safetensors files, config.json and a tokenizer in one folder.
+"""Weights as the transformers library keeps them: safetensors files, config.json and a tokenizer in
+one folder.
 
     save_hf(model, "exports/gpt", device, tokenizer=tokenizer)   # all ranks together
     load_hf(model, "exports/gpt")                                # all ranks together, on any number of ranks
 
-Our GPT goes by the names of an architecture that computes the same (`megatron/core/models/gpt/hugging_face.py`), a
-model of the transformers library by its own; any other module has its own names too, and no config.json.
+Our GPT goes by the names of an architecture that computes the same
+(`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library by its own; any
+other module has its own names too, and no config.json.
 
-[Note: no tensor is gathered] Ranks write what they hold as a checkpoint of weights alone, beside the folder and under
-a hidden name. Rank 0 reads that one piece by piece, writes it down as safetensors, and deletes it. So no rank ever has
-a whole tensor, and the disk has room for the weights twice.
+[Note: no tensor is gathered] Ranks write what they hold as a checkpoint of weights alone, beside
+the folder and under a hidden name. Rank 0 reads that one piece by piece, writes it down as
+safetensors, and deletes it. So no rank ever has a whole tensor, and the disk has room for the
+weights twice.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
-# What a config.json says that decides what weights of the same names and shapes compute. Rotary embeddings are
-# compared besides.
+# What a config.json says that decides what weights of the same names and shapes compute. Rotary
+# embeddings are compared besides.
 _ARITHMETIC = (
     "model_type",
     "num_attention_heads",
@@ -89,21 +92,23 @@ def save_hf(
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the default group together.
+    """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
+    default group together.
 
-    The folder is there once it is whole and on disk, or it is not there. Main weights are written, in their dtype.
-    Updates of them that are under way are waited for.
+    The folder is there once it is whole and on disk, or it is not there. Main weights are written,
+    in their dtype. Updates of them that are under way are waited for.
 
     Args:
         model: sharded by either engine, or plain and the same on every rank.
-        folder: of a file system that all ranks see. What an earlier save into it has left unfinished is deleted.
+        folder: of a file system that all ranks see. What an earlier save into it has left
+            unfinished is deleted.
         tokenizer: one of ours, or anything with a `save_pretrained(folder)`; rank 0's is written.
         max_shard_bytes: of the tensors in one file; one tensor always fits.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be written, or for a
-            tokenizer of another kind.
+        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be
+            written, or for a tokenizer of another kind.
         ValueError: for a URL, or shards without room.
     """
     if "://" in str(folder):
@@ -129,20 +134,23 @@ def save_hf(
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> None:
-    """Loads weights from safetensors files into a model, in place. All ranks of the default group together.
+    """Loads weights from safetensors files into a model, in place. All ranks of the default group
+    together.
 
-    Each rank reads what it holds. Compute weights follow when they are used next, and so do the main weights of an
-    offloaded optimizer; its other states stay as they are. Other floating-point dtypes are converted.
+    Each rank reads what it holds. Compute weights follow when they are used next, and so do the
+    main weights of an offloaded optimizer; its other states stay as they are. Other floating-point
+    dtypes are converted.
 
     Args:
         model: as in `save_hf`, with no save of it under way.
-        folder: with `model.safetensors`, or shards and their index. If it has a config.json, that must describe what
-            the model computes.
+        folder: with `model.safetensors`, or shards and their index. If it has a config.json, that
+            must describe what the model computes.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, before anything is touched: for files that are missing or broken, and for names,
-            shapes, dtypes or a config that are not this model's. Only reading may fail later.
+        CheckpointError: on all ranks, before anything is touched: for files that are missing or
+            broken, and for names, shapes, dtypes or a config that are not this model's. Only
+            reading may fail later.
     """
     folder = Path(folder)
     contents = on_all_ranks(lambda: _collect(model))
@@ -214,7 +222,9 @@ def _remove(folder: Path, token: str) -> None:
 
 
 def _begin(folder: Path) -> str:
-    """Rank 0: looks whether there may be a folder, deletes what earlier saves have left, and draws a token."""
+    """Rank 0: looks whether there may be a folder, deletes what earlier saves have left, and draws
+    a token.
+    """
     _check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove(folder, "[0-9a-f]{8}")
@@ -342,7 +352,9 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
 
 
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
-    """Of tied weights, the names that the transformers library does not write, by the one that it does."""
+    """Of tied weights, the names that the transformers library does not write, by the one that it
+    does.
+    """
     if isinstance(model, GPTModel):
         return (
             {}
@@ -386,7 +398,9 @@ def _pieces(entry: Entry) -> Iterator[Box]:
 
 @torch.no_grad()
 def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
-    """Reads this rank's parts, in place. That autograd sees the writes is what makes compute weights follow."""
+    """Reads this rank's parts, in place. That autograd sees the writes is what makes compute
+    weights follow.
+    """
     for entry in contents.entries:
         part = entry.part_of(entry.values.target())
         for box in _pieces(entry):
@@ -395,7 +409,9 @@ def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) ->
 
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """What a config.json says of the arithmetic that is not so in the model; nothing where one of them says nothing."""
+    """What a config.json says of the arithmetic that is not so in the model; nothing where one of
+    them says nothing.
+    """
     own: Mapping[str, Any] = {}
     if isinstance(model, GPTModel):
         own = hf_config(model.config, model.vocab_size)
@@ -422,7 +438,9 @@ def _rotated_share(config: Mapping[str, Any]) -> Any:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding that a config.json describes, as it does since version 5 of transformers or before."""
+    """The rotary embedding that a config.json describes, as it does since version 5 of transformers
+    or before.
+    """
     parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     if theta is None:

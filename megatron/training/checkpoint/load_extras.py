@@ -210,12 +210,15 @@ def _schedule(
     )
     raise ConfigError(
         f"Expected the learning-rate schedule of the checkpoint, got {differences}. "
-        "Choose with --override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
+        "Choose with --override-opt-param-scheduler (this run's) or "
+        "--use-checkpoint-opt-param-scheduler."
     )
 
 
 def _loss_scaler(own: LossScaler | None, info: RecoverInfo, source: str) -> LossScaler | None:
-    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had none."""
+    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had
+    none.
+    """
     if own is None or info.loss_scaler is None:
         return own
     try:
@@ -234,5 +237,6 @@ def _read_like(checkpoint: ReadableCheckpoint, key: str, own: torch.Tensor) -> t
             return read_piece(checkpoint, key, Box((0,) * own.dim(), tuple(own.shape)))
         got = f"{entry.properties.dtype} of shape {tuple(entry.size)}"
     raise CheckpointError(
-        f"Expected {key} in {checkpoint.path} to be {own.dtype} of shape {tuple(own.shape)}, got {got}."
+        f"Expected {key} in {checkpoint.path} to be {own.dtype} of shape {tuple(own.shape)}, got "
+        f"{got}."
     )

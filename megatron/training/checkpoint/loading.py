@@ -3,8 +3,8 @@
 A load is a transaction: everything is read and checked first, on all ranks, then installed.
 
 What the flags do not ask for is not read, and so is never a reason to refuse a checkpoint. With
-`--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options that
-this run replaces with its own may be anything.
+`--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options
+that this run replaces with its own may be anything.
 """
 
 from __future__ import annotations
@@ -98,22 +98,24 @@ def load_run(
     known_damage: Mapping[str, str] | None = None,
     on_damage: Callable[[str, str], None] | None = None,
 ) -> Loaded | None:
-    """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks together.
+    """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks
+    together.
 
     One that turns out to be damaged is passed over, loudly, for the one before it, unless
     `--ckpt-step` or `--load` names that very checkpoint.
 
     Args:
         schedule: says whose schedule and optimizer options hold where the checkpoint's differ.
-        known_damage: why checkpoints at these paths are damaged, as was found before: they are not read again.
+        known_damage: why checkpoints at these paths are damaged, as was found before: they are not
+            read again.
         on_damage: is told the path and the reason of each that is found to be.
 
     Returns:
         None if there is no checkpoint at all, which `--exit-on-missing-checkpoint` makes an error.
 
     Raises:
-        CheckpointError: for a checkpoint that is there but cannot be loaded. `state` has not been changed, unless a
-            file that could be read a moment ago could not be read again.
+        CheckpointError: for a checkpoint that is there but cannot be loaded. `state` has not been
+            changed, unless a file that could be read a moment ago could not be read again.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
     load = config.load
@@ -202,13 +204,15 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
     if config.ckpt_step is not None:
         if config.ckpt_step not in published:
             raise ConfigError(
-                f"--ckpt-step: expected one of {published}, which are in {store.root}, got {config.ckpt_step}."
+                f"--ckpt-step: expected one of {published}, which are in {store.root}, got "
+                f"{config.ckpt_step}."
             )
         return [load, [checkpoint_name(config.ckpt_step)]]
     newest = latest_iteration(store)
     if newest is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
-            f"--load: expected a checkpoint in {store.root}, got none, and --exit-on-missing-checkpoint is set."
+            f"--load: expected a checkpoint in {store.root}, got none, and "
+            "--exit-on-missing-checkpoint is set."
         )
     return [load, [checkpoint_name(iteration) for iteration in reversed(published)]]
 

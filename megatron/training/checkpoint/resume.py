@@ -7,8 +7,8 @@
         handler.dump(engine, info)         # at the set frequency
     handler.dump_last(engine, info)
 
-"There is none" and "there is one that cannot be read" are never taken for each other: the one begins a run, the other
-ends it, unless an older checkpoint is intact.
+"There is none" and "there is one that cannot be read" are never taken for each other: the one
+begins a run, the other ends it, unless an older checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ _OF_SCHEDULE_AND_OPTIONS = {
 class Frequency:
     """When the state is saved: every so many steps or samples; None: not by that.
 
-    Seconds (`--save-interval-seconds`) are not here: clocks differ, so ranks vote; see `Votes.late`.
+    Seconds (`--save-interval-seconds`) are not here: clocks differ, so ranks vote; see
+    `Votes.late`.
     """
 
     steps: int | None = None
@@ -124,7 +125,9 @@ class Votes(NamedTuple):
 
 
 class RecoverHandler:
-    """See the module's docstring. A context manager while there is something to save; all ranks enter it together."""
+    """See the module's docstring. A context manager while there is something to save; all ranks
+    enter it together.
+    """
 
     def __init__(
         self,
@@ -160,10 +163,11 @@ class RecoverHandler:
     # Loading
 
     def load(self, engine: ModuleEngine) -> Loaded | None:
-        """Puts the engine where the run is to go on: all of it, or none of it. All ranks call it together.
+        """Puts the engine where the run is to go on: all of it, or none of it. All ranks call it
+        together.
 
-        With `--recover-mode` on or auto that is the newest intact checkpoint in the folder of `--save`; where there is
-        none, and with off, what `--load` and its flags say.
+        With `--recover-mode` on or auto that is the newest intact checkpoint in the folder of
+        `--save`; where there is none, and with off, what `--load` and its flags say.
 
         Returns:
             None if there is no checkpoint, and training begins with the initial weights.
@@ -176,7 +180,8 @@ class RecoverHandler:
         if save is not None and not self._config.training.skip_train:
             if not self._config.checkpoint.save_optim:
                 logger.warning(
-                    "--no-save-optim: what is saved in %s cannot be resumed, only loaded as weights",
+                    "--no-save-optim: what is saved in %s cannot be resumed, only loaded as "
+                    "weights",
                     save,
                 )
             on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
@@ -213,7 +218,9 @@ class RecoverHandler:
         return loaded
 
     def prepare_folder(self, engine: ModuleEngine, loaded: Loaded | None) -> None:
-        """Makes the folder of `--save` ready for this run; see `check_save_folder`. All ranks call it together."""
+        """Makes the folder of `--save` ready for this run; see `check_save_folder`. All ranks call
+        it together.
+        """
         damaged = [] if loaded is None else loaded.damaged
         for path, what in check_save_folder(
             self._config.checkpoint, engine.step_info().iteration, damaged
@@ -236,8 +243,8 @@ class RecoverHandler:
         newest, is_from_save = on_first_rank(look, f"looking for checkpoints in {save}")
         if newest is None and mode == "on":
             raise ConfigError(f"--recover-mode on: expected a checkpoint in {save}, got none.")
-        # Whoever loads from the run's own folder, a step of it or weights alone, means what they say; but once, and not
-        # again when the job is relaunched.
+        # Whoever loads from the run's own folder, a step of it or weights alone, means what they
+        # say; but once, and not again when the job is relaunched.
         has_saved = known.has_saved or (
             newest is not None and known.begun is not None and newest > known.begun
         )
@@ -254,8 +261,10 @@ class RecoverHandler:
         if self._restart_count and attempts > retries:
             raise ExitError(
                 ExitCode.NO_PROGRESS,
-                f"Expected to get from iteration {iteration} to the next checkpoint in {retries} relaunches "
-                f"(--recover-retries), got {attempts} attempts that ended before. See events.jsonl for how they did.",
+                f"Expected to get from iteration {iteration} to the next checkpoint in {retries} "
+                "relaunches "
+                f"(--recover-retries), got {attempts} attempts that ended before. See events.jsonl "
+                "for how they did.",
             )
 
     def _on_damage(self, path: str, reason: str) -> None:
@@ -266,7 +275,8 @@ class RecoverHandler:
         saved_batch, batch = info.config.get("global_batch_size"), self._config.global_batch_size
         if saved_batch not in (None, batch):
             logger.warning(
-                "a global batch has %d samples now, and had %d: with a number of ranks that may change, give "
+                "a global batch has %d samples now, and had %d: with a number of ranks that may "
+                "change, give "
                 "--global-batch-size",
                 batch,
                 saved_batch,
@@ -286,7 +296,9 @@ class RecoverHandler:
     # Saving
 
     def __enter__(self) -> RecoverHandler:
-        """CheckpointError on all ranks, if what earlier runs left unfinished cannot be looked through."""
+        """CheckpointError on all ranks, if what earlier runs left unfinished cannot be looked
+        through.
+        """
         checkpoint = self._config.checkpoint
         if self._config.training.skip_train:
             return (
@@ -333,7 +345,9 @@ class RecoverHandler:
 
     @property
     def save_seconds(self) -> float | None:
-        """What a save takes that begins now: the longest of the last few, twice if one is under way. None: unknown."""
+        """What a save takes that begins now: the longest of the last few, twice if one is under
+        way. None: unknown.
+        """
         seconds = max(self._save_seconds[-3:], default=None)
         return 2 * seconds if seconds is not None and self.is_saving else seconds
 
@@ -351,18 +365,21 @@ class RecoverHandler:
         return Votes(float(self.is_saving), float(has_failed), float(is_late))
 
     def check(self, engine: ModuleEngine) -> None:
-        """CheckpointError now, rather than at the first save, if there is something that the format cannot hold."""
+        """CheckpointError now, rather than at the first save, if there is something that the format
+        cannot hold.
+        """
         if self._manager is not None:
             engine.state.contents(self._device, with_optim=self._config.checkpoint.save_optim)
 
     def dump(self, engine: ModuleEngine, info: RecoverInfo, num_busy: float = 0.0) -> None:
         """Saves, in the background with `--async-save`. All ranks call it together.
 
-        A failure is logged, and shows in the next votes; but what cannot be saved at all is an error here.
+        A failure is logged, and shows in the next votes; but what cannot be saved at all is an
+        error here.
 
         Args:
-            num_busy: ranks that were still saving, summed in this very iteration: so that all of them leave this save
-                out (`--async-save-busy skip`), or none.
+            num_busy: ranks that were still saving, summed in this very iteration: so that all of
+                them leave this save out (`--async-save-busy skip`), or none.
         """
         checkpoint, iteration = self._config.checkpoint, engine.step_info().iteration
         self._last_dump = self._clock()
@@ -450,7 +467,9 @@ def _folder_of(load: str) -> str:
 
 
 def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:
-    """Flags to load the newest checkpoint of the run itself: those of `--load` speak of how it once began."""
+    """Flags to load the newest checkpoint of the run itself: those of `--load` speak of how it once
+    began.
+    """
     return replace(
         checkpoint,
         load=root,

@@ -1,8 +1,9 @@
-"""`RecoverInfo`: what a checkpoint says of its run besides tensors. It is `train_state.json`, inside the checkpoint.
+"""`RecoverInfo`: what a checkpoint says of its run besides tensors. It is `train_state.json`,
+inside the checkpoint.
 
-The states of random generators are not among it: they are each rank's own, and so are tensors of the checkpoint that
-each rank writes (`rng.<rank>.<name>`). Put together here, they would have to be gathered, and saving communicates
-nothing.
+The states of random generators are not among it: they are each rank's own, and so are tensors of
+the checkpoint that each rank writes (`rng.<rank>.<name>`). Put together here, they would have to be
+gathered, and saving communicates nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run's checkpoint covers, and saving it as one: model, optimizer, schedule, random generators and counters."""
+"""What a run's checkpoint covers, and saving it as one: model, optimizer, schedule, random
+generators and counters.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class RunState:
         evaluator: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> RecoverInfo:
-        """What a checkpoint of the present moment says besides tensors. Without what others know, it says nothing."""
+        """What a checkpoint of the present moment says besides tensors. Without what others know,
+        it says nothing.
+        """
         scaler = self.optimizer.loss_scaler
         return RecoverInfo(
             self.step_info,
@@ -123,7 +127,8 @@ def save_torch_dcp(
 def save_once(
     path: str, state: RunState, device: Device, *, with_optim: bool, ckpt_format: str
 ) -> None:
-    """Saves to a folder of this path, which is none of a run's. Called by all ranks together, which wait for it.
+    """Saves to a folder of this path, which is none of a run's. Called by all ranks together, which
+    wait for it.
 
     Raises:
         CheckpointError: on all ranks, if it could not be saved, or there is something at the path.
@@ -168,7 +173,9 @@ def save_once(
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """(the folder that a checkpoint is in, its own name). ValueError for a path that has no two parts."""
+    """(the folder that a checkpoint is in, its own name). ValueError for a path that has no two
+    parts.
+    """
     root, _, name = str(path).rstrip("/").rpartition("/")
     if not name or name in (".", "..") or root.endswith(":/"):
         raise ValueError(f"Expected the path of a checkpoint's folder, got {path!r}.")
@@ -192,11 +199,12 @@ def make_save_folder(root: str) -> None:
 def check_save_folder(
     config: CheckpointConfig, start_iteration: int, damaged: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """Makes the folder of `--save` ready for a run. Called by all ranks together, before there is anything to lose.
+    """Makes the folder of `--save` ready for a run. Called by all ranks together, before there is
+    anything to lose.
 
     Args:
-        damaged: paths of checkpoints that were passed over for being damaged. Those in the folder of `--save` are set
-            aside: they would stand in the way of what is saved again.
+        damaged: paths of checkpoints that were passed over for being damaged. Those in the folder
+            of `--save` are set aside: they would stand in the way of what is saved again.
 
     Returns:
         The paths of what has been set aside, each with a sentence that says where it is now.
@@ -221,7 +229,9 @@ def place_of(root: str) -> str:
 
 
 def checkpoint_path(root: str, iteration: int) -> str:
-    """Where the checkpoint of an iteration is, as events and relaunches know it: the same however `root` is named."""
+    """Where the checkpoint of an iteration is, as events and relaunches know it: the same however
+    `root` is named.
+    """
     return f"{place_of(root)}/{checkpoint_name(iteration)}"
 
 
@@ -243,7 +253,8 @@ def _check_save_folder(
     ]
     if in_the_way:
         raise ConfigError(
-            f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, where this run begins, "
+            f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, "
+            "where this run begins, "
             f"got {in_the_way} in {root}. Load the newest with --load, or save elsewhere."
         )
     return _set_aside(store, start_iteration, newer)

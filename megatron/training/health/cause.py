@@ -1,8 +1,9 @@
-"""Whose fault it is that a run cannot go on: pure functions from what the ranks say to the one cause that all name.
+"""Whose fault it is that a run cannot go on: pure functions from what the ranks say to the one
+cause that all name.
 
-When a rank dies, the others see consequences: connections that close, collectives that time out. The ranks therefore
-call the roll (`roll_call.py`); here is what a rank says of itself, and what follows from what all have said. In this
-order, the first that there is:
+When a rank dies, the others see consequences: connections that close, collectives that time out.
+The ranks therefore call the roll (`roll_call.py`); here is what a rank says of itself, and what
+follows from what all have said. In this order, the first that there is:
 
 1. ranks that have failed by an error of their own, the earliest first;
 2. ranks that are dead, or do not answer;
@@ -29,17 +30,19 @@ from megatron.core.log import printable
 from megatron.core.rank_waits import is_marked
 from megatron.training.health.exits import ExitCode
 
-# How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have caused. Those of other
-# types than RuntimeError itself have classes of their own.
+# How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
+# caused. Those of other types than RuntimeError itself have classes of their own.
 _PEER_FAILURE = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused)|Timed out waiting \d+ ?ms|monitoredBarrier|NCCL|ncclComm|"
+    r"gloo/transport|Connection (closed|reset|refused)|Timed out waiting \d+ "
+    r"?ms|monitoredBarrier|NCCL|ncclComm|"
     r"Watchdog caught collective|Socket (Timeout|Error)|Gloo connectFullMesh"
 )
 _TIMEOUT = re.compile(r"[Tt]imed? ?out")
 
-# A thread is inside a collective if one of its frames lies in the first of these, or the innermost in the second. Ours
-# are not listed: functions that wait say so themselves (`rank_waits.py`). Nor is synchronisation with a device, which
-# waits for other ranks only if a collective of it is not over (`issued_collectives.py`).
+# A thread is inside a collective if one of its frames lies in the first of these, or the innermost
+# in the second. Ours are not listed: functions that wait say so themselves (`rank_waits.py`). Nor
+# is synchronisation with a device, which waits for other ranks only if a collective of it is not
+# over (`issued_collectives.py`).
 _COLLECTIVE_FILES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
@@ -110,7 +113,9 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """What `to_json` gave. Texts are made harmless, since they are to be logged. ValueError for other types."""
+        """What `to_json` gave. Texts are made harmless, since they are to be logged. ValueError for
+        other types.
+        """
         record = cls(**typed_fields(cls, values))
         if record.error_code not in set(ExitCode):
             raise ValueError(f"Expected an exit code, got {record.error_code}.")
@@ -128,7 +133,9 @@ class Record:
 
 
 class Silence(enum.Enum):
-    """Why a rank does not answer, as far as a rank on its machine can tell; the surest first. For one, for several."""
+    """Why a rank does not answer, as far as a rank on its machine can tell; the surest first. For
+    one, for several.
+    """
 
     GONE = ("was killed or has crashed", "were killed or have crashed")
     STOPPED = (
@@ -173,7 +180,9 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """What `to_json` gave. Texts are made harmless, since they are logged. ValueError for other types."""
+        """What `to_json` gave. Texts are made harmless, since they are logged. ValueError for other
+        types.
+        """
         fields = typed_fields(cls, values)
         codes = {name: ExitCode(fields[name]) for name in ("code", "run_code")}
         return cls(**{**fields, **codes, "ranks": tuple(fields["ranks"])})
@@ -196,7 +205,9 @@ _MOST_CHARACTERS, _MOST_LINES = (
 
 
 def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other types."""
+    """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other
+    types.
+    """
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping) or values.keys() != fields.keys():
         raise ValueError(
@@ -223,7 +234,9 @@ def _is_plausible(number: object) -> bool:
 
 
 def _harmless(name: str, text: str) -> str:
-    """A text as it may be logged: one line, but for a stack, whose lines are indented and so cannot pass for others."""
+    """A text as it may be logged: one line, but for a stack, whose lines are indented and so cannot
+    pass for others.
+    """
     if name != "stack" or not text:
         return printable(text, _MOST_CHARACTERS)
     lines = text[: 500 * _MOST_LINES].split("\n")[:_MOST_LINES]
@@ -233,13 +246,14 @@ def _harmless(name: str, text: str) -> str:
 def find_cause(
     records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False
 ) -> Verdict | None:
-    """The cause of the run's end, the same whatever the order of the arguments; None: there is no reason to end it.
+    """The cause of the run's end, the same whatever the order of the arguments; None: there is no
+    reason to end it.
 
     Args:
-        records: of the ranks that have answered, and the last words of those that have ended. None are left if all
-            ranks that could answer have finished: then there is nothing to end.
-        absent: the others. A rank that has finished is in neither. Those that are not known to be dead count only if
-            some rank cannot go on without all.
+        records: of the ranks that have answered, and the last words of those that have ended. None
+            are left if all ranks that could answer have finished: then there is nothing to end.
+        absent: the others. A rank that has finished is in neither. Those that are not known to be
+            dead count only if some rank cannot go on without all.
         is_alone: whether the others could not be asked, since the store is lost too.
     """
     if not records:
@@ -272,7 +286,9 @@ def find_cause(
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error, or what led to it, is the failure of a collective, which another rank may have caused."""
+    """Whether an error, or what led to it, is the failure of a collective, which another rank may
+    have caused.
+    """
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
@@ -295,7 +311,8 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
-    """Whether the main thread waits for other ranks: in a collective, or for a thread that is in one.
+    """Whether the main thread waits for other ranks: in a collective, or for a thread that is in
+    one.
 
     Args:
         main: its stack.
@@ -311,7 +328,9 @@ def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
 
 
 def place_of(stack: Stack) -> str:
-    """Where a thread is: the innermost frame of this project, and the innermost of all if that is another."""
+    """Where a thread is: the innermost frame of this project, and the innermost of all if that is
+    another.
+    """
     if not stack:
         return "an unknown place"
     own = [
@@ -376,7 +395,9 @@ def _silence(
 
 
 def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
-    """The cause when some rank has made no progress for too long, and all that have not finished answer."""
+    """The cause when some rank has made no progress for too long, and all that have not finished
+    answer.
+    """
     longest = max(record.idle_seconds for record in answered)
     # A rank that moves is not the one that hangs, even if it is outside of any wait just now.
     suspects = [

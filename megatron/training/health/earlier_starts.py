@@ -38,9 +38,9 @@ class Memory:
     def read(cls, folder: str | Path) -> Memory:
         """From the events of the starts since the job was last launched by hand.
 
-        The log is as trusted as the folder of checkpoints that it lies in by default: whoever can write it
-        can also delete them. Lines that are torn or not JSON say nothing; a log that cannot be read is a
-        warning, as one that cannot be written, and is not worth a run.
+        The log is as trusted as the folder of checkpoints that it lies in by default: whoever can
+        write it can also delete them. Lines that are torn or not JSON say nothing; a log that
+        cannot be read is a warning, as one that cannot be written, and is not worth a run.
 
         Raises:
             CheckpointError: for an event whose fields have other types than they are written with.

@@ -1,7 +1,9 @@
-"""What happens to a run, for operators and scripts: `events.jsonl`, a line for each event, and `heartbeat.json`.
+"""What happens to a run, for operators and scripts: `events.jsonl`, a line for each event, and
+`heartbeat.json`.
 
-docs/recovery.md lists the events and their fields. All ranks append to the one file, and a run that is started again
-goes on with it. Readers take what they understand: lines may be missing or torn, and fields may come to be added.
+docs/recovery.md lists the events and their fields. All ranks append to the one file, and a run that
+is started again goes on with it. Readers take what they understand: lines may be missing or torn,
+and fields may come to be added.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _MOST_HEARTBEAT_BYTES = 65536
 class EventLog:
     """Appends to a run's events. Without a folder, drops them.
 
-    Never raises and never ends a run: a disk that fails is one warning. Any thread may call it, and a signal handler.
+    Never raises and never ends a run: a disk that fails is one warning. Any thread may call it, and
+    a signal handler.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class EventLog:
         self._has_warned = False
 
     def write(self, kind: str, /, **fields: object) -> None:
-        """Appends {"time", "event": kind, "rank", "restart", **fields}; numbers that are not finite become null."""
+        """Appends {"time", "event": kind, "rank", "restart", **fields}; numbers that are not finite
+        become null.
+        """
         if self._lines is None:
             return
         try:
@@ -69,7 +74,9 @@ class EventLog:
             self._warn(self._lines.path, error)
 
     def beat(self, **fields: object) -> None:
-        """Replaces the heartbeat by {"time", "restart", **fields}. Readers see the old one or the new one, whole."""
+        """Replaces the heartbeat by {"time", "restart", **fields}. Readers see the old one or the
+        new one, whole.
+        """
         if self._heartbeat is None:
             return
         temporary = temporary_path(self._heartbeat)
@@ -100,7 +107,8 @@ class EventLog:
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """A run's events, in the order in which they were written; none if there is no such file.
 
-    Lines that are no JSON objects, torn ones say, are passed over. OSError if it cannot be read, or is no regular file.
+    Lines that are no JSON objects, torn ones say, are passed over. OSError if it cannot be read, or
+    is no regular file.
     """
     return read_json_lines(Path(folder) / EVENTS_FILE)
 

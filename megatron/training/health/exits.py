@@ -17,9 +17,13 @@ from megatron.core.options import ConfigError
 
 
 class ExitCode(enum.IntEnum):
-    """How a run ended. Codes of 128 and more are the shell's: 128 + the signal that ended the process."""
+    """How a run ended. Codes of 128 and more are the shell's: 128 + the signal that ended the
+    process.
+    """
 
-    FINISHED = 0  # trained to the end, or a planned stop (--exit-interval, --exit-duration-in-mins); the state is saved
+    # trained to the end, or a planned stop (--exit-interval, --exit-duration-in-mins); the state is
+    # saved
+    FINISHED = 0
     FAILED = 1  # an error nobody foresaw; its traceback is printed
     BAD_CONFIGURATION = 2  # a configuration that cannot be honoured, by this machine's memory say
     BAD_FILES = 3  # a checkpoint or data that cannot be used
@@ -35,7 +39,8 @@ class ExitCode(enum.IntEnum):
 
 
 class ExitError(RuntimeError):
-    """Ends the run with a code of its own. The message is one line and says all there is to say: no traceback.
+    """Ends the run with a code of its own. The message is one line and says all there is to say: no
+    traceback.
 
     Args:
         code: what the process is to end with.
@@ -50,7 +55,9 @@ class ExitError(RuntimeError):
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The code of a run that this error ends. An interrupt from the keyboard and whatever else is FAILED."""
+    """The code of a run that this error ends. An interrupt from the keyboard and whatever else is
+    FAILED.
+    """
     if isinstance(error, ExitError):
         return error.code
     if isinstance(error, (ConfigError, HostMemoryError, PinError)):
@@ -61,15 +68,18 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Whether the error's message is all that its reader needs, so that it is printed without a traceback."""
+    """Whether the error's message is all that its reader needs, so that it is printed without a
+    traceback.
+    """
     return isinstance(error, ExitError) or code_of(error) is not ExitCode.FAILED
 
 
 def process_status(code: ExitCode, is_elastic: bool) -> int:
     """What the process itself ends with, 0 to 255.
 
-    The agent of torchrun starts a rank again for every status but 0, at once and on the same machine. That is wrong
-    for a rank that was told to leave: it ends with 0, and the event log says what happened.
+    The agent of torchrun starts a rank again for every status but 0, at once and on the same
+    machine. That is wrong for a rank that was told to leave: it ends with 0, and the event log says
+    what happened.
     """
     is_preempted = code in (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
     return 0 if is_preempted and is_elastic else int(code)
@@ -78,14 +88,15 @@ def process_status(code: ExitCode, is_elastic: bool) -> int:
 def exit_process(status: int, patience_seconds: float | None = None) -> NoReturn:
     """Ends this process, from whichever thread, without the interpreter's finalisation.
 
-    gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the interpreter is being
-    finalised ends in std::terminate: a run that went well would now and then exit with SIGABRT. Everything has been
-    closed and saved by now. (Lanes are safe without this: [Note: the end of the program] in lanes.py.)
+    gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the
+    interpreter is being finalised ends in std::terminate: a run that went well would now and then
+    exit with SIGABRT. Everything has been closed and saved by now. (Lanes are safe without this:
+    [Note: the end of the program] in lanes.py.)
 
     Args:
         status: what the process ends with, 0 to 255.
-        patience_seconds: how long what was printed may take to get out; None: as long as it takes. Another thread
-            that is stuck in printing keeps the stream locked for ever.
+        patience_seconds: how long what was printed may take to get out; None: as long as it takes.
+            Another thread that is stuck in printing keeps the stream locked for ever.
     """
     if patience_seconds is not None:
         impatience = threading.Timer(patience_seconds, os._exit, (status,))

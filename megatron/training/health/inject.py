@@ -1,9 +1,11 @@
-"""Fault injection: a rank that dies, hangs, is slow, gets a NaN or a full disk, at a moment that a flag names.
+"""Fault injection: a rank that dies, hangs, is slow, gets a NaN or a full disk, at a moment that a
+flag names.
 
     --inject kill:rank=1,step=17,at=step,delay=0.004 disk-full:step=20
 
-For tests and drills. Nothing happens without the flag, and the flag is refused where a path looks like production
-(`looks_like_production`). Every injection is written to the event log, before it strikes, and told as a warning.
+For tests and drills. Nothing happens without the flag, and the flag is refused where a path looks
+like production (`looks_like_production`). Every injection is written to the event log, before it
+strikes, and told as a warning.
 """
 
 from __future__ import annotations
@@ -55,14 +57,16 @@ class Injection:
     """One fault, as its specification `KIND:key=value,...` names it.
 
     Attributes:
-        kind: `kill` sends SIGKILL to the own process; `hang` sleeps for ever; `nan` makes the loss NaN; `slow` sleeps
-            `seconds` in each iteration from `step` on; `disk-full` fails what is written of the checkpoint of `step`.
+        kind: `kill` sends SIGKILL to the own process; `hang` sleeps for ever; `nan` makes the loss
+            NaN; `slow` sleeps `seconds` in each iteration from `step` on; `disk-full` fails what is
+            written of the checkpoint of `step`.
         rank: None: all.
-        step: the iteration, as phases count it: the one being made in a step, those made in a save, the one resumed
-            from at the start. None, in phases of the start alone: whichever it is.
+        step: the iteration, as phases count it: the one being made in a step, those made in a save,
+            the one resumed from at the start. None, in phases of the start alone: whichever it is.
         at: the phase that it strikes at the beginning of.
         restart: how often the job has been restarted when it strikes; None: however often.
-        delay: seconds from the beginning of the phase, so that it strikes in the middle of what comes then.
+        delay: seconds from the beginning of the phase, so that it strikes in the middle of what
+            comes then.
         seconds: for `slow`.
         times: for `slow`: in so many iterations; None: to the end.
     """
@@ -125,7 +129,8 @@ class InjectConfig:
 
     inject: tuple[str, ...] = option(
         (),
-        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow or disk-full; e.g. kill:rank=1,step=17",
+        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow or disk-full; e.g. "
+        "kill:rank=1,step=17",
     )
 
     def __post_init__(self) -> None:
@@ -180,7 +185,9 @@ class Injections:
                 self._strike(armed.injection, is_first=armed.num_taken == 1)
 
     def forward_step(self, forward_step: ForwardStep, iteration: int) -> ForwardStep:
-        """The function for the microbatches of an iteration: the given one, or one whose loss is NaN."""
+        """The function for the microbatches of an iteration: the given one, or one whose loss is
+        NaN.
+        """
         due = [
             a.injection
             for a in self._armed
@@ -240,7 +247,8 @@ def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
         expect(
             not looks_like_production(path),
             _FLAG,
-            f"local paths without {', '.join(sorted(_PRODUCTION))} among the words of their folders",
+            f"local paths without {', '.join(sorted(_PRODUCTION))} among the words of their "
+            "folders",
             path,
         )
 
@@ -248,16 +256,19 @@ def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
 def looks_like_production(path: str) -> bool:
     """Whether no fault may be injected into a run that reads or writes there.
 
-    So it is on a remote store, whatever its name ("s3://bucket/try"), and where a word of a folder or of the file is
-    prod, production, release or live, in any case. Words are runs of letters: "/data/prod-2" and "/data/GPT_Live1"
-    look like production, "/data/products" and "/data/alive" do not.
+    So it is on a remote store, whatever its name ("s3://bucket/try"), and where a word of a folder
+    or of the file is prod, production, release or live, in any case. Words are runs of letters:
+    "/data/prod-2" and "/data/GPT_Live1" look like production, "/data/products" and "/data/alive" do
+    not.
     """
     words = {word.lower() for word in re.split(r"[^A-Za-z]+", path)}
     return "://" in path or not words.isdisjoint(_PRODUCTION)
 
 
 class _FullStore:
-    """A store whose disk is full while the checkpoint of one iteration is written. All else is the given store's."""
+    """A store whose disk is full while the checkpoint of one iteration is written. All else is the
+    given store's.
+    """
 
     def __init__(
         self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]
@@ -288,7 +299,9 @@ class _FullStore:
         )
 
     def _is_of_draft(self, path: str) -> bool:
-        """Drafts are named like the checkpoint, alone or with a token behind a dot. See `Store.draft_name`."""
+        """Drafts are named like the checkpoint, alone or with a token behind a dot. See
+        `Store.draft_name`.
+        """
         found = parse_folder(path.partition("/")[0])
         return found is not None and found.iteration == self._iteration
 

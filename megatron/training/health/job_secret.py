@@ -1,8 +1,8 @@
 """The secret that the ranks of a job share, and what they sign with it.
 
-torchrun's store listens on all interfaces and asks nobody who they are. What the ranks tell each other through it, who
-starts with whom and why a run is to end, is therefore signed: a record that was not made with the job's secret, or was
-made for another key, rank or start, is not acted upon.
+torchrun's store listens on all interfaces and asks nobody who they are. What the ranks tell each
+other through it, who starts with whom and why a run is to end, is therefore signed: a record that
+was not made with the job's secret, or was made for another key, rank or start, is not acted upon.
 
 [Note: where the secret comes from]
 
@@ -11,8 +11,8 @@ made for another key, rank or start, is not acted upon.
     neither, one machine      a file in a folder of the user's own beside the temporary files, made when it is missing
     neither, several          none: records are not signed, which is one warning
 
-Machines cannot share a secret that the job makes up by itself, since the store is all they have in common. A guess that
-they share a file system would make jobs fail to start where they do not.
+Machines cannot share a secret that the job makes up by itself, since the store is all they have in
+common. A guess that they share a file system would make jobs fail to start where they do not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Signer:
     """Signs the records of one start of a job, and tells them from others.
 
     Args:
-        secret: that the ranks share. Empty: records are checked for their form, but whoever knows it can make them.
+        secret: that the ranks share. Empty: records are checked for their form, but whoever knows
+            it can make them.
         scope: the start's name, so that a record of another start is none of this one.
     """
 
@@ -58,7 +59,9 @@ class Signer:
         self._scope = scope
 
     def sign(self, key: str, rank: int, content: Mapping[str, Any]) -> str:
-        """The text to store under `key`: a signature, the rank that has made it, and the content as JSON."""
+        """The text to store under `key`: a signature, the rank that has made it, and the content as
+        JSON.
+        """
         text = json.dumps(content, allow_nan=False)
         return f"{self._mac(key, rank, text)} {rank} {text}"
 
@@ -69,7 +72,8 @@ class Signer:
             rank: that must have made it; None: any.
 
         Raises:
-            BadRecordError: if it was not signed with the secret, for this key, by this rank, in this start.
+            BadRecordError: if it was not signed with the secret, for this key, by this rank, in
+                this start.
         """
         if len(record) > _MOST_RECORD_BYTES:
             raise BadRecordError(
@@ -125,15 +129,19 @@ def job_secret(*, is_one_machine: bool) -> bytes | None:
 
 
 def _secret_of_this_machine() -> bytes:
-    """The secret that all jobs of this user on this machine share; the first that needs it makes it."""
+    """The secret that all jobs of this user on this machine share; the first that needs it makes
+    it.
+    """
     folder = Path(tempfile.gettempdir()) / f"megatron-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     # Anybody can make a folder of this name among the temporary files, or a link.
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or _is_open_to_others(status):
         raise ConfigError(
-            f"Expected {folder} to be a folder that nobody but user {os.geteuid()} owns or may enter, got mode "
-            f"{stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it, or set {SECRET_VARIABLE}."
+            f"Expected {folder} to be a folder that nobody but user {os.geteuid()} owns or may "
+            "enter, got mode "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it, or set "
+            f"{SECRET_VARIABLE}."
         )
 
     path = folder / "job_secret"
@@ -143,7 +151,9 @@ def _secret_of_this_machine() -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Makes the file, unless another rank was faster. It has all its bytes as soon as it has its name."""
+    """Makes the file, unless another rank was faster. It has all its bytes as soon as it has its
+    name.
+    """
     temporary = temporary_path(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -158,7 +168,9 @@ def _make_secret(path: Path) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    """The content of a file without white space around it. ConfigError if others can read or write it."""
+    """The content of a file without white space around it. ConfigError if others can read or write
+    it.
+    """
     with open_regular(path, "a file with a job's secret") as stream:
         status = os.fstat(stream.fileno())
         if _is_open_to_others(status):
@@ -177,7 +189,8 @@ def _checked(secret: bytes, where: str) -> bytes:
     """ConfigError, without the secret, for one that can be guessed, or is none."""
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
-            f"{where}: expected a secret of {_LEAST_BYTES} to {_MOST_BYTES} bytes, got one of {len(secret)}. "
+            f"{where}: expected a secret of {_LEAST_BYTES} to {_MOST_BYTES} bytes, got one of "
+            f"{len(secret)}. "
             "`openssl rand -hex 32` makes one; a file that this project made may be removed."
         )
     return secret

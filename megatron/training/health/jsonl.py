@@ -1,7 +1,8 @@
-"""Files of one JSON object a line that several processes append to, and that a kill at any moment leaves readable.
+"""Files of one JSON object a line that several processes append to, and that a kill at any moment
+leaves readable.
 
-They may stand in a folder that others can write to, so a line may hold anything and be of any length. What is read is
-bounded, and lines that are not plausible are passed over like torn ones.
+They may stand in a folder that others can write to, so a line may hold anything and be of any
+length. What is read is bounded, and lines that are not plausible are passed over like torn ones.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ _MOST_DIGITS = 1000  # of an integer; a float has no more than 309 before its po
 class JsonLines:
     """Appends to such a file. Makes the file and its folder if need be.
 
-    A line is one write(2) to a descriptor in append mode, so that lines of several ranks do not mix on a local file
-    system. A process that was killed, or a disk that was full, may leave half a line at the end: whoever appends next
-    closes it off with a newline first, so that nothing but that line is lost. No lock and no descriptor is kept between
-    two lines: threads may append side by side, and a signal handler in the middle of an append.
+    A line is one write(2) to a descriptor in append mode, so that lines of several ranks do not mix
+    on a local file system. A process that was killed, or a disk that was full, may leave half a
+    line at the end: whoever appends next closes it off with a newline first, so that nothing but
+    that line is lost. No lock and no descriptor is kept between two lines: threads may append side
+    by side, and a signal handler in the middle of an append.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Appends one object. Numbers that are not finite become null, and what JSON does not know becomes its `str`.
+        """Appends one object. Numbers that are not finite become null, and what JSON does not know
+        becomes its `str`.
 
         Raises:
             OSError: if the line could not be written whole, or the file is not a regular one.
@@ -72,7 +75,8 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects in such a file, in order; none if there is no file. Lines that are no JSON object are passed over.
+    """The objects in such a file, in order; none if there is no file. Lines that are no JSON object
+    are passed over.
 
     Of a file larger than 16 MiB only the end is read.
 
@@ -94,7 +98,9 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` is; None if it is none, or too long, too deep or with too large an integer."""
+    """The JSON object that `text` is; None if it is none, or too long, too deep or with too large
+    an integer.
+    """
     if len(text) > _MOST_LINE_BYTES:
         return None
     try:
@@ -116,14 +122,18 @@ def _end_of(stream: FileIO, size: int) -> bytes:
 
 
 def _bounded_int(text: str) -> int:
-    """ValueError for so many digits that converting them takes long; not all versions of Python refuse them."""
+    """ValueError for so many digits that converting them takes long; not all versions of Python
+    refuse them.
+    """
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"Expected an integer of at most {_MOST_DIGITS} digits, got {len(text)}.")
     return int(text)
 
 
 def _is_shallow(value: object, depth: int) -> bool:
-    """Whether lists and objects in `value` are nested at most so deep. What is deeper has no readable `str`."""
+    """Whether lists and objects in `value` are nested at most so deep. What is deeper has no
+    readable `str`.
+    """
     if isinstance(value, dict):
         return depth > 0 and all(_is_shallow(each, depth - 1) for each in value.values())
     if isinstance(value, list):
@@ -138,7 +148,9 @@ def _has_open_line(descriptor: int) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """`value`, plain data, with None for every float in it that is not finite, and lists for tuples."""
+    """`value`, plain data, with None for every float in it that is not finite, and lists for
+    tuples.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""The roll call: the ranks tell each other how they are, when something is wrong, and agree on one verdict.
+"""The roll call: the ranks tell each other how they are, when something is wrong, and agree on one
+verdict.
 
 The keys, in the store of the process group, under the prefix `watchdog`:
 
@@ -11,9 +12,10 @@ The keys, in the store of the process group, under the prefix `watchdog`:
     N/verdict     the cause, by whoever was first to have all answers, or to run out of patience
     N/done        how many ranks have read the verdict
 
-Every wait is bounded. A store that is lost leaves each rank with what it can see by itself. All but the counters are
-signed records (`job_secret.py`): the store may be open to a network. One that was not made by this start, or has other
-types, counts as missing and is one warning. Counters can only have the roll called, which costs seconds.
+Every wait is bounded. A store that is lost leaves each rank with what it can see by itself. All but
+the counters are signed records (`job_secret.py`): the store may be open to a network. One that was
+not made by this start, or has other types, counts as missing and is one warning. Counters can only
+have the roll called, which costs seconds.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class _Job(Generic[_T]):
 
 
 class BoundedStore:
-    """A store that is waited for only so long. A request that blocks for ever blocks a thread of its own."""
+    """A store that is waited for only so long. A request that blocks for ever blocks a thread of
+    its own.
+    """
 
     def __init__(self, store: Store) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
@@ -93,7 +97,9 @@ class BoundedStore:
         ).start()
 
     def call(self, work: Callable[[Store], _T]) -> _T:
-        """What `work` makes of the store. StoreLostError if it fails or takes too long, and at once from then on."""
+        """What `work` makes of the store. StoreLostError if it fails or takes too long, and at once
+        from then on.
+        """
         if self.is_lost:
             raise StoreLostError("Expected a store that answers, got one that was lost before.")
         job = _Job(work)
@@ -208,7 +214,8 @@ class RollCall:
         self._world_size = launch.world_size
         # torch's name for it. Otherwise the store ends with the process of rank 0.
         self._agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # A connection of its own: a request of the main thread may block its connection for minutes.
+        # A connection of its own: a request of the main thread may block its connection for
+        # minutes.
         self._store = None
         if store is not None and launch.world_size > 1:
             own_connection = store.clone()  # type: ignore[attr-defined]
@@ -245,7 +252,9 @@ class RollCall:
             )
 
     def leave(self, last_words: Record | None = None) -> None:
-        """Says that this rank ends, so that nobody takes it for dead: it has finished, or why not. StoreLostError."""
+        """Says that this rank ends, so that nobody takes it for dead: it has finished, or why not.
+        StoreLostError.
+        """
         if self._store is not None:
             self._put(
                 f"left/{self._rank}",
@@ -262,7 +271,9 @@ class RollCall:
         return self._store is not None and self._add("round", 0) > self.number
 
     def error_order(self) -> int:
-        """A number larger than that of every error before, on whichever rank; 0 without other ranks."""
+        """A number larger than that of every error before, on whichever rank; 0 without other
+        ranks.
+        """
         try:
             return self._add("errors", 1) if self.has_peers else 0
         except StoreLostError:
@@ -272,7 +283,8 @@ class RollCall:
         """Calls the roll, or answers if it has been called: takes a few seconds at most.
 
         Returns:
-            The cause of the run's end, the same on all ranks that are connected; None: no reason to end it was found.
+            The cause of the run's end, the same on all ranks that are connected; None: no reason to
+            end it was found.
         """
         if not self.has_peers:
             return self._judge_alone(record)
@@ -291,14 +303,18 @@ class RollCall:
             return self._judge_alone(record)
 
     def call(self) -> None:
-        """Calls the roll without taking part in it: the others read this rank's last words. Raises nothing."""
+        """Calls the roll without taking part in it: the others read this rank's last words. Raises
+        nothing.
+        """
         if self.has_peers:
             with contextlib.suppress(StoreLostError):
                 number = self._add("round", 0)
                 self._ask(lambda store: store.compare_set("round", str(number), str(number + 1)))
 
     def linger(self) -> None:
-        """Before a process ends by a verdict: waits until all have read it, if the store is in this process."""
+        """Before a process ends by a verdict: waits until all have read it, if the store is in this
+        process.
+        """
         if self._rank != 0 or self._agent_has_store or not self.has_peers:
             return
         deadline = time.monotonic() + _LINGER_SECONDS
@@ -341,14 +357,18 @@ class RollCall:
         return self._words(prefix, rank) is not None or self._silence(prefix, rank) is Silence.GONE
 
     def _report_neighbours(self, prefix: str, only_gone: bool) -> None:
-        """Tells the others which ranks of this machine are dead; in the end also what else keeps them silent."""
+        """Tells the others which ranks of this machine are dead; in the end also what else keeps
+        them silent.
+        """
         for rank, member in self._neighbours():
             silence = member.silence()
             if silence is Silence.GONE or not only_gone:
                 self._put(f"{prefix}silent/{rank}", {"silence": silence.name})
 
     def _judge(self, prefix: str, own: Record) -> _Answer:
-        """Derives the verdict from what has been said, and gives it to all, unless another rank was faster."""
+        """Derives the verdict from what has been said, and gives it to all, unless another rank was
+        faster.
+        """
         records: list[Record] = []
         absent: list[Absent] = []
         for rank in range(self._world_size):
@@ -403,7 +423,8 @@ class RollCall:
             if member.silence() is not Silence.SILENT
         ]
         if not self._agent_has_store and self._rank != 0:
-            # The store was in the process of rank 0, so that one went first. Others that are gone may have left since.
+            # The store was in the process of rank 0, so that one went first. Others that are gone
+            # may have left since.
             absent = [one for one in absent if one.rank == 0] or [self._unheard(0)]
         return find_cause([record], absent, is_alone=self._world_size > 1)
 
@@ -476,7 +497,8 @@ def _machine() -> str:
 def _stat(pid: int) -> tuple[str, str]:
     """(state as one letter, time of birth) of a process of this machine; empty if there is none."""
     try:
-        # After the name, which may hold anything: state, parent, ..., and in the 20th place the time of birth.
+        # After the name, which may hold anything: state, parent, ..., and in the 20th place the
+        # time of birth.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except OSError:

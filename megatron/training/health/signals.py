@@ -1,7 +1,8 @@
 """Signals for a thread that is not the main one.
 
-Python runs signal handlers in the main thread alone, and only once that has come back from what it calls: never, if it
-sits in a collective whose peer is dead. But the bytes that `signal.set_wakeup_fd` has it write come at once.
+Python runs signal handlers in the main thread alone, and only once that has come back from what it
+calls: never, if it sits in a collective whose peer is dead. But the bytes that
+`signal.set_wakeup_fd` has it write come at once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class SignalSocket:
         """Signals reach the socket from now on. Outside of the main thread nothing is installed.
 
         Args:
-            is_watching: whether somebody waits for them. In a process that is forked later nobody does.
+            is_watching: whether somebody waits for them. In a process that is forked later nobody
+                does.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -79,7 +81,9 @@ class SignalSocket:
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """The signals of interest that have come, in order; waits so long for the first one, or for a `wake`."""
+        """The signals of interest that have come, in order; waits so long for the first one, or for
+        a `wake`.
+        """
         self._poll.poll(1000 * seconds)
         numbers: list[int] = []
         with contextlib.suppress(BlockingIOError):
@@ -92,14 +96,18 @@ class SignalSocket:
         return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
     def forget(self) -> None:
-        """In a process that was forked: its signals are none of ours, and end it as they would any other."""
+        """In a process that was forked: its signals are none of ours, and end it as they would any
+        other.
+        """
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.set_wakeup_fd(-1)
             if self.is_own(signal.SIGTERM):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread: leaves the signal to the watching thread, or handles it as if there were none."""
+        """In the main thread: leaves the signal to the watching thread, or handles it as if there
+        were none.
+        """
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -108,8 +116,9 @@ class SignalSocket:
 _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
 
 
-# A signal that comes to a forked process before it has forgotten would be lost: Python drops what it had noted by then,
-# and the handler would leave it to a thread that is not there. So it waits until after that.
+# A signal that comes to a forked process before it has forgotten would be lost: Python drops what
+# it had noted by then, and the handler would leave it to a thread that is not there. So it waits
+# until after that.
 class _Fork(threading.local):
     """What a thread had blocked before it began to fork; None: nothing was changed."""
 

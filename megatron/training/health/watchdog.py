@@ -1,17 +1,21 @@
 """The watchdog: a thread that sees to it that a rank ends when its run cannot go on, and says why.
 
-A rank whose peer is dead, or hangs, may sit in a collective for minutes, where it runs no Python: no signal handler and
-no exception helps. So a thread of its own looks once a second, and at once when something happens, whether
+A rank whose peer is dead, or hangs, may sit in a collective for minutes, where it runs no Python:
+no signal handler and no exception helps. So a thread of its own looks once a second, and at once
+when something happens, whether
 
 - the main thread has marked progress within the time allowed (`mark`);
 - another rank has called the roll (`roll_call.py`);
-- the backend has found the failure of a collective, which the main thread may never be told of (`process_groups.py`);
-- a signal has come: `signal.set_wakeup_fd` tells the thread even while the main thread is inside a collective;
+- the backend has found the failure of a collective, which the main thread may never be told of
+  (`process_groups.py`);
+- a signal has come: `signal.set_wakeup_fd` tells the thread even while the main thread is inside a
+  collective;
 - torchrun's agent, the parent of the rank, is still alive.
 
-The roll call gives the same cause on all ranks (`cause.py`); the lowest that answers tells the log and the event log;
-then each ends, with the code that docs/recovery.md lists, and the launcher starts the job anew. The main thread takes
-part by `explain(error)`, which it calls for an exception that it did not expect.
+The roll call gives the same cause on all ranks (`cause.py`); the lowest that answers tells the log
+and the event log; then each ends, with the code that docs/recovery.md lists, and the launcher
+starts the job anew. The main thread takes part by `explain(error)`, which it calls for an exception
+that it did not expect.
 """
 
 from __future__ import annotations
@@ -60,16 +64,19 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
 _FIRST_TICK_SECONDS = 0.1  # until all ranks are there
 _BEAT_SECONDS = 5.0
-# A look that comes later than so many ticks after the last one was kept from it: the process was stopped, or starved.
-# The rest of the time does not count as idle, since the main thread could not use it either.
+# A look that comes later than so many ticks after the last one was kept from it: the process was
+# stopped, or starved. The rest of the time does not count as idle, since the main thread could not
+# use it either.
 _LONGEST_WAIT_TICKS = 2.0
 _EXPLAIN_SECONDS = 10.0  # that `explain` waits for the roll call at most
 _LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the cause
 _REPORT_SECONDS = 1.0  # for a line in the log or the event log, whose disk may hang
 _FLUSH_SECONDS = 2.0
-# After a signal, an iteration that takes longer than this may be waiting for a rank that is no more.
+# After a signal, an iteration that takes longer than this may be waiting for a rank that is no
+# more.
 _SIGNALLED_IDLE_SECONDS = 10.0
-# Phases whose length depends on the size of the data or the state. The first iterations take long too: they compile.
+# Phases whose length depends on the size of the data or the state. The first iterations take long
+# too: they compile.
 _LONG_PHASES = ("start", "build", "load", "data", "save")
 _NUM_LONG_STEPS = 2
 
@@ -99,7 +106,8 @@ def _leave(status: int) -> NoReturn:
 
 
 class Watchdog:
-    """Watches over this rank; a context manager, entered by the main thread as soon as the process group is there.
+    """Watches over this rank; a context manager, entered by the main thread as soon as the process
+    group is there.
 
     Leaving the context without an exception says that the rank has finished.
 
@@ -109,9 +117,10 @@ class Watchdog:
         signer: signs what the ranks tell each other through it; default: without a secret.
         events: the run's event log.
         hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
-        grace_seconds: from SIGTERM or SIGUSR1, if the main thread handles them, to the end of the process; None: none.
-        long_timeout_seconds: in place of `hang_timeout_seconds`, if longer, for building, loading and saving, and for
-            the first iteration.
+        grace_seconds: from SIGTERM or SIGUSR1, if the main thread handles them, to the end of the
+            process; None: none.
+        long_timeout_seconds: in place of `hang_timeout_seconds`, if longer, for building, loading
+            and saving, and for the first iteration.
         exit_process: ends the process, from the watchdog's thread.
         tick_seconds: between two looks.
         collectives: that this process has issued to its device.
@@ -145,7 +154,8 @@ class Watchdog:
         self._roll_call = RollCall(store, launch, signer or Signer(), self._report)
         self._main = threading.get_ident()
         self._parent = os.getppid()
-        # Written by the main thread, read by the watchdog's; each is one assignment, so that no lock is needed.
+        # Written by the main thread, read by the watchdog's; each is one assignment, so that no
+        # lock is needed.
         self._mark = _Mark()
         self._status: dict[str, object] = {}
         self._takes_long: Callable[[], bool] = bool  # False
@@ -212,7 +222,9 @@ class Watchdog:
         self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))
 
     def takes_long_while(self, condition: Callable[[], bool]) -> None:
-        """While it answers True, `long_timeout_seconds` holds: a save that steps wait for, say. Asked on any thread."""
+        """While it answers True, `long_timeout_seconds` holds: a save that steps wait for, say.
+        Asked on any thread.
+        """
         self._takes_long = condition
 
     def status(self, **fields: object) -> None:
@@ -222,8 +234,9 @@ class Watchdog:
     def explain(self, error: BaseException) -> Cause:
         """Whose fault an exception of the main thread is. Takes a few seconds at most.
 
-        The other ranks learn of it before this returns. One rank, the lowest that answers, has then written the cause
-        to the log and, with the exit, to the event log. The main thread is to leave: it has ten seconds.
+        The other ranks learn of it before this returns. One rank, the lowest that answers, has then
+        written the cause to the log and, with the exit, to the event log. The main thread is to
+        leave: it has ten seconds.
         """
         if self._cause is None:
             self._failure = error
@@ -302,11 +315,15 @@ class Watchdog:
         return self._idle > limit
 
     def _is_excused(self, waits: bool) -> bool:
-        """Whether the main thread waits for what may take long, and not for another rank as `waits` says."""
+        """Whether the main thread waits for what may take long, and not for another rank as `waits`
+        says.
+        """
         return self._took_long and self._idle <= self._long_timeout and not waits
 
     def _waits(self, outstanding: Outstanding | None) -> bool:
-        """Whether this rank waits for others: in a collective on its device, or else by where its threads stand."""
+        """Whether this rank waits for others: in a collective on its device, or else by where its
+        threads stand.
+        """
         if outstanding is not None:
             return outstanding.has_begun
         frames = sys._current_frames()
@@ -321,7 +338,9 @@ class Watchdog:
         return self._failed_collective is not None
 
     def _may_wait_in_vain(self) -> bool:
-        """Whether this rank was signalled, perhaps since another one is dead, and has not moved since; asked once."""
+        """Whether this rank was signalled, perhaps since another one is dead, and has not moved
+        since; asked once.
+        """
         if (
             self._signalled is None
             or self._has_asked_after_signal
@@ -332,7 +351,9 @@ class Watchdog:
         return True
 
     def _take_part(self) -> None:
-        """Holds a roll call. If that finds a cause the process ends, by the main thread if it asked, else from here."""
+        """Holds a roll call. If that finds a cause the process ends, by the main thread if it
+        asked, else from here.
+        """
         asked = self._failure
         verdict = self._roll_call.hold(self._record(asked))
         if self._is_ending:
@@ -431,7 +452,9 @@ class Watchdog:
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """A signal that schedulers end jobs with, which is often the news that another rank is dead."""
+        """A signal that schedulers end jobs with, which is often the news that another rank is
+        dead.
+        """
         if self._signalled is None:
             self._signalled = (number, time.monotonic())
             iteration = self._seen_mark.iteration
@@ -538,7 +561,9 @@ def _in_one_line(error: BaseException | None) -> str:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Does something that may hang, a line in a log say, whose lock a stuck thread may hold; waits only so long."""
+    """Does something that may hang, a line in a log say, whose lock a stuck thread may hold; waits
+    only so long.
+    """
     thread = threading.Thread(target=work, name="watchdog report", daemon=True)
     thread.start()
     thread.join(seconds)

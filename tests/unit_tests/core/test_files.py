@@ -131,7 +131,9 @@ def test_a_sparse_file_of_a_terabyte_is_refused_without_being_read(tmp_path, mon
 
 
 def test_a_file_that_says_nothing_of_its_size_is_read_up_to_the_bound(monkeypatch):
-    """Files of /proc are regular and have a size of 0, as has one that has grown since it was looked at."""
+    """Files of /proc are regular and have a size of 0, as has one that has grown since it was
+    looked at.
+    """
     assert read_regular("/proc/self/status", max_bytes=1 << 20).startswith(b"Name:")
     monkeypatch.setattr(files, "_READ_BYTES", 3)
     with pytest.raises(UnusableFileError, match="at most 7 bytes, got 8 or more"):

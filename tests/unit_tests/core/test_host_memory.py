@@ -317,7 +317,8 @@ def test_the_sum_is_shown_when_it_does_not_fit():
     with pytest.raises(HostMemoryError) as caught:
         check_host_memory(NEEDS, num_local_ranks=8, limits=HostLimits(100 * GIB, 64 * GIB))
     assert str(caught.value) == (
-        "Expected host memory for main weights 12.00 GiB + gradients 4.00 GiB (pinned) = 16.00 GiB, times 8 ranks on "
+        "Expected host memory for main weights 12.00 GiB + gradients 4.00 GiB (pinned) = 16.00 "
+        "GiB, times 8 ranks on "
         "this machine = 128.00 GiB, got available: MemAvailable 100.00 GiB, cgroup 64.00 GiB."
     )
 

@@ -82,7 +82,9 @@ def test_the_oldest_that_is_not_over_counts(device):
 
 
 def test_of_two_streams_the_one_with_the_older_collective_counts(device):
-    """The gather that was prefetched has begun; the reduction before it waits for this rank's own computation."""
+    """The gather that was prefetched has begun; the reduction before it waits for this rank's own
+    computation.
+    """
     reducing, gathering = device, HandMoved()
     collectives = IssuedCollectives()
     issue(collectives, reducing, "reduction")

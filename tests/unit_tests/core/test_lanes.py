@@ -114,7 +114,8 @@ def test_a_lane_lets_go_of_work_that_is_done_or_has_failed(lanes, work):
     else:
         with pytest.raises(ValueError, match="the cause"):
             event.wait()
-        # The error knows the frames it came through, and they the buffer: whoever keeps the lane keeps the error.
+        # The error knows the frames it came through, and they the buffer: whoever keeps the lane
+        # keeps the error.
         lanes[0].close()
         lanes[0] = CPU.lane("lane-0")
     del buffer, event
@@ -150,7 +151,9 @@ def test_a_closed_lane_has_finished_its_work_and_takes_no_more():
     plan=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12),
 )
 def test_delays_change_when_work_runs_but_never_what_it_sees(seed, plan):
-    """Each piece of work doubles and adds to a buffer after the one before it; only the order makes the result."""
+    """Each piece of work doubles and adds to a buffer after the one before it; only the order makes
+    the result.
+    """
     made = [CPU.lane(f"lane-{number}") for number in range(3)]
     try:
         with delays(seed):
@@ -282,7 +285,8 @@ def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_b
     assert {name: status for name, (status, _) in results.items()} == {
         "queued": 0, "let go": 0, "stuck": 0, "failed": 1,
     }  # fmt: skip
-    # Of the 60 seconds that the work would take. A busy machine takes ten for a program that ends at once.
+    # Of the 60 seconds that the work would take. A busy machine takes ten for a program that ends
+    # at once.
     assert results["stuck"][1] < 40, "a program does not wait for ever"
     assert results["failed"][1] < 40, "nor one that fails at all: its peers may wait for it"
     assert (

@@ -1,4 +1,6 @@
-"""Stages that misbehave, for the tests of gpu-check's runner. Imports no torch, so that each takes a blink."""
+"""Stages that misbehave, for the tests of gpu-check's runner. Imports no torch, so that each takes
+a blink.
+"""
 
 from __future__ import annotations
 

@@ -232,7 +232,8 @@ def test_any_number_of_workers_writes_the_same_files(
         ('{"text": 5}', "in.jsonl, line 3: expected a text under the key 'text', got 5 under it"),
         (
             '{"text": "a\\ud800"}',
-            "in.jsonl, line 3: expected a text that UTF-8 can hold under the key 'text', got 'a\\ud800' at character 1",
+            "in.jsonl, line 3: expected a text that UTF-8 can hold under the key 'text', got "
+            "'a\\ud800' at character 1",
         ),
         pytest.param(
             "[" * 100_000, "in.jsonl, line 3: expected JSON, got b'[[[", id="deeply nested"

@@ -100,10 +100,12 @@ def test_five_lines_say_how_a_run_is_doing(run):
     run.beat(320)
     run.now += 3.0
     assert run.lines() == [
-        "state: running since 2023-11-14 22:13:40 (4 min 5 s), heartbeat 3 s ago in forward, process 4712 on node7",
+        "state: running since 2023-11-14 22:13:40 (4 min 5 s), heartbeat 3 s ago in forward, "
+        "process 4712 on node7",
         "progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left",
         "checkpoint: iteration 300, 3 min 5 s ago, took 0.15 s; no save failed since",
-        "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 was killed in iteration 17 (forward)",
+        "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 was killed in "
+        "iteration 17 (forward)",
         "trouble: 1 skipped iteration (last 12)",
     ]
 
@@ -456,7 +458,8 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
     run.write("skip", iteration=9, grad_norm=None)
     assert run.lines()[4] == (
         "trouble: 2 skipped iterations (last 9), 1 nan iteration (last 4), "
-        "1 damaged checkpoint (last runs/a/iter_0000010), signals SIGTERM, 2 injected faults (last kill:rank=1,step=5)"
+        "1 damaged checkpoint (last runs/a/iter_0000010), signals SIGTERM, 2 injected faults (last "
+        "kill:rank=1,step=5)"
     )
 
 

@@ -93,7 +93,8 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers():
 
 def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
     assert refusal("--adam-bet1", "0.9") == (
-        "--adam-bet1: expected a known flag, got one that does not exist. Did you mean --adam-beta1?"
+        "--adam-bet1: expected a known flag, got one that does not exist. Did you mean "
+        "--adam-beta1?"
     )
 
 
@@ -170,7 +171,8 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         ),
         (
             ["--fp16", "--gpu-optimizer", "torch", "--megatron-fsdp-main-grads-dtype", "auto"],
-            "--megatron-fsdp-main-grads-dtype: expected fp32 with --fp16 and another optimizer than our own Adam",
+            "--megatron-fsdp-main-grads-dtype: expected fp32 with --fp16 and another optimizer "
+            "than our own Adam",
         ),
         (
             ["--lr-warmup-iters", "9"],
@@ -192,7 +194,8 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         ),
         (
             ["--save", "s3://bucket/run", "--ckpt-format", "torch_dcp"],
-            "--save: expected a folder of a file system with --ckpt-format torch_dcp, got 's3://bucket/run'.",
+            "--save: expected a folder of a file system with --ckpt-format torch_dcp, got "
+            "'s3://bucket/run'.",
         ),
         (
             ["--save", "x", "--async-save-busy", "skip"],
@@ -236,7 +239,8 @@ def write(tmp_path: Path, content: str) -> str:
 def test_a_file_sets_flags_and_the_command_line_overrides_it(tmp_path):
     path = write(
         tmp_path,
-        "hidden-size: 16\nadam_beta2: 0.5\nlr: 1e-3\nload: nowhere\nno-load-rng: true\nmock-data: true\n",
+        "hidden-size: 16\nadam_beta2: 0.5\nlr: 1e-3\nload: nowhere\nno-load-rng: true\nmock-data: "
+        "true\n",
     )
     config = parse_config(["--config", path, *MINIMAL], 1)
     assert config.model.hidden_size == 8
@@ -250,7 +254,8 @@ def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path)
     with pytest.raises(ConfigError) as error:
         parse_config(["--config", path], 1)
     assert str(error.value) == (
-        f"{path}: hiden-size: expected a known key, got one that does not exist. Did you mean hidden-size?"
+        f"{path}: hiden-size: expected a known key, got one that does not exist. Did you mean "
+        "hidden-size?"
     )
 
 

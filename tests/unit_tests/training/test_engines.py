@@ -1,4 +1,6 @@
-"""Both engines as programs use them: any module, steps, evaluation, checkpoints in and out, to the bit."""
+"""Both engines as programs use them: any module, steps, evaluation, checkpoints in and out, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +288,9 @@ def _net_losses(name: str | None) -> tuple[list[float], bool]:
 
 
 def test_any_module_trains_alike_in_every_engine():
-    """In bf16 too, whose main weights are the fp32 ones that it came with, and whose buffers stay what they are."""
+    """In bf16 too, whose main weights are the fp32 ones that it came with, and whose buffers stay
+    what they are.
+    """
     ((expected, _),) = run_ranks(1, _net_losses, None)
     assert expected[-1] < expected[0]
     for name in ENGINES:
@@ -344,7 +348,8 @@ def _half_on_meta(name: str) -> str:
 def test_real_weights_are_never_drawn_anew():
     (message,) = run_ranks(1, _half_on_meta, "fsdp2")
     assert message == (
-        "Expected parameters that are all real or all on meta, got head.weight, head.bias on meta and others real."
+        "Expected parameters that are all real or all on meta, got head.weight, head.bias on meta "
+        "and others real."
     )
     (deviation,) = run_ranks(1, _half_on_meta, "megatron on the device, bf16")
     assert float(deviation) == float(Net().body.weight.detach().std())

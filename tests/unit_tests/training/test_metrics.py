@@ -141,8 +141,8 @@ def test_the_log_line_has_the_means_of_its_interval_and_says_how_many_were_bad(n
     )
     assert "| throughput per device (TFLOP/s): 1.000 | tokens per second: 16 |" in line
     assert (
-        "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: 1.500 |"
-        in line
+        "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: "
+        "1.500 |" in line
     )
     assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   2 |")
 
@@ -270,7 +270,9 @@ def test_a_resumed_run_drops_the_curve_beyond_its_start(tmp_path):
 
 
 def fake_wandb(monkeypatch, logged: list) -> list[dict]:
-    """Installs a package wandb, all of whose runs are run1. Returns what `init` was asked for, call by call."""
+    """Installs a package wandb, all of whose runs are run1. Returns what `init` was asked for, call
+    by call.
+    """
     run = SimpleNamespace(
         id="run1",
         log=lambda scalars, step: logged.append((step, scalars)),
@@ -339,7 +341,9 @@ LOSSES = {
 
 
 def run_with_a_restart(now, shown, restart_after: int | None) -> list[str]:
-    """The lines of nine iterations; after `restart_after` of them the metrics are made anew from their state."""
+    """The lines of nine iterations; after `restart_after` of them the metrics are made anew from
+    their state.
+    """
     shown.clear()
     metrics = make(now, Recorder(), log_interval=3)
     for iteration, loss in LOSSES.items():
@@ -353,7 +357,8 @@ def run_with_a_restart(now, shown, restart_after: int | None) -> list[str]:
 
 
 def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_one(now, shown, monkeypatch):
-    # Every digit of the loss, since a mean without the steps before the restart could look the same in seven.
+    # Every digit of the loss, since a mean without the steps before the restart could look the same
+    # in seven.
     monkeypatch.setattr(Metrics, "_interval_line", exact_line(Metrics._interval_line))
     uninterrupted = run_with_a_restart(now, shown, None)
     assert len(uninterrupted) == 3
@@ -425,7 +430,8 @@ def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(
     )
     make(now, sink).timings(timings, 6)
     assert shown.messages[-1] == (
-        "offload (ms a step): d2h 1.2, host 10.0 (41.0 GB/s), h2d 0.9; waited for d2h 0.1, host 3.2, h2d 0.4"
+        "offload (ms a step): d2h 1.2, host 10.0 (41.0 GB/s), h2d 0.9; waited for d2h 0.1, host "
+        "3.2, h2d 0.4"
     )
     kind, record = sink.records[0]
     assert kind == "timing"

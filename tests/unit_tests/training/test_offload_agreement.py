@@ -1,4 +1,6 @@
-"""What is asked of host memory before there are weights, what is planned, reported, and really there."""
+"""What is asked of host memory before there are weights, what is planned, reported, and really
+there.
+"""
 
 from __future__ import annotations
 

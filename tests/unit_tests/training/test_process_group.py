@@ -96,7 +96,9 @@ def test_a_process_alone_opens_and_closes_its_own_group(monkeypatch):
 def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(
     monkeypatch, watched, timeout
 ):
-    """Before the group is made, since that reads the settings; and its own timeout is the longer one."""
+    """Before the group is made, since that reads the settings; and its own timeout is the longer
+    one.
+    """
     done: list[object] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(CudaDriver, "collective_backend", "gloo")
@@ -154,7 +156,9 @@ def test_every_start_from_one_store_has_a_name_of_its_own_on_which_its_ranks_agr
 
 
 def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
-    """Rank 0 finds a hello and a ready of everybody, and still waits for the ranks of its own start."""
+    """Rank 0 finds a hello and a ready of everybody, and still waits for the ranks of its own
+    start.
+    """
     store = dist.HashStore()
     _start(store, 2)
     with ThreadPoolExecutor(2) as pool:

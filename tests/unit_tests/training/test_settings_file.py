@@ -1,4 +1,6 @@
-"""Files of settings: each value means what it says, and nothing in them takes more than they are long."""
+"""Files of settings: each value means what it says, and nothing in them takes more than they are
+long.
+"""
 
 from __future__ import annotations
 

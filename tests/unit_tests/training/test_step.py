@@ -98,7 +98,9 @@ def _sharded_step(
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
 def test_ranks_and_microbatches_are_one_mean(clip_grad):
-    """Four microbatches on one rank, or two on each of two, are the step of plain PyTorch on all eight samples."""
+    """Four microbatches on one rank, or two on each of two, are the step of plain PyTorch on all
+    eight samples.
+    """
     model = make_model()
     model[1].p = 0.0
     everything = list(batches([1, 2, 3, 4]))
@@ -253,7 +255,9 @@ def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(setti
 def _overflow(
     poison: float | None, forward_step: ForwardStep
 ) -> tuple[list[StepResult], list[bool]]:
-    """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each changed nothing."""
+    """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each changed
+    nothing.
+    """
     model = make_model()
     model[1].p = 0.0
     mesh = build_mesh("cpu", dist.get_world_size())
@@ -404,7 +408,9 @@ def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[
     ids=lambda flags: flags[0] if flags else "megatron-fsdp",
 )
 def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
-    """From 2^32 on, an overflow after the other; from there the losses of fp32 to fp16's three digits."""
+    """From 2^32 on, an overflow after the other; from there the losses of fp32 to fp16's three
+    digits.
+    """
     for (found, dtypes), (expected, _) in zip(
         run_ranks(2, _train_gpt, ["--fp16", *engine], 30),
         run_ranks(2, _train_gpt, engine, 10),
@@ -427,7 +433,9 @@ def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
 
 
 def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
-    """Python's calls in this thread while a step is planned, and between reading its scalars and its first launch."""
+    """Python's calls in this thread while a step is planned, and between reading its scalars and
+    its first launch.
+    """
     config = parse_config([*GPT, "--num-layers", str(num_layers), *flags], 1)
     engine = build_engine(config.engine(), Device("cpu"), build_mesh("cpu", 1))
     engine.initialize(lambda: GPTModel(config.model, 32))
@@ -480,7 +488,9 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
     ids=["device", "offloaded"],
 )
 def test_a_step_is_planned_before_its_scalars_are_read(flags):
-    """What is left between the read and the first launch is a call for each piece at most, and little for each step."""
+    """What is left between the read and the first launch is a call for each piece at most, and
+    little for each step.
+    """
     few, many = (run_ranks(1, _calls_of_a_step, flags, num_layers)[0] for num_layers in (2, 10))
     planned = many["planning"] - few["planning"]
     left = many["after the read"] - few["after the read"]

@@ -111,7 +111,8 @@ def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
     decision = stop.stop(7, (2.0, 0.0, 1.0))
     assert (decision.code, decision.saves) == (ExitCode.PREEMPTED_UNSAVED, False)
     assert decision.reason == (
-        "another rank was signalled, and a save takes longer than what is left of --exit-signal-grace-seconds 30.0"
+        "another rank was signalled, and a save takes longer than what is left of "
+        "--exit-signal-grace-seconds 30.0"
     )
 
 

@@ -142,7 +142,8 @@ class DcpFiles:
             size = self._store.size(path)
             if info.offset + info.length > size:
                 raise CheckpointDamagedError(
-                    f"Expected {info.offset + info.length} bytes or more in {self._path(info.relative_path)}, "
+                    f"Expected {info.offset + info.length} bytes or more in "
+                    f"{self._path(info.relative_path)}, "
                     f"got {size}."
                 )
             memory = torch.empty(info.length, dtype=torch.uint8)
@@ -175,7 +176,8 @@ class DcpFiles:
                 else f"a chunk at {tuple(index.offset or ())}"
             )
             raise CheckpointDamagedError(
-                f"Expected {wanted} of {index.fqn!r} in {self._path(info.relative_path)}, got {info.length} bytes."
+                f"Expected {wanted} of {index.fqn!r} in {self._path(info.relative_path)}, got "
+                f"{info.length} bytes."
             )
 
     def _expect_chunk(self, index: MetadataIndex, found: object, source: str) -> TensorPlace:

@@ -61,7 +61,9 @@ def load_model_weights(
 
 
 def weight_keys(folder: Path, metadata: Metadata, model: nn.Module) -> set[str]:
-    """The keys that `load_model_weights` would read, and raises what it does where they cannot be told."""
+    """The keys that `load_model_weights` would read, and raises what it does where they cannot be
+    told.
+    """
     own = DCPState(model).state_dict()["model"]
     prefix = weights_prefix(list(own), list(metadata.state_dict_metadata), str(folder))
 

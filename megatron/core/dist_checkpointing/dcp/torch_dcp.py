@@ -1,7 +1,9 @@
-"""`--ckpt-format torch_dcp`: checkpoints that PyTorch DCP itself writes and reads, for the engines of others.
+"""`--ckpt-format torch_dcp`: checkpoints that PyTorch DCP itself writes and reads, for the engines
+of others.
 
-A checkpoint is PyTorch DCP's files and `train_state.json`, which holds everything that is not a tensor as plain data.
-It is written as a draft and published by rename; DCP's own collectives say when all ranks have written.
+A checkpoint is PyTorch DCP's files and `train_state.json`, which holds everything that is not a
+tensor as plain data. It is written as a draft and published by rename; DCP's own collectives say
+when all ranks have written.
 """
 
 from __future__ import annotations
@@ -62,9 +64,10 @@ def save_checkpoint(
         iteration: of the checkpoint.
         state: nested dict of tensors (DTensors stay sharded: each rank writes what it has) and of
             plain data: numbers, strings, and lists, tuples and dicts of them.
-        train_state: plain data, for `train_state.json`; rank 0's is written. None: without that file.
-        name: of its folder, for one that is not to count among a run's: the tracker file stays as it is. Default:
-            `checkpoint_name(iteration)`.
+        train_state: plain data, for `train_state.json`; rank 0's is written. None: without that
+            file.
+        name: of its folder, for one that is not to count among a run's: the tracker file stays as
+            it is. Default: `checkpoint_name(iteration)`.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write. Nothing has been published
@@ -146,7 +149,8 @@ def read_metadata(folder: Path) -> Metadata:
     """DCP's metadata of a published checkpoint, whose chunks cover every tensor exactly.
 
     Raises:
-        CheckpointDamagedError: if it is not there or not readable, or leaves a part of a tensor out.
+        CheckpointDamagedError: if it is not there or not readable, or leaves a part of a tensor
+            out.
     """
     path = folder / METADATA_FILE
     with system_errors(str(path)):
@@ -167,7 +171,8 @@ def check_files(
     checks_data: bool = True,
     keys: Container[str] | None = None,
 ) -> None:
-    """Holds a published checkpoint's files against its metadata, and their data against torch.save's CRC-32.
+    """Holds a published checkpoint's files against its metadata, and their data against
+    torch.save's CRC-32.
 
     Args:
         rank, world_size: ranks share the data out among them.
@@ -191,7 +196,8 @@ def check_files(
 
 
 def check_steps(folder: Path, metadata: Metadata, *, verify: bool = True) -> None:
-    """Reads an optimizer's counters of steps, which are all of its states that not every value fits.
+    """Reads an optimizer's counters of steps, which are all of its states that not every value
+    fits.
 
     An optimizer refuses others too, but only once weights and states are in place.
 
@@ -224,9 +230,11 @@ def load_tensors(
     *,
     verify: bool = True,
 ) -> None:
-    """Reads a published checkpoint into `state`, whose tensors are written in place. Called by all ranks together.
+    """Reads a published checkpoint into `state`, whose tensors are written in place. Called by all
+    ranks together.
 
-    DCP's planner says which part of which chunk goes where. It is not asked to read: see `dcp_files`.
+    DCP's planner says which part of which chunk goes where. It is not asked to read: see
+    `dcp_files`.
 
     Args:
         folder: the checkpoint.
@@ -236,9 +244,9 @@ def load_tensors(
         verify: whether to hold what is read against torch.save's CRC-32.
 
     Raises:
-        CheckpointError: before anything is touched if a tensor is missing, unasked for, or of another shape or dtype,
-            or if plain data is missing or more than that; afterwards only if a file cannot be read, which
-            `check_files` has found out before.
+        CheckpointError: before anything is touched if a tensor is missing, unasked for, or of
+            another shape or dtype, or if plain data is missing or more than that; afterwards only
+            if a file cannot be read, which `check_files` has found out before.
     """
     on_all_ranks(lambda: _load(folder, metadata, state, ignored_prefixes, verify))
 

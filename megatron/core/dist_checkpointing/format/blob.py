@@ -1,24 +1,26 @@
 """What `torch.save` writes around a tensor's data, without the tensor.
 
-DCP stores each chunk of a tensor as one blob: what `torch.save` makes of the tensor, a zip archive with a small pickle,
-the raw data in a record of its own, and a directory. Its length can be computed, so that one rank can say where the
-blobs of all ranks lie; and header and footer can be made apart from the data, so that the data is written straight from
-where it is.
+DCP stores each chunk of a tensor as one blob: what `torch.save` makes of the tensor, a zip archive
+with a small pickle, the raw data in a record of its own, and a directory. Its length can be
+computed, so that one rank can say where the blobs of all ranks lie; and header and footer can be
+made apart from the data, so that the data is written straight from where it is.
 
-[Note: blob lengths] Nothing in a blob but the data has a length that depends on the numbers themselves. The pickle has
-the sizes, the strides, and the number of elements or bytes of the storage; an integer takes 2, 3, 5 or more bytes by
-its magnitude alone. So all tensors of one dtype and number of dimensions whose integers take the same number of bytes
-together have headers of the same length. Records begin on multiples of 64 bytes, so the footer's length depends on how
-far the data reaches beyond one.
+[Note: blob lengths] Nothing in a blob but the data has a length that depends on the numbers
+themselves. The pickle has the sizes, the strides, and the number of elements or bytes of the
+storage; an integer takes 2, 3, 5 or more bytes by its magnitude alone. So all tensors of one dtype
+and number of dimensions whose integers take the same number of bytes together have headers of the
+same length. Records begin on multiples of 64 bytes, so the footer's length depends on how far the
+data reaches beyond one.
 
     | record with the pickle | small records | record's head .. |  data  | .. small records | directory |
     0                                                           ^ 64 * k
-    <------------------ header_nbytes ------------------------->< data_nbytes ><-------- footer -------->
+    <------------------ header_nbytes ------------------------->< data_nbytes ><-------- footer
+    -------->
 
-Lengths are not written down here but learned from `torch.save`, one call for each class. Sizes and offsets of 4 GiB
-and more take more room in a zip archive, so data of that size are classes of their own. About the very shape it is
-asked for data just short of 4 GiB, where some offsets behind it are beyond and some are not, and for no data, which is
-a record of another form.
+Lengths are not written down here but learned from `torch.save`, one call for each class. Sizes and
+offsets of 4 GiB and more take more room in a zip archive, so data of that size are classes of their
+own. About the very shape it is asked for data just short of 4 GiB, where some offsets behind it are
+beyond and some are not, and for no data, which is a record of another form.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _MAX_REST_NBYTES = 1 << 16  # more than all of a blob but its data
 
 
 def _pickled_nbytes(bits: int) -> int:
-    """Bytes that an integer of at least 0 with so many bits takes in a pickle of torch.save's protocol 2."""
+    """Bytes that an integer of at least 0 with so many bits takes in a pickle of torch.save's
+    protocol 2.
+    """
     if bits <= 8:
         return 2
     if bits <= 16:
@@ -112,8 +116,8 @@ def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
 def blob_frame(dtype: torch.dtype, shape: Sequence[int]) -> tuple[bytes, bytes]:
     """What stands before and behind the data in the blob of a contiguous CPU tensor.
 
-    No memory is needed for the data, however large. A tensor without elements has all of its blob in the header.
-    The CRC-32 of the data is left 0; torch does not check it.
+    No memory is needed for the data, however large. A tensor without elements has all of its blob
+    in the header. The CRC-32 of the data is left 0; torch does not check it.
 
     Raises:
         ValueError: for a negative size.
@@ -138,8 +142,8 @@ def plain_blob(value: object) -> bytes:
     The same value gives the same bytes, whichever of its parts are one object.
 
     Args:
-        value: None, numbers, strings, dtypes, tensors, and lists, tuples and dicts of these. Tensors are saved as
-            contiguous CPU tensors without the rest of their storage.
+        value: None, numbers, strings, dtypes, tensors, and lists, tuples and dicts of these.
+            Tensors are saved as contiguous CPU tensors without the rest of their storage.
 
     Raises:
         ValueError: if there is anything else in it, with its place.
@@ -157,7 +161,9 @@ def _measured_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> BlobLayout:
 
 @lru_cache(maxsize=4096)  # 2 KB each
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Header and footer as torch.save writes them around the data of a tensor that is in nobody's memory."""
+    """Header and footer as torch.save writes them around the data of a tensor that is in nobody's
+    memory.
+    """
     sink = _FrameSink()
     with torch.serialization.skip_data(materialize_fake_tensors=True), fake_tensor_mode():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
@@ -171,7 +177,9 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 class _FrameSink:
-    """A file for torch.save under skip_data: it keeps what is written, and how far the one seek over the data goes."""
+    """A file for torch.save under skip_data: it keeps what is written, and how far the one seek
+    over the data goes.
+    """
 
     def __init__(self) -> None:
         self.header = bytearray()
@@ -186,7 +194,8 @@ class _FrameSink:
     def seek(self, offset: int, whence: int) -> int:
         if whence != io.SEEK_CUR or self.skipped_nbytes:
             raise RuntimeError(
-                f"Expected one seek from the current place over the data, got another of {offset} bytes "
+                f"Expected one seek from the current place over the data, got another of {offset} "
+                "bytes "
                 f"with whence {whence} from torch {torch.__version__}."
             )
         self.skipped_nbytes = offset
@@ -199,7 +208,8 @@ class _FrameSink:
 def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
     """A copy of plain data in which equal strings are one object and nothing else is.
 
-    A pickle refers back to an object that it has seen, so its bytes would depend on which of two equal ones it was.
+    A pickle refers back to an object that it has seen, so its bytes would depend on which of two
+    equal ones it was.
     """
     kind = type(value)
     if kind in _PLAIN_LEAVES:

@@ -1,9 +1,11 @@
-"""Tensors that have a size and no memory, from which we learn what `torch.save` writes around a tensor's data.
+"""Tensors that have a size and no memory, from which we learn what `torch.save` writes around a
+tensor's data.
 
-[Note: a guard that dies with its thread] Where torch is built for GPUs and finds none, the first FakeTensorMode of the
-process replaces torch's device guard by one that pretends. The guard serves all threads, but torch 2.11 lets it belong
-to the thread that entered the mode: when that thread ends, torch is left with a pointer to freed memory, and the next
-backward, or the next FakeTensorMode, is a segmentation fault. Saves run on lanes, whose threads end. So a thread that
+[Note: a guard that dies with its thread] Where torch is built for GPUs and finds none, the first
+FakeTensorMode of the process replaces torch's device guard by one that pretends. The guard serves
+all threads, but torch 2.11 lets it belong to the thread that entered the mode: when that thread
+ends, torch is left with a pointer to freed memory, and the next backward, or the next
+FakeTensorMode, is a segmentation fault. Saves run on lanes, whose threads end. So a thread that
 never ends enters the mode before any other does. torch 2.12 keeps the guard as long as the process.
 """
 

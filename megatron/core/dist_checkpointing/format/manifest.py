@@ -1,10 +1,12 @@
-"""What a published checkpoint says about its own files: a manifest per rank, and the marker over all of them.
+"""What a published checkpoint says about its own files: a manifest per rank, and the marker over
+all of them.
 
     manifest_0.json     the chunks in rank 0's data file, where their bytes lie, and a digest of every block of them
     published.json      the marker: sizes of all files, digests of the small ones and of itself; written last
 
-So every byte that a load uses is covered: data by the digests of a manifest, the manifest by the marker, the marker by
-itself. Digests are of blocks, not of chunks, so that a load which needs ten rows of a chunk need not read all of it.
+So every byte that a load uses is covered: data by the digests of a manifest, the manifest by the
+marker, the marker by itself. Digests are of blocks, not of chunks, so that a load which needs ten
+rows of a chunk need not read all of it.
 
 Both files are JSON and deterministic: the same content is the same bytes.
 """

@@ -1,11 +1,12 @@
 """The `.metadata` of a DCP checkpoint, composed from arithmetic.
 
-`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: for every tensor its dtype, shape and
-chunks, and for every chunk the file and the place in it.
+`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: for every tensor its
+dtype, shape and chunks, and for every chunk the file and the place in it.
 
-[Note: composing] A checkpoint of a thousand ranks has a hundred thousand chunks. Making four objects for each, only
-for `pickle` to take them apart again, takes several times as long as writing down the opcodes, of which there are few:
-the pickle begins with everything that is named over and over, and the rest refers to that.
+[Note: composing] A checkpoint of a thousand ranks has a hundred thousand chunks. Making four
+objects for each, only for `pickle` to take them apart again, takes several times as long as writing
+down the opcodes, of which there are few: the pickle begins with everything that is named over and
+over, and the rest refers to that.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]
 
 
 def nested_path(key: str) -> tuple[str, ...]:
-    """Where a key's value stands in the nested dict that DCP gives to those who ask for all of a checkpoint.
+    """Where a key's value stands in the nested dict that DCP gives to those who ask for all of a
+    checkpoint.
 
-    "model.layers.0.weight" is at "layers.0.weight" in "model": names of parameters are not taken apart.
+    "model.layers.0.weight" is at "layers.0.weight" in "model": names of parameters are not taken
+    apart.
     """
     root, dot, rest = key.partition(".")
     if not dot:
@@ -121,8 +124,8 @@ def _code_of_text(value: str) -> bytes:
 class _Composer:
     """Writes the opcodes of one pickle. Lives for one `compose_metadata`.
 
-    The unpickler numbers what it is told to remember in the order in which it meets it, so opcodes have to be made in
-    the order in which they are written.
+    The unpickler numbers what it is told to remember in the order in which it meets it, so opcodes
+    have to be made in the order in which they are written.
     """
 
     def __init__(self) -> None:
@@ -270,7 +273,9 @@ class _Composer:
         return self._prepared(_code_of_text(module) + _code_of_text(name) + pickle.STACK_GLOBAL)
 
     def _prepared(self, code: bytes) -> bytes:
-        """Has the unpickler make something and set it aside. Returns the opcodes that bring it back."""
+        """Has the unpickler make something and set it aside. Returns the opcodes that bring it
+        back.
+        """
         reference, code = self._remembered(code)
         self._parts += [code, pickle.POP]
         return reference

@@ -1,7 +1,8 @@
 """The `.metadata` of a DCP checkpoint, ours or one that DCP wrote, read without running anything.
 
-[Note: reading] `safe_pickle` reads the pickle, into records in the place of DCP's objects. Only once
-every field of a record has been found to be of the right type is the object made that it stands for.
+[Note: reading] `safe_pickle` reads the pickle, into records in the place of DCP's objects. Only
+once every field of a record has been found to be of the right type is the object made that it
+stands for.
 
 A small pickle can refer to one long list from a hundred thousand records. So lists and tuples are
 checked once, however many records share them; keys, sizes and paths, which the readers of a
@@ -39,13 +40,15 @@ _MAX_FOLDER_CHARS = 4096
 
 
 def parse_metadata(content: bytes, source: str) -> Metadata:
-    """Reads a `.metadata`, ours or one that DCP wrote, without running anything. See [Note: reading].
+    """Reads a `.metadata`, ours or one that DCP wrote, without running anything. See [Note:
+    reading].
 
     Args:
         source: the file's name, for messages.
 
     Raises:
-        CheckpointDamagedError: if it is not a whole `Metadata` whose fields have the types they should have.
+        CheckpointDamagedError: if it is not a whole `Metadata` whose fields have the types they
+            should have.
         CheckpointError: if it names anything but DCP's own classes, or files outside of its folder.
     """
     found = read_pickle(content, source, _ADMITTED, "the classes of DCP's metadata")
@@ -69,7 +72,9 @@ _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def _looked_up(table: Mapping[Any, object], kind: type) -> Call:
-    """A function that looks something up. The type comes first: hashing anything could take for ever."""
+    """A function that looks something up. The type comes first: hashing anything could take for
+    ever.
+    """
 
     def look_up(name: object) -> object:
         if type(name) is not kind:
@@ -108,7 +113,9 @@ _ADMITTED: dict[tuple[str, str], object] = {
 
 
 class _RecordReader:
-    """Makes of records the objects that they stand for, if all of their fields are of the right type."""
+    """Makes of records the objects that they stand for, if all of their fields are of the right
+    type.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source

@@ -91,13 +91,16 @@ def published_iterations(store: Folders) -> list[int]:
 
 
 def latest_iteration(store: Folders) -> int | None:
-    """The newest published checkpoint's iteration, or None if the store holds nothing of a checkpoint.
+    """The newest published checkpoint's iteration, or None if the store holds nothing of a
+    checkpoint.
 
-    What counts is what has been published. The tracker file may lag by one after a crash between the two.
+    What counts is what has been published. The tracker file may lag by one after a crash between
+    the two.
 
     Raises:
-        CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there. "There is one that
-            cannot be found" must not look like "there is none", or a run would begin anew over its own results.
+        CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
+            "There is one that cannot be found" must not look like "there is none", or a run would
+            begin anew over its own results.
     """
     published = published_iterations(store)
     tracked = _read_tracker(store)
@@ -115,12 +118,14 @@ def latest_iteration(store: Folders) -> int | None:
     tracker = f"{store.root}/{TRACKER_FILE}"
     if tracked not in published:
         raise CheckpointError(
-            f"Expected {store.root}/{checkpoint_name(tracked)}, which {tracker} names, got checkpoints {published}. "
+            f"Expected {store.root}/{checkpoint_name(tracked)}, which {tracker} names, got "
+            f"checkpoints {published}. "
             "Name one with --ckpt-step, or correct the file."
         )
     if tracked != published[-1]:
         logger.warning(
-            "%s names %d, and %d has been published since; taking that. To go back, use --ckpt-step.",
+            "%s names %d, and %d has been published since; taking that. To go back, use "
+            "--ckpt-step.",
             tracker,
             tracked,
             published[-1],

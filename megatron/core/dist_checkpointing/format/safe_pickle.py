@@ -130,7 +130,8 @@ def read_pickle(
         ) from None
     if machine.position != len(content):
         raise CheckpointDamagedError(
-            f"Expected {source} to end with its pickle at byte {machine.position}, got {len(content)} bytes."
+            f"Expected {source} to end with its pickle at byte {machine.position}, got "
+            f"{len(content)} bytes."
         )
     return value
 

@@ -1,8 +1,10 @@
-"""A published checkpoint, opened and proven consistent before anything of it is used, and read in parts.
+"""A published checkpoint, opened and proven consistent before anything of it is used, and read in
+parts.
 
-Whatever is wrong with its files is a CheckpointDamagedError that names the file, and the key where there is one, and
-comes before the bytes are believed: sizes, `.metadata` and the coverage of every tensor when it is opened, manifests
-when the first chunk of a file is read, data block by block as it is read.
+Whatever is wrong with its files is a CheckpointDamagedError that names the file, and the key where
+there is one, and comes before the bytes are believed: sizes, `.metadata` and the coverage of every
+tensor when it is opened, manifests when the first chunk of a file is read, data block by block as
+it is read.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from megatron.core.dist_checkpointing.store import Store
 
 
 class PublishedCheckpoint:
-    """One published checkpoint of the format `fsdp_dtensor`, to read from. Any number of threads may read at a time.
+    """One published checkpoint of the format `fsdp_dtensor`, to read from. Any number of threads
+    may read at a time.
 
     Attributes:
         path: where it is, for messages.
@@ -93,13 +96,15 @@ class PublishedCheckpoint:
         """Opens the checkpoint in the folder `name` of `store`.
 
         Args:
-            verify: whether to hold data against its digests as it is read. Everything else is verified in any case.
+            verify: whether to hold data against its digests as it is read. Everything else is
+                verified in any case.
 
         Raises:
-            CheckpointDamagedError: if it is not whole: a file is missing or has another size, the marker, `.metadata`
-                or `train_state.json` is not what was written, a tensor is not covered by its chunks.
-            CheckpointError: if it is of another version of the format, names what may not be unpickled, or cannot be
-                read for a reason that does not lie in its files.
+            CheckpointDamagedError: if it is not whole: a file is missing or has another size, the
+                marker, `.metadata` or `train_state.json` is not what was written, a tensor is not
+                covered by its chunks.
+            CheckpointError: if it is of another version of the format, names what may not be
+                unpickled, or cannot be read for a reason that does not lie in its files.
         """
         marker = read_marker(store, name)
         for file in marker.files:
@@ -145,24 +150,28 @@ class PublishedCheckpoint:
         source = f"{key!r} in {self.path}/{file}"
         if record.data_nbytes > MAX_PLAIN_BYTES:
             raise CheckpointDamagedError(
-                f"Expected at most {MAX_PLAIN_BYTES} bytes of plain data {source}, got {record.data_nbytes}."
+                f"Expected at most {MAX_PLAIN_BYTES} bytes of plain data {source}, got "
+                f"{record.data_nbytes}."
             )
         content = torch.empty(record.data_nbytes, dtype=torch.uint8)
         self._open_chunk(file, record).read(0, content.numpy().data)
         return read_plain(content, f"plain data {source}", checks_crc=False)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """Fills `out` with the box of tensor `key` that begins at `offsets` and has the shape of `out`.
+        """Fills `out` with the box of tensor `key` that begins at `offsets` and has the shape of
+        `out`.
 
-        Only the blocks that the box needs are read, whichever chunks they belong to; without digests, the bytes alone,
-        give or take a page. Where they lie together in a chunk and in `out`, and `out` is in host memory, they are read
-        to where they belong; others go through a few MiB of memory.
+        Only the blocks that the box needs are read, whichever chunks they belong to; without
+        digests, the bytes alone, give or take a page. Where they lie together in a chunk and in
+        `out`, and `out` is in host memory, they are read to where they belong; others go through a
+        few MiB of memory.
 
         Returns:
             The number of bytes of data read.
 
         Raises:
-            CheckpointDamagedError: if the bytes are not those that were written; some of `out` may have been filled.
+            CheckpointDamagedError: if the bytes are not those that were written; some of `out` may
+                have been filled.
             CheckpointError: if there is no tensor of that key.
             ValueError: for a box that is not in the tensor, or another dtype.
         """
@@ -177,7 +186,8 @@ class PublishedCheckpoint:
         )
         if not len(box.offsets) == len(box.sizes) == len(whole.sizes) or not whole.covers(box):
             raise ValueError(
-                f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at {box.offsets}."
+                f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at "
+                f"{box.offsets}."
             )
         if out.dtype != entry.properties.dtype:
             raise ValueError(f"Expected {entry.properties.dtype} for {key!r}, got {out.dtype}.")

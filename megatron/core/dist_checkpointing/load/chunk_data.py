@@ -49,7 +49,8 @@ class ChunkData:
         """Reads the bytes of the data from `begin` on, as many as `into` holds.
 
         Raises:
-            CheckpointDamagedError: if they are not those that were written; `into` may have been filled.
+            CheckpointDamagedError: if they are not those that were written; `into` may have been
+                filled.
         """
         if not self._verify:
             self._read_raw(begin, into)
@@ -70,7 +71,8 @@ class ChunkData:
             position = stop
 
     def read_box(self, box: Box, target: torch.Tensor) -> None:
-        """Fills `target` with a box of the chunk, straight from the file where both lie together in host memory.
+        """Fills `target` with a box of the chunk, straight from the file where both lie together in
+        host memory.
 
         Args:
             box: seen from the chunk's origin; it must have elements.
@@ -111,7 +113,8 @@ class ChunkData:
         for number, got in enumerate(digests_of(into), start=first):
             if got != record.digests[number]:
                 raise CheckpointDamagedError(
-                    f"Expected digest {record.digests[number]} of block {number} of {record.key!r} at "
+                    f"Expected digest {record.digests[number]} of block {number} of {record.key!r} "
+                    "at "
                     f"{record.offsets} in {path_of(self._store, self._path)}, got {got}."
                 )
 
@@ -128,5 +131,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, uint8, where it lies."""
-    # A contiguous tensor of one element may have any strides, and would keep them through a reshape.
+    # A contiguous tensor of one element may have any strides, and would keep them through a
+    # reshape.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,9 +1,11 @@
-"""Loading: from a published checkpoint straight into the memory where model and optimizer have their states.
+"""Loading: from a published checkpoint straight into the memory where model and optimizer have
+their states.
 
-First everything is compared: a checkpoint of another model is refused before a byte has been written. Then
-`check_data` reads all that this rank needs and holds it against the digests, and keeps nothing; then `load_entries`
-reads it again, from the page cache where that is large enough, and puts it into place. It holds the bytes against the
-digests once more: what they were a moment ago is no proof.
+First everything is compared: a checkpoint of another model is refused before a byte has been
+written. Then `check_data` reads all that this rank needs and holds it against the digests, and
+keeps nothing; then `load_entries` reads it again, from the page cache where that is large enough,
+and puts it into place. It holds the bytes against the digests once more: what they were a moment
+ago is no proof.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def check_contents(
 
     Args:
         skip: patterns of keys, as in a shell, that are not loaded, nor missed on either side.
-        strictness: `raise_all`: both must have the same keys; `raise_unexpected`: the checkpoint may have more. The
-            names are Megatron's, for which a key is unexpected that the checkpoint does not have.
+        strictness: `raise_all`: both must have the same keys; `raise_unexpected`: the checkpoint
+            may have more. The names are Megatron's, for which a key is unexpected that the
+            checkpoint does not have.
 
     Returns:
         The entries to load.
@@ -108,8 +111,8 @@ def load_entries(
         The bytes read from the checkpoint's files.
 
     Raises:
-        CheckpointDamagedError: for bytes that are not those that were written. The state is then neither what it was
-            nor what was saved.
+        CheckpointDamagedError: for bytes that are not those that were written. The state is then
+            neither what it was nor what was saved.
     """
     chosen = {id(entry) for entry in entries}
 
@@ -121,7 +124,8 @@ def load_entries(
     with ThreadPoolExecutor(
         _NUM_THREADS, thread_name_prefix="checkpoint reader", initializer=follow
     ) as pool:
-        # Group by group, so that what some states are put together from is not there for all of them at once.
+        # Group by group, so that what some states are put together from is not there for all of
+        # them at once.
         for group in contents.groups:
             if group.unit is not None and group.unit.updated is not None:
                 group.unit.updated.synchronize()
@@ -135,10 +139,12 @@ def load_entries(
 
 
 def _following_this_thread(contents: Contents) -> Callable[[], None]:
-    """What makes another thread issue its copies to a device where this one issues its own work there.
+    """What makes another thread issue its copies to a device where this one issues its own work
+    there.
 
-    A thread begins with the default stream of the first device, which need not be that of this thread. A copy
-    would then write to weights that are still in use, and what this thread does next would not wait for it.
+    A thread begins with the default stream of the first device, which need not be that of this
+    thread. A copy would then write to weights that are still in use, and what this thread does next
+    would not wait for it.
     """
     devices = {entry.values.stored.device for entry in contents.entries}
     streams = [
@@ -181,7 +187,9 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
 def _check(
     checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor
 ) -> int:
-    """One entry, or the counter of a section against the first section's, in pieces that are soon forgotten."""
+    """One entry, or the counter of a section against the first section's, in pieces that are soon
+    forgotten.
+    """
     if entry.num_rows is None and entry is not first:
         target = torch.empty(entry.values.shape, dtype=entry.values.dtype)
         return checkpoint.read(first.key, first.offsets, target) + _expect_equal(
@@ -205,12 +213,15 @@ def _check(
 def _expect_equal(
     checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
 ) -> int:
-    """The sections of a fused weight have one counter. CheckpointError if those that were saved differ."""
+    """The sections of a fused weight have one counter. CheckpointError if those that were saved
+    differ.
+    """
     other = torch.empty_like(target)
     num_bytes = checkpoint.read(entry.key, entry.offsets, other)
     if not torch.equal(other, target):
         raise CheckpointError(
-            f"Expected {entry.key} to be {target.tolist()} in {checkpoint.path}, as {first.key} is, whose weight is "
+            f"Expected {entry.key} to be {target.tolist()} in {checkpoint.path}, as {first.key} "
+            "is, whose weight is "
             f"fused with its own here, got {other.tolist()}."
         )
     return num_bytes

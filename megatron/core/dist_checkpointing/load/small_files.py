@@ -1,9 +1,11 @@
-"""The small files of a published checkpoint, read whole and held against the marker and against each other.
+"""The small files of a published checkpoint, read whole and held against the marker and against
+each other.
 
     published.json  --sizes, digests-->  .metadata, train_state.json, manifests;  --sizes-->  data files
     .metadata       --chunks, places-->  manifests
 
-What is held against each other is told as sentences, so that a load can stop at the first and a tool can list all.
+What is held against each other is told as sentences, so that a load can stop at the first and a
+tool can list all.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def read_marker(store: Store, name: str) -> Marker:
 
 
 def check_size(store: Store, name: str, file: str, marker: Marker) -> None:
-    """Raises CheckpointDamagedError if a file is not there or has another size than the marker says."""
+    """Raises CheckpointDamagedError if a file is not there or has another size than the marker
+    says.
+    """
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
         size = store.size(f"{name}/{file}")
@@ -88,7 +92,9 @@ def check_size(store: Store, name: str, file: str, marker: Marker) -> None:
 
 
 def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
-    """A file whose digest the marker has. Raises CheckpointDamagedError if it is not what was written."""
+    """A file whose digest the marker has. Raises CheckpointDamagedError if it is not what was
+    written.
+    """
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
         content = store.read(f"{name}/{file}", MAX_METADATA_BYTES)
@@ -101,7 +107,9 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
 
 
 def read_train_state(store: Store, name: str) -> dict[str, Any]:
-    """The plain data of a checkpoint of any format. CheckpointDamagedError if it is not there or not readable."""
+    """The plain data of a checkpoint of any format. CheckpointDamagedError if it is not there or
+    not readable.
+    """
     source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
     with system_errors(source):
         content = store.read(f"{name}/{TRAIN_STATE_FILE}", _MAX_HEAD_BYTES)

@@ -1,7 +1,8 @@
 """Boxes of a tensor: where they overlap, and in which ranges of memory they lie. Integers only.
 
-A chunk is a box of its tensor and lies row-major in its file. A box that a rank wants may overlap several chunks, and
-what it wants of one of them need not lie together there: the first two columns of a chunk of shape (3, 5) are
+A chunk is a box of its tensor and lies row-major in its file. A box that a rank wants may overlap
+several chunks, and what it wants of one of them need not lie together there: the first two columns
+of a chunk of shape (3, 5) are
 
     0 1 . . .       0 1 . . . 5 6 . . . 10 11 . . .
     5 6 . . .       ^-----------------------^ one range of 12 elements, with gaps of 3, or
@@ -58,9 +59,11 @@ class Box(NamedTuple):
 
 
 class BoxIndex:
-    """Boxes of one tensor, of which those that overlap another are found without looking at all of them.
+    """Boxes of one tensor, of which those that overlap another are found without looking at all of
+    them.
 
-    What is looked at are the boxes that overlap in the first dim, which is where nearly all tensors are cut.
+    What is looked at are the boxes that overlap in the first dim, which is where nearly all tensors
+    are cut.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -112,7 +115,8 @@ def range_of(box: Box, whole: Sequence[int]) -> Range:
 
 
 def ranges(box: Box, whole: Sequence[int], *, max_span: int, max_gap: int) -> Iterator[Range]:
-    """Cuts a box into parts that lie in short ranges of a contiguous tensor, in the order of memory.
+    """Cuts a box into parts that lie in short ranges of a contiguous tensor, in the order of
+    memory.
 
     Args:
         box: it must have elements.

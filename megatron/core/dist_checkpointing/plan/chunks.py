@@ -1,17 +1,20 @@
-"""Which rank holds which part of a tensor, and which rank writes it. Integers only: nobody is asked.
+"""Which rank holds which part of a tensor, and which rank writes it. Integers only: nobody is
+asked.
 
-A *chunk* is a hyper-rectangle of a global tensor. From the layout of a flat buffer, the shape of the mesh and the
-placements, any rank computes every rank's chunks; checkpoints without communication rest on this.
+A *chunk* is a hyper-rectangle of a global tensor. From the layout of a flat buffer, the shape of
+the mesh and the placements, any rank computes every rank's chunks; checkpoints without
+communication rest on this.
 
-What several ranks hold alike is written once. [Note: owners] All chunks that the same ranks hold are laid end to end
-and cut into as many parts of equal bytes as there are ranks, between rows. Three tensors of 2, 4 and 3 rows of equal
-size, held by three ranks alike:
+What several ranks hold alike is written once. [Note: owners] All chunks that the same ranks hold
+are laid end to end and cut into as many parts of equal bytes as there are ranks, between rows.
+Three tensors of 2, 4 and 3 rows of equal size, held by three ranks alike:
 
             P0      P1              P2
     rows    0   1 | 0   1   2   3 | 0   1   2
     owner   0   0   0 | 1   1   1 | 2   2   2
 
-So ranks write the same number of bytes to within a row, and a rank computes what it writes from its own chunks alone.
+So ranks write the same number of bytes to within a row, and a rank computes what it writes from its
+own chunks alone.
 """
 
 from __future__ import annotations
@@ -44,10 +47,12 @@ class Holdings(Protocol):
     """How one tensor lies on the ranks."""
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        """The chunks of the tensor, in an order that is the same on every rank; none without elements.
+        """The chunks of the tensor, in an order that is the same on every rank; none without
+        elements.
 
         Args:
-            rank: only those that this rank holds, in time that does not grow with the number of ranks.
+            rank: only those that this rank holds, in time that does not grow with the number of
+                ranks.
         """
 
 
@@ -100,8 +105,8 @@ class FlatShards:
         )
 
     def _piece(self, number: int) -> tuple[FlatRange, tuple[int, ...]]:
-        """The piece of the ranks at the places `number`, `number` + the number of pieces, ...: they differ on the
-        outer axes only, which do not cut."""
+        """The piece of the ranks at the places `number`, `number` + the number of pieces, ...: they
+        differ on the outer axes only, which do not cut."""
         piece = self.layout.local_range(
             self.mesh.shape, self.is_sharded, self.mesh.coordinate(number)
         )
@@ -109,7 +114,9 @@ class FlatShards:
 
     @cached_property
     def _all_holdings(self) -> list[list[Holding]]:
-        """Of each tensor, in the order of its rows. Made once for all the states that lie as the weights do."""
+        """Of each tensor, in the order of its rows. Made once for all the states that lie as the
+        weights do.
+        """
         found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
         for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
@@ -144,7 +151,9 @@ class FlatTensor:
 
 
 class Section:
-    """Consecutive rows of a tensor, as a tensor of their own: one of the matrices in a fused weight."""
+    """Consecutive rows of a tensor, as a tensor of their own: one of the matrices in a fused
+    weight.
+    """
 
     def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:
         self._whole = whole
@@ -162,9 +171,11 @@ class Section:
 
 
 class EvenShards:
-    """A tensor as PyTorch's DTensor shards it, and `torch.chunk` cuts: ceil(size / ranks) to each rank.
+    """A tensor as PyTorch's DTensor shards it, and `torch.chunk` cuts: ceil(size / ranks) to each
+    rank.
 
-    The last ranks have less, or nothing, where that does not divide: 9 rows on 4 ranks are 3, 3, 3, 0.
+    The last ranks have less, or nothing, where that does not divide: 9 rows on 4 ranks are 3, 3, 3,
+    0.
     """
 
     def __init__(
@@ -254,7 +265,8 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
     """Who writes which part of the tensors. See [Note: owners].
 
     Args:
-        tensors: how each lies on the ranks, and the bytes of one element, in the same order on every rank.
+        tensors: how each lies on the ranks, and the bytes of one element, in the same order on
+            every rank.
         rank: only what this rank writes, computed from its own chunks alone.
 
     Yields:
@@ -281,10 +293,13 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
 def _cut(
     number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None
 ) -> Iterator[Share]:
-    """One chunk that several ranks hold, `before` bytes from the beginning of the `total` that they do."""
+    """One chunk that several ranks hold, `before` bytes from the beginning of the `total` that they
+    do.
+    """
     num_rows = holding.sizes[0] if holding.sizes else 1
     row_bytes, num_ranks = nbytes // num_rows, len(holding.ranks)
-    # The first part that may have something of the chunk, to begin with; a row belongs where it begins.
+    # The first part that may have something of the chunk, to begin with; a row belongs where it
+    # begins.
     part = before * num_ranks // total
     row = 0
     while row < num_rows:

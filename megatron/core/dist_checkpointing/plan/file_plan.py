@@ -1,7 +1,9 @@
-"""Where every rank's shares of a state lie in its data file. Arithmetic: rank 0 knows all files, and has seen one.
+"""Where every rank's shares of a state lie in its data file. Arithmetic: rank 0 knows all files,
+and has seen one.
 
-A file is blobs as `torch.save` writes them, one for each share, in the order of the state. Each is placed so that its
-data begins at a multiple of 4096 bytes, as direct I/O wants it; what lies between blobs is zeros.
+A file is blobs as `torch.save` writes them, one for each share, in the order of the state. Each is
+placed so that its data begins at a multiple of 4096 bytes, as direct I/O wants it; what lies
+between blobs is zeros.
 """
 
 from __future__ import annotations

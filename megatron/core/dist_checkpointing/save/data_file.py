@@ -1,20 +1,22 @@
-"""One rank's data file on its way to disk, through a few buffers that are made once and serve every save.
+"""One rank's data file on its way to disk, through a few buffers that are made once and serve every
+save.
 
     the thread that saves   copies a block into the buffer at hand, and hashes it there while it is in the cache
     a lane, for the disk    opens the file and writes the buffers that are full, in order
 
-So a save takes no memory that grows with the state, and copying and hashing cost no time as long as the disk is slower.
-Copies, digests and writes all run without the interpreter's lock.
+So a save takes no memory that grows with the state, and copying and hashing cost no time as long as
+the disk is slower. Copies, digests and writes all run without the interpreter's lock.
 
-[Note: staging] The next step of an optimizer waits until its states have been read. Those on a device would
-wait, buffer by buffer, for the disk. So for them the pool grows: where all buffers are on their way to the
-disk, there are some more. The step goes on once the states have come down, and the disk takes them from host
-memory. The pool grows to a share of the memory that is free, and keeps what it has for the next saves. Beyond
-that share, the disk is waited for.
+[Note: staging] The next step of an optimizer waits until its states have been read. Those on a
+device would wait, buffer by buffer, for the disk. So for them the pool grows: where all buffers are
+on their way to the disk, there are some more. The step goes on once the states have come down, and
+the disk takes them from host memory. The pool grows to a share of the memory that is free, and
+keeps what it has for the next saves. Beyond that share, the disk is waited for.
 
-None of this has been measured on a GPU. What bounds its speed: one thread copies a span and then hashes it,
-so the link stands still while it hashes, and hashing sets the pace where it is slower than the link. The
-first save that stages pays for pinning, too, a slab at a time; later ones find the pool as it was left.
+None of this has been measured on a GPU. What bounds its speed: one thread copies a span and then
+hashes it, so the link stands still while it hashes, and hashing sets the pace where it is slower
+than the link. The first save that stages pays for pinning, too, a slab at a time; later ones find
+the pool as it was left.
 
 States in host memory are not staged: a copy would take as much of that memory as they do.
 """
@@ -42,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster
 BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one write and the next
-# A mapping and a call of the driver for each buffer would be thousands of both where states are large.
+# A mapping and a call of the driver for each buffer would be thousands of both where states are
+# large.
 SLAB_BUFFERS = 32  # the most that staging adds at once: 256 MiB
 
 
@@ -69,7 +72,8 @@ class BufferPool:
         Args:
             num_buffers: to begin with.
             buffer_bytes: of each; room for a block at least, and a multiple of DATA_ALIGNMENT.
-            staging_share: of the host memory that is free, for more buffers; see [Note: staging]. 0: there are no more.
+            staging_share: of the host memory that is free, for more buffers; see [Note: staging].
+                0: there are no more.
             num_local_ranks: ranks on this machine, which divide that share.
 
         Raises:
@@ -78,7 +82,8 @@ class BufferPool:
         """
         if num_buffers < 2 or buffer_bytes < BLOCK_BYTES or buffer_bytes % DATA_ALIGNMENT:
             raise ValueError(
-                f"Expected at least 2 buffers of at least {BLOCK_BYTES} bytes, multiples of {DATA_ALIGNMENT}, got "
+                f"Expected at least 2 buffers of at least {BLOCK_BYTES} bytes, multiples of "
+                f"{DATA_ALIGNMENT}, got "
                 f"{num_buffers} of {buffer_bytes}."
             )
         self.buffer_bytes = buffer_bytes
@@ -99,12 +104,15 @@ class BufferPool:
         """The buffers, until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
             raise RuntimeError(
-                "Expected buffers that are free, got those of a data file that is still being written."
+                "Expected buffers that are free, got those of a data file that is still being "
+                "written."
             )
         return list(self._buffers)
 
     def lend_more(self) -> list[memoryview]:
-        """Buffers that are added, for whoever has the others: a slab of them, or as many as there is room for."""
+        """Buffers that are added, for whoever has the others: a slab of them, or as many as there
+        is room for.
+        """
         num_buffers = min(SLAB_BUFFERS, self._room())
         if not num_buffers:
             return []
@@ -130,7 +138,9 @@ class BufferPool:
         self._is_lent.release()
 
     def _room(self) -> int:
-        """How many more buffers stay within this rank's part of what is free, or has been before it staged."""
+        """How many more buffers stay within this rank's part of what is free, or has been before it
+        staged.
+        """
         if not self._staging_share:
             return 0
         available = HostLimits.read().available
@@ -152,12 +162,14 @@ class BufferPool:
 class DataFileWriter:
     """Writes one data file from its beginning to its end.
 
-    An error of the disk comes up once, in the first call after it has happened; the file is gone then, and the buffers
-    are free for the next save. Used by one thread at a time, which is not the lane's.
+    An error of the disk comes up once, in the first call after it has happened; the file is gone
+    then, and the buffers are free for the next save. Used by one thread at a time, which is not the
+    lane's.
 
     Attributes:
         position: bytes so far.
-        is_staging: whether what is written now is not to wait for the disk, where the pool has room; to be set at will.
+        is_staging: whether what is written now is not to wait for the disk, where the pool has
+            room; to be set at will.
     """
 
     def __init__(self, sink: DataSink, pool: BufferPool, disk: Lane) -> None:
@@ -192,7 +204,9 @@ class DataFileWriter:
             rest = rest[span.nbytes :]
 
     def pad_to(self, offset: int) -> None:
-        """Appends zeros up to `offset`, in bytes from the beginning of the file. ValueError if that has been passed."""
+        """Appends zeros up to `offset`, in bytes from the beginning of the file. ValueError if that
+        has been passed.
+        """
         self._check()
         if offset < self.position:
             raise ValueError(
@@ -207,7 +221,8 @@ class DataFileWriter:
         """Appends a tensor's values, row by row. When this returns, the tensor has been read.
 
         Args:
-            tensor: of any dtype and strides, on any device. `position` must be a multiple of DATA_ALIGNMENT.
+            tensor: of any dtype and strides, on any device. `position` must be a multiple of
+                DATA_ALIGNMENT.
             scale: of a state that is stored with one: its values in fp32 are what is written.
 
         Returns:
@@ -216,11 +231,13 @@ class DataFileWriter:
         self._check()
         if self.position % DATA_ALIGNMENT:
             raise ValueError(
-                f"Expected a tensor at a multiple of {DATA_ALIGNMENT} bytes, got shape {tuple(tensor.shape)} at byte "
+                f"Expected a tensor at a multiple of {DATA_ALIGNMENT} bytes, got shape "
+                f"{tuple(tensor.shape)} at byte "
                 f"{self.position}."
             )
         source = TensorBytes(tensor, scale)
-        # From a device as much as there is room for; on the host a block, which the cache holds until it is hashed.
+        # From a device as much as there is room for; on the host a block, which the cache holds
+        # until it is hashed.
         largest = source.nbytes if source.is_on_device else BLOCK_BYTES
         digests: list[str] = []
         begin = 0
@@ -232,7 +249,9 @@ class DataFileWriter:
         return tuple(digests)
 
     def finish(self) -> int:
-        """Ends the file, which is durable then. Returns its size in bytes. Raises what the disk raised."""
+        """Ends the file, which is durable then. Returns its size in bytes. Raises what the disk
+        raised.
+        """
         self._check()
         self.is_staging = False
         if self._fill:
@@ -245,7 +264,9 @@ class DataFileWriter:
         return self.position
 
     def abort(self) -> None:
-        """Gives the file up, if it has not ended. Returns when the disk does nothing for it any more."""
+        """Gives the file up, if it has not ended. Returns when the disk does nothing for it any
+        more.
+        """
         if self._is_open:
             self._is_given_up = True
             while self._queued:
@@ -254,7 +275,9 @@ class DataFileWriter:
             self._end()
 
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
-        """The next bytes of the file, to be filled in: `nbytes`, or as many multiples of `step` as one buffer takes."""
+        """The next bytes of the file, to be filled in: `nbytes`, or as many multiples of `step` as
+        one buffer takes.
+        """
         if self._pool.buffer_bytes - self._fill < min(nbytes, step):
             self._queue_buffer()
         room = self._pool.buffer_bytes - self._fill
@@ -274,7 +297,9 @@ class DataFileWriter:
         self._check()
 
     def _next_buffer(self) -> memoryview:
-        """One that is free; or else a new one, if this is not to wait; or else the first that the disk gives back."""
+        """One that is free; or else a new one, if this is not to wait; or else the first that the
+        disk gives back.
+        """
         if self.is_staging and not self._free:
             self._free.extend(self._pool.lend_more())
 

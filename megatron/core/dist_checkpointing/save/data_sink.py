@@ -21,7 +21,8 @@ class DataSink(Protocol):
     """A new data file, written once from its beginning to its end."""
 
     def write(self, buffer: memoryview) -> None:
-        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT bytes.
+        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT
+        bytes.
 
         Past the page cache only if `buffer` begins on a page.
         """
@@ -34,10 +35,11 @@ class DataSink(Protocol):
 
 
 class LocalSink:
-    """A file past the page cache, where the file system knows how: that would cost a copy, and push out what is in use.
+    """A file past the page cache, where the file system knows how: that would cost a copy, and push
+    out what is in use.
 
-    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have none of it says so
-    when it is asked, or at the first write.
+    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have
+    none of it says so when it is asked, or at the first write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,16 +94,16 @@ class LocalSink:
 class LateSink:
     """A file that is made by the thread that writes it, when there is something to write.
 
-    Even to make a file may take long on a slow disk. The thread that saves must not wait for that, since the optimizer
-    waits for it.
+    Even to make a file may take long on a slow disk. The thread that saves must not wait for that,
+    since the optimizer waits for it.
     """
 
     def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
         """
         Args:
             open_sink: makes the file. What it raises, the first use raises.
-            check: called before each write, which fails with what it raises: much may be waiting to be written when a
-                save is given up.
+            check: called before each write, which fails with what it raises: much may be waiting to
+                be written when a save is given up.
         """
         self._open_sink = open_sink
         self._check = check
@@ -143,7 +145,8 @@ class RemoteSink:
         self._file.close()
 
     def abort(self) -> None:
-        # Implementations differ in how they give a file up, and in their errors. This all of them can do.
+        # Implementations differ in how they give a file up, and in their errors. This all of them
+        # can do.
         for end in (self._file.close, lambda: self._files.rm_file(self._path)):
             with contextlib.suppress(Exception):
                 end()
@@ -160,7 +163,8 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 
 
 def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tells the system that the page cache need not keep a range of a file: it begins to write it, and lets go of it.
+    """Tells the system that the page cache need not keep a range of a file: it begins to write it,
+    and lets go of it.
 
     Args:
         nbytes: 0 for all that follow.

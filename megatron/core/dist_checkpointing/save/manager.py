@@ -1,15 +1,17 @@
-"""`CheckpointManager`: saves beside the training, one at a time, and keeps as many checkpoints as it was told to.
+"""`CheckpointManager`: saves beside the training, one at a time, and keeps as many checkpoints as
+it was told to.
 
     manager = CheckpointManager.start("runs/gpt", device, rank, world_size)  # the only call that communicates
     manager.save(iteration, collect(model, optimizer), train_state)          # begins; training may go on
     manager.finish()                                                         # published, or CheckpointError
 
-[Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the manifest,
-then, on rank 0, the publication. Nothing is copied but counters and buffers, and what has to come down from a
-device anyway (see [Note: staging] in data_file.py). The optimizer's next update of a group waits for the piece
-that reads it, and for nothing else. Every rank learns the outcome from the folder: rank 0 from the manifests of
-the others, they from what rank 0 publishes or says. So no rank waits for another inside a collective, and a
-rank that fails or dies keeps nobody longer than the timeout.
+[Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the
+manifest, then, on rank 0, the publication. Nothing is copied but counters and buffers, and what has
+to come down from a device anyway (see [Note: staging] in data_file.py). The optimizer's next update
+of a group waits for the piece that reads it, and for nothing else. Every rank learns the outcome
+from the folder: rank 0 from the manifests of the others, they from what rank 0 publishes or says.
+So no rank waits for another inside a collective, and a rank that fails or dies keeps nobody longer
+than the timeout.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Retention:
     interval: int | None = None
 
     def superseded(self, published: list[int], newest: int) -> list[int]:
-        """The iterations to delete once `newest` is published. Later ones are not this run's, and stay."""
+        """The iterations to delete once `newest` is published. Later ones are not this run's, and
+        stay.
+        """
         if self.keep_last is None and self.interval is None:
             return []
         earlier = sorted(iteration for iteration in published if iteration <= newest)
@@ -77,7 +81,8 @@ class _Save:
 
 
 class CheckpointManager:
-    """See the module's docstring. A context manager; an exception that leaves it abandons what is under way.
+    """See the module's docstring. A context manager; an exception that leaves it abandons what is
+    under way.
 
     Attributes:
         store: where checkpoints are.
@@ -99,18 +104,22 @@ class CheckpointManager:
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> None:
-        """Communicates nothing, and so needs no process group: any processes with one token are the ranks of a save.
+        """Communicates nothing, and so needs no process group: any processes with one token are the
+        ranks of a save.
 
         Args:
             token: the same on all ranks, and no other run's.
             timeout_seconds: for which rank 0 waits for the others, and they for it.
-            staging_share: of the host memory that is free, for states on their way from a device to the disk, so that
-                the next step need not wait for the disk. For whoever waits for the save itself, 0 is best.
-            num_local_ranks: ranks on this machine, which divide that share. The default is right for a rank that has
-                the machine to itself; with more of them, each would take all of the share.
-            on_published: is told the iteration of each checkpoint once it is published, and the seconds that the save
-                took; on a thread of the manager's.
-            on_failed: is told the iteration of each save that has come to nothing, and why; on the thread that asks.
+            staging_share: of the host memory that is free, for states on their way from a device to
+                the disk, so that the next step need not wait for the disk. For whoever waits for
+                the save itself, 0 is best.
+            num_local_ranks: ranks on this machine, which divide that share. The default is right
+                for a rank that has the machine to itself; with more of them, each would take all of
+                the share.
+            on_published: is told the iteration of each checkpoint once it is published, and the
+                seconds that the save took; on a thread of the manager's.
+            on_failed: is told the iteration of each save that has come to nothing, and why; on the
+                thread that asks.
         """
         self.store = store
         self.num_failed = 0
@@ -129,11 +138,13 @@ class CheckpointManager:
         self._pool = BufferPool(
             device, staging_share=staging_share, num_local_ranks=num_local_ranks
         )
-        # The work of a save never fails on its lanes, which would end with it: failures are kept beside.
+        # The work of a save never fails on its lanes, which would end with it: failures are kept
+        # beside.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
         self._is_closing = threading.Event()
-        # Also when the program ends: a thread that is in the middle of a save then would end it with a signal.
+        # Also when the program ends: a thread that is in the middle of a save then would end it
+        # with a signal.
         self._close = weakref.finalize(self, _close, self._is_closing, (self._lane, self._disk))
 
     @classmethod
@@ -151,7 +162,8 @@ class CheckpointManager:
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> CheckpointManager:
-        """For the ranks of the default process group together: sweeps abandoned drafts, and agrees on a token.
+        """For the ranks of the default process group together: sweeps abandoned drafts, and agrees
+        on a token.
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
@@ -177,7 +189,9 @@ class CheckpointManager:
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that saves have taken so far for what would have waited for the disk; see `staging_share`."""
+        """Host memory that saves have taken so far for what would have waited for the disk; see
+        `staging_share`.
+        """
         return self._pool.staged_bytes
 
     @property
@@ -194,16 +208,18 @@ class CheckpointManager:
         *,
         name: str | None = None,
     ) -> None:
-        """Begins to save, once the save before has ended. All ranks call it, with the same iteration.
+        """Begins to save, once the save before has ended. All ranks call it, with the same
+        iteration.
 
-        Until the save is done, states and weights must be written to by the optimizer's `step` alone, which waits for
-        what it needs to; `finish` waits for all of it.
+        Until the save is done, states and weights must be written to by the optimizer's `step`
+        alone, which waits for what it needs to; `finish` waits for all of it.
 
         Args:
             contents: what `collect` made just now.
             train_state: plain data; rank 0's is written.
-            name: of the checkpoint's folder, for one that is not to count among a run's: the tracker file and what it
-                names stay as they are. Default: `checkpoint_name(iteration)`.
+            name: of the checkpoint's folder, for one that is not to count among a run's: the
+                tracker file and what it names stay as they are. Default:
+                `checkpoint_name(iteration)`.
 
         Raises:
             CheckpointError: if the save before has failed. This one has begun all the same.
@@ -253,14 +269,18 @@ class CheckpointManager:
             raise failure
 
     def failure(self) -> CheckpointError | None:
-        """What has become of the last save, if it has failed since this was last asked. Waits for nothing."""
+        """What has become of the last save, if it has failed since this was last asked. Waits for
+        nothing.
+        """
         return None if self.is_busy else self._settle()
 
     def close(self, *, is_told: bool = False) -> None:
-        """Abandons the save that is under way, if there is one, as soon as it can, and ends the lanes.
+        """Abandons the save that is under way, if there is one, as soon as it can, and ends the
+        lanes.
 
         Args:
-            is_told: whether the log says already why the program ends: then it is no error that the save does.
+            is_told: whether the log says already why the program ends: then it is no error that the
+                save does.
         """
         self._is_closing.set()
         failure = self._settle()
@@ -295,7 +315,8 @@ class CheckpointManager:
             str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         )
         failure = CheckpointError(
-            f"Expected checkpoint {save.draft.final} to be published in {self.store.root}, got: {message} "
+            f"Expected checkpoint {save.draft.final} to be published in {self.store.root}, got: "
+            f"{message} "
             f"({self.num_failed} failed so far; {self._age()})"
         )
         failure.__cause__ = error
@@ -362,7 +383,8 @@ class CheckpointManager:
             self._abandoned.append(draft.name)
             raise
         try:
-            # All ranks have written this one, and so have read before why earlier ones were abandoned.
+            # All ranks have written this one, and so have read before why earlier ones were
+            # abandoned.
             self._clear()
             if is_tracked:
                 self._retain(draft.iteration)
@@ -390,12 +412,15 @@ class CheckpointManager:
 
 
 def _sweep(store: Store) -> str:
-    """Removes abandoned drafts, and makes up a token. CheckpointError, whatever a remote store raises."""
+    """Removes abandoned drafts, and makes up a token. CheckpointError, whatever a remote store
+    raises.
+    """
     try:
         swept = store.sweep()
     except Exception as error:
         raise CheckpointError(
-            f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: {error}."
+            f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: "
+            f"{error}."
         ) from error
 
     if swept:
@@ -407,7 +432,8 @@ def _sweep(store: Store) -> str:
 
 def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:
     is_closing.set()
-    # A manager that was let go of in the middle of a save ends with it, on the lane; lanes then end by themselves.
+    # A manager that was let go of in the middle of a save ends with it, on the lane; lanes then end
+    # by themselves.
     for lane in () if is_lane_thread() else lanes:
         lane.close()
 

@@ -1,6 +1,8 @@
-"""What makes a checkpoint of all ranks' files: rank 0 composes the metadata, waits for the manifests, and publishes.
+"""What makes a checkpoint of all ranks' files: rank 0 composes the metadata, waits for the
+manifests, and publishes.
 
-What each rank must have written is arithmetic, so a manifest is held against it: key by key, offset by offset.
+What each rank must have written is arithmetic, so a manifest is held against it: key by key, offset
+by offset.
 """
 
 from __future__ import annotations
@@ -58,11 +60,12 @@ def publish(
         timeout_seconds: how long to wait for the other ranks.
 
     Returns:
-        Whether the tracker file names the checkpoint, too. If not, the one that it does name must stay.
+        Whether the tracker file names the checkpoint, too. If not, the one that it does name must
+        stay.
 
     Raises:
-        CheckpointError: naming the rank that could not write, or has not within this time, and why. Nothing has been
-            published then.
+        CheckpointError: naming the rank that could not write, or has not within this time, and why.
+            Nothing has been published then.
         OSError: if the file system failed here.
     """
     plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
@@ -124,7 +127,8 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
     looks again.
 
     Raises:
-        CheckpointError: with rank 0's reason for giving the save up; if it gives no sign within this time.
+        CheckpointError: with rank 0's reason for giving the save up; if it gives no sign within
+            this time.
         OSError: if the file system does not answer for so long that nothing can be known.
     """
 
@@ -165,7 +169,9 @@ def _is_published(draft: Draft) -> bool:
 
 
 def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[bytes, Manifest]]:
-    """The manifests of all ranks, once they are there. CheckpointError, naming ranks, if one has failed or is late."""
+    """The manifests of all ranks, once they are there. CheckpointError, naming ranks, if one has
+    failed or is late.
+    """
     found: dict[int, tuple[bytes, Manifest]] = {}
     missing = set(range(draft.world_size))
 
@@ -274,7 +280,9 @@ def _check(
     expected: list[Placed],
     plain: list[SavedPlain],
 ) -> None:
-    """Holds a rank's manifest, and the size of its file, against arithmetic. CheckpointError if they differ."""
+    """Holds a rank's manifest, and the size of its file, against arithmetic. CheckpointError if
+    they differ.
+    """
     source = f"{draft.store.root}/{draft.path(manifest_file(rank))}"
     if manifest.rank != rank:
         raise CheckpointError(f"Expected rank {rank} in {source}, got {manifest.rank}.")
@@ -294,5 +302,6 @@ def _check(
     nbytes = draft.store.size(draft.path(data_file(rank)))
     if nbytes != manifest.nbytes:
         raise CheckpointError(
-            f"Expected {manifest.nbytes} bytes in {draft.store.root}/{draft.path(data_file(rank))}, got {nbytes}."
+            f"Expected {manifest.nbytes} bytes in "
+            f"{draft.store.root}/{draft.path(data_file(rank))}, got {nbytes}."
         )

@@ -1,4 +1,5 @@
-"""One rank's part of a save: its data file, then its manifest. No other rank is asked or told anything.
+"""One rank's part of a save: its data file, then its manifest. No other rank is asked or told
+anything.
 
 Ranks meet in the draft's folder alone:
 
@@ -64,7 +65,8 @@ class Draft:
         iteration: of the checkpoint.
         world_size: ranks that save together.
         is_cancelled: set, it ends the save on this rank as soon as possible.
-        is_tracked: whether it is one of a run's checkpoints, the newest of which the tracker file names.
+        is_tracked: whether it is one of a run's checkpoints, the newest of which the tracker file
+            names.
     """
 
     store: Store
@@ -114,10 +116,11 @@ def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) 
 
 
 def release(draft: Draft, rank: int) -> None:
-    """Deletes a rank's data file of a save that has come to nothing, if that can be done. Raises nothing.
+    """Deletes a rank's data file of a save that has come to nothing, if that can be done. Raises
+    nothing.
 
-    Once a rank's manifest is there the file is rank 0's, which may be publishing it: only after rank 0's word that it
-    has abandoned the save may the rank itself delete it.
+    Once a rank's manifest is there the file is rank 0's, which may be publishing it: only after
+    rank 0's word that it has abandoned the save may the rank itself delete it.
     """
     with contextlib.suppress(Exception):
         # Where drafts have the checkpoints' names, it may be one after all.
@@ -145,7 +148,8 @@ def read_reason(draft: Draft, file: str) -> str | None:
 class RankWriter:
     """Writes this rank's shares of the contents, group by group; see the module's docstring.
 
-    No method raises: a save that fails must not end what it runs beside. After the first failure the rest does nothing.
+    No method raises: a save that fails must not end what it runs beside. After the first failure
+    the rest does nothing.
 
     Attributes:
         manifest: once all has been written.
@@ -173,7 +177,8 @@ class RankWriter:
         self._records: list[ChunkRecord] = []
 
     def write_group(self, number: int) -> None:
-        """Writes the shares of one group of entries, once the updates of its unit that are under way have ended.
+        """Writes the shares of one group of entries, once the updates of its unit that are under
+        way have ended.
 
         When this returns, its memory has been read, or will not be.
         """

@@ -1,1 +1,3 @@
-"""What a checkpoint holds: the tensors of a model, its optimizer and a trainer, under canonical keys."""
+"""What a checkpoint holds: the tensors of a model, its optimizer and a trainer, under canonical
+keys.
+"""

@@ -1,7 +1,9 @@
-"""From a model, its optimizer and a trainer's tensors to the entries of a checkpoint, and back for what is plain data.
+"""From a model, its optimizer and a trainer's tensors to the entries of a checkpoint, and back for
+what is plain data.
 
-Names come from the model's parameters; how they lie on the ranks, from the layout of their FSDP group, from the DTensor
-they are, or they are whole on every rank. What a fused weight's sections are called, its module says.
+Names come from the model's parameters; how they lie on the ranks, from the layout of their FSDP
+group, from the DTensor they are, or they are whole on every rank. What a fused weight's sections
+are called, its module says.
 """
 
 from __future__ import annotations
@@ -56,24 +58,28 @@ def collect(
     rank: int = 0,
     world_size: int = 1,
 ) -> Contents:
-    """What a checkpoint of these holds. Copies nothing; states that are not there yet are allocated.
+    """What a checkpoint of these holds. Copies nothing; states that are not there yet are
+    allocated.
 
     Args:
         model: sharded or plain.
         optimizer: over its parameters.
-        with_states: whether the optimizer's states are part of it; else it only says when weights may be read.
-        private: tensors on the CPU that are each rank's own, `rng.<name>` for the key `rng.<rank>.<name>`; all ranks
-            have the same names, dtypes and shapes.
+        with_states: whether the optimizer's states are part of it; else it only says when weights
+            may be read.
+        private: tensors on the CPU that are each rank's own, `rng.<name>` for the key
+            `rng.<rank>.<name>`; all ranks have the same names, dtypes and shapes.
         rank, world_size: among all ranks that save or load together.
 
     Raises:
         ValueError: for parameters that several modules share under one canonical name.
-        CheckpointError: for states that the format does not know, and for modules with an extra state.
+        CheckpointError: for states that the format does not know, and for modules with an extra
+            state.
     """
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                f"Expected modules without an extra state of their own, got {type(module).__name__} at {name!r}; "
+                "Expected modules without an extra state of their own, got "
+                f"{type(module).__name__} at {name!r}; "
                 "--ckpt-format torch_dcp takes others."
             )
     collector = _Collector(model, rank, world_size)
@@ -152,7 +158,8 @@ class _Collector:
         for parameter, states in zip(unit.parameters, unit.states, strict=True):
             if parameter not in self._fqns:
                 raise ValueError(
-                    f"Expected an optimizer over the model's parameters, got another of shape {tuple(parameter.shape)}."
+                    "Expected an optimizer over the model's parameters, got another of shape "
+                    f"{tuple(parameter.shape)}."
                 )
             found += self._weight(parameter)
             for name in sorted(states) if with_states else ():
@@ -191,7 +198,8 @@ class _Collector:
         fqn = self._fqns[parameter]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"Expected optimizer states that are tensors, got {type(value).__name__} for {name} of {fqn}; "
+                f"Expected optimizer states that are tensors, got {type(value).__name__} for "
+                f"{name} of {fqn}; "
                 "--ckpt-format torch_dcp takes others."
             )
         values = Values(local_tensor(value).detach())
@@ -201,7 +209,8 @@ class _Collector:
             return self._like(parameter, values, "optimizer.state.", f".{name}")
         if isinstance(parameter, DTensor) and value.numel() > 1:
             raise CheckpointError(
-                f"Expected optimizer states of one element or of their parameter's shape {tuple(parameter.shape)}, got "
+                "Expected optimizer states of one element or of their parameter's shape "
+                f"{tuple(parameter.shape)}, got "
                 f"{tuple(value.shape)} for {name} of {fqn}; --ckpt-format torch_dcp takes others."
             )
         # Its sections share one memory.
@@ -213,7 +222,9 @@ class _Collector:
     def _like(
         self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
     ) -> list[Entry]:
-        """The entries, one for each section, of a weight or of a state that lies as the weight does."""
+        """The entries, one for each section, of a weight or of a state that lies as the weight
+        does.
+        """
         fqn, place, shape = self._fqns[parameter], self._places[parameter], tuple(parameter.shape)
         found = []
         for section in _sections(fqn, parameter, self._fused.get(fqn)):
@@ -296,7 +307,8 @@ def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> l
         return [_Section(fqn, 0, None)]
     if fused.num_rows != parameter.shape[0]:
         raise ValueError(
-            f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got {parameter.shape[0]}."
+            f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got "
+            f"{parameter.shape[0]}."
         )
     module, _, name = fqn.rpartition(".")
     parent = module.rpartition(".")[0]
@@ -359,7 +371,8 @@ def match_param_groups(
     names: Mapping[torch.Tensor, Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The saved options of each of an optimizer's groups, found by the names of its parameters. Changes nothing.
+    """The saved options of each of an optimizer's groups, found by the names of its parameters.
+    Changes nothing.
 
     Args:
         names: of the parameters whose options are wanted; see `Contents`.
@@ -374,7 +387,8 @@ def match_param_groups(
             # Below, options are compared with each other, which tensors cannot be.
             if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
                 raise CheckpointError(
-                    f"Expected plain data as the saved {shown(option)} of a parameter group, got tensors."
+                    f"Expected plain data as the saved {shown(option)} of a parameter group, got "
+                    "tensors."
                 )
 
     by_name = {
@@ -387,7 +401,8 @@ def match_param_groups(
         wanted = [name for parameter in group["params"] for name in names.get(parameter, ())]
         if missing := [name for name in wanted if name not in by_name]:
             raise CheckpointError(
-                f"Expected a saved parameter group for every parameter, got none for {few(missing)}."
+                "Expected a saved parameter group for every parameter, got none for "
+                f"{few(missing)}."
             )
 
         options = [by_name[name] for name in wanted]
@@ -421,7 +436,8 @@ def _as_own(option: str, value: Any, own: Any, number: int) -> Any:
     if not is_alike:
         kind = "a finite number" if isinstance(own, int | float | torch.Tensor) else f"like {own!r}"
         raise CheckpointError(
-            f"Expected the saved {option} of parameter group {number} to be {kind}, got {reprlib.repr(value)}."
+            f"Expected the saved {option} of parameter group {number} to be {kind}, got "
+            f"{reprlib.repr(value)}."
         )
     return value
 

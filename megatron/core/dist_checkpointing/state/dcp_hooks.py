@@ -1,8 +1,8 @@
 """Which part of a tensor a rank holds, said in DCP's words, for a plain DTensor.
 
-DCP takes the shards of a DTensor to be even. Those of a section of an evenly sharded tensor are not; the
-local tensor may tell DCP so, through methods that DCP looks for on it. (Tensors over flat buffers need no
-help, see `UnevenDTensor`.)
+DCP takes the shards of a DTensor to be even. Those of a section of an evenly sharded tensor are
+not; the local tensor may tell DCP so, through methods that DCP looks for on it. (Tensors over flat
+buffers need no help, see `UnevenDTensor`.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megatron.core.dtensors import local_tensor
 
 
 def describe(tensor: DTensor, begin: Sequence[int]) -> None:
-    """Attaches DCP's methods to the local tensor, which holds the chunk that begins there; maybe nothing."""
+    """Attaches DCP's methods to the local tensor, which holds the chunk that begins there; maybe
+    nothing.
+    """
     local = local_tensor(tensor)
     offsets = torch.Size(begin)
     chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
@@ -39,8 +41,9 @@ def describe(tensor: DTensor, begin: Sequence[int]) -> None:
             for chunk in chunks
         ]
 
-    # Not the third that DCP looks for, `__get_tensor_shard__`: DCP copies tensors with their attributes, and a copy
-    # must not answer for the original. Without it a DTensor answers with its local tensor, which is right for both.
+    # Not the third that DCP looks for, `__get_tensor_shard__`: DCP copies tensors with their
+    # attributes, and a copy must not answer for the original. Without it a DTensor answers with its
+    # local tensor, which is right for both.
     for name, method in (
         ("__create_chunk_list__", lambda: chunks),
         ("__create_write_items__", create_write_items),

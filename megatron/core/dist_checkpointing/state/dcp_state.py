@@ -20,13 +20,16 @@ from megatron.core.optimizer.torch_optimizer import init_states
 
 
 class DCPState(Stateful):
-    """A model, and optionally its optimizer, as PyTorch DCP wants them: `{"model": ..., "optim": ...}` by full names.
+    """A model, and optionally its optimizer, as PyTorch DCP wants them: `{"model": ..., "optim":
+    ...}` by full names.
 
-    Works for plain modules and for sharded ones, whose tensors stay the DTensors they are: nothing is gathered. The
-    state dict aliases the live tensors, so `dcp.load` into it writes in place; `load_state_dict` then installs the rest
-    (step counters, parameter groups). An optimizer that has not stepped yet gets its states allocated on the way.
+    Works for plain modules and for sharded ones, whose tensors stay the DTensors they are: nothing
+    is gathered. The state dict aliases the live tensors, so `dcp.load` into it writes in place;
+    `load_state_dict` then installs the rest (step counters, parameter groups). An optimizer that
+    has not stepped yet gets its states allocated on the way.
 
-    Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two methods.
+    Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two
+    methods.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -42,7 +45,9 @@ class DCPState(Stateful):
         return {"model": model_state, "optim": optimizer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Installs what `state_dict()` gave. With an optimizer, `"optim"` must be there; without, it is not read."""
+        """Installs what `state_dict()` gave. With an optimizer, `"optim"` must be there; without,
+        it is not read.
+        """
         if self.optimizer is None:
             set_model_state_dict(self.model, state_dict["model"])
             return
@@ -73,16 +78,19 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_tensors(
     path: str, wanted: dict[str, Any], metadata: Metadata, ignored_prefixes: tuple[str, ...]
 ) -> None:
-    """Holds the tensors about to be loaded against a checkpoint's metadata, before anything is touched.
+    """Holds the tensors about to be loaded against a checkpoint's metadata, before anything is
+    touched.
 
     Args:
         path: the checkpoint, for the message.
         wanted: the state dict that will be loaded into.
         metadata: the checkpoint's.
-        ignored_prefixes: beginnings of keys that the checkpoint may hold without being asked for them.
+        ignored_prefixes: beginnings of keys that the checkpoint may hold without being asked for
+            them.
 
     Raises:
-        CheckpointError: naming every key that is missing, not asked for, or of another shape or dtype.
+        CheckpointError: naming every key that is missing, not asked for, or of another shape or
+            dtype.
     """
     tensors = {
         key: value for key, value in flatten(wanted).items() if isinstance(value, torch.Tensor)

@@ -1,15 +1,18 @@
-"""What a `fsdp_dtensor` checkpoint holds: the tensors of a model, an optimizer and a trainer, under canonical keys.
+"""What a `fsdp_dtensor` checkpoint holds: the tensors of a model, an optimizer and a trainer, under
+canonical keys.
 
     model.<fqn>                      main weights, once; persistent buffers
     optimizer.state.<fqn>.<name>     each with its parameter's global shape
     optimizer.param_groups           plain data, by parameters' names
     rng.<rank>.<name>                what is each rank's own
 
-Keys and shapes are the same however the model is sharded and how much of it is offloaded. A fused weight is stored as
-its sections, each under the name it would have as a layer of its own beside the fused one: rows of
-`attention.linear_qkv.weight` as `attention.query.weight` and so on, and so are all states.
+Keys and shapes are the same however the model is sharded and how much of it is offloaded. A fused
+weight is stored as its sections, each under the name it would have as a layer of its own beside the
+fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight` and so on, and so are
+all states.
 
-An `Entry` is one tensor under one key, with what this rank holds of it: memory of the live state, not a copy.
+An `Entry` is one tensor under one key, with what this rank holds of it: memory of the live state,
+not a copy.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class Values:
         return Stored(self._tensor)
 
     def read(self) -> torch.Tensor:
-        """The values, which alias the state where they can. Else they are computed on this thread's current stream."""
+        """The values, which alias the state where they can. Else they are computed on this thread's
+        current stream.
+        """
         return self._tensor
 
     def target(self) -> torch.Tensor:
@@ -119,8 +124,8 @@ class Entry:
         source: the tensor whose mesh and placements it has.
         section_row: where the entry begins in `source`, if it is a section of it.
         is_own: False for what belongs to another rank alone, and has no values here.
-        is_copied: whether a save copies it when it begins: counters and buffers, which change when they like. Those of
-            an offloaded optimizer are counted when a step is queued.
+        is_copied: whether a save copies it when it begins: counters and buffers, which change when
+            they like. Those of an offloaded optimizer are counted when a step is queued.
     """
 
     saved_as: SavedAs
@@ -147,7 +152,9 @@ class Entry:
         return replace(self, values=part, first_row=0)
 
     def tensor(self) -> torch.Tensor:
-        """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain tensor."""
+        """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain
+        tensor.
+        """
         part = self.part_of(self.values.read()).detach()
         source = self.source
         if not isinstance(source, DTensor):
@@ -194,7 +201,8 @@ class Contents:
 
     Attributes:
         groups: the entries.
-        plain: what is not a tensor, by key; the same on every rank: numbers, strings, lists and dicts.
+        plain: what is not a tensor, by key; the same on every rank: numbers, strings, lists and
+            dicts.
         names: of every parameter its canonical names, one for each section.
     """
 
@@ -209,8 +217,8 @@ class Contents:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every tensor by its key, for PyTorch DCP: no rank is asked.
 
-        They are the state's own memory, so that `dcp.load` writes into it; but those of states in a format with a scale
-        are copies in fp32, to be saved.
+        They are the state's own memory, so that `dcp.load` writes into it; but those of states in a
+        format with a scale are copies in fp32, to be saved.
         """
         return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
 

@@ -1,10 +1,10 @@
 """A tensor's values as the bytes of a file, made piece by piece where the tensor lies.
 
-[Note: one stream] The thread that saves has a current stream of its own on a GPU, which waits for nobody: neither does
-the stream on which bytes come down wait for it. So whatever a save computes from a tensor on a device (the product of a
-stored moment and its scale, a contiguous copy) is issued by the very work that copies it down, on the same lane.
-Computed before, it would be copied before it is there: the file would hold what the memory held, and the digests would
-match that.
+[Note: one stream] The thread that saves has a current stream of its own on a GPU, which waits for
+nobody: neither does the stream on which bytes come down wait for it. So whatever a save computes
+from a tensor on a device (the product of a stored moment and its scale, a contiguous copy) is
+issued by the very work that copies it down, on the same lane. Computed before, it would be copied
+before it is there: the file would hold what the memory held, and the digests would match that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class TensorBytes:
         """Reads nothing yet.
 
         Args:
-            tensor: on any device, of any strides and dtype. It must not change before it has been read.
+            tensor: on any device, of any strides and dtype. It must not change before it has been
+                read.
             scale: of a state that is stored with one; its values are the fp32 products.
         """
         itemsize = tensor.element_size() if scale is None else torch.float32.itemsize
@@ -51,17 +52,20 @@ class TensorBytes:
 
         Args:
             begin: a multiple of the size of a value, and so is the size of `target`.
-            target: at most the rest of the bytes. From a device, the products with a scale take as much memory there.
+            target: at most the rest of the bytes. From a device, the products with a scale take as
+                much memory there.
             d2h: on which they come down from a device. See [Note: one stream].
         """
         if self.is_on_device:
             d2h.enqueue(partial(self._copy_down, begin, target)).synchronize()
         else:
-            # In this thread alone: torch would divide the work among as many as the computation next to it has.
+            # In this thread alone: torch would divide the work among as many as the computation
+            # next to it has.
             np.copyto(np.frombuffer(target, np.uint8), self._piece(begin, target.nbytes).numpy())
 
     def _copy_down(self, begin: int, target: memoryview) -> None:
-        # Memory for the piece is the lane's own, which reuses it in order: it may be let go of before the copy is done.
+        # Memory for the piece is the lane's own, which reuses it in order: it may be let go of
+        # before the copy is done.
         torch.frombuffer(target, dtype=torch.uint8).copy_(
             self._piece(begin, target.nbytes), non_blocking=True
         )
@@ -69,7 +73,8 @@ class TensorBytes:
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], where the tensor lies."""
         if self._flat is None:
-            # A contiguous tensor of one element may have any strides, and would keep them through a reshape.
+            # A contiguous tensor of one element may have any strides, and would keep them through a
+            # reshape.
             self._flat = self._tensor.contiguous().as_strided((self._tensor.numel(),), (1,))
         part = self._flat[begin // self._itemsize : (begin + nbytes) // self._itemsize]
         values = part if self._scale is None else scaled_states.read(part, self._scale)

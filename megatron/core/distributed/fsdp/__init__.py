@@ -1,4 +1,6 @@
-"""Fully sharded data parallelism on flat buffers. What users need is here; the files beside it hold the parts."""
+"""Fully sharded data parallelism on flat buffers. What users need is here; the files beside it hold
+the parts.
+"""
 
 from torch.distributed.tensor import Partial, Replicate
 

@@ -1,4 +1,6 @@
-"""`CollectiveLane`: a lane for collectives, which keeps their notes and names what ranks disagree about."""
+"""`CollectiveLane`: a lane for collectives, which keeps their notes and names what ranks disagree
+about.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class CollectiveLane:
         Args:
             lane: that does the work.
             describe: what a rank with a note is about to do, in words.
-            history: gets the notes of what is queued here; lanes that are used by one thread may share it.
+            history: gets the notes of what is queued here; lanes that are used by one thread may
+                share it.
         """
         self._lane = lane
         self._describe = describe
@@ -35,7 +38,8 @@ class CollectiveLane:
         after: Sequence[Event] = (),
         notes: Sequence[Sequence[int]] = (),
     ) -> Event:
-        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError with names.
+        """As `Lane.enqueue`. Where the ranks' notes differ, the event's error is a RuntimeError
+        with names.
 
         Args:
             notes: of the collectives in `work`.
@@ -51,7 +55,8 @@ class CollectiveLane:
                 if describe is None:
                     raise
                 raise RuntimeError(
-                    f"Expected every rank to do the same, got: this rank is about to {describe(error.own)}; "
+                    "Expected every rank to do the same, got: this rank is about to "
+                    f"{describe(error.own)}; "
                     f"rank {error.peer} of its group is about to {describe(error.theirs)}."
                 ) from error
 

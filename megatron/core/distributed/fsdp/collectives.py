@@ -1,15 +1,16 @@
 """All-gather, reduce-scatter and all-reduce of flat tensors, the fastest way each device has.
 
-[Note: exchange] gloo runs a reduce-scatter as an all-reduce and copies inside its all-gather. On the CPU the ranks
-therefore exchange their parts directly: each sends every other rank just the part that is its own, and adds up what it
-receives, a piece at a time, while the next piece is under way. That moves the least bytes there are, takes no more
-memory than two pieces, and adds up in a fixed order, so the result is the same bits in every run. On a GPU the
-backend's own collectives do this.
+[Note: exchange] gloo runs a reduce-scatter as an all-reduce and copies inside its all-gather. On
+the CPU the ranks therefore exchange their parts directly: each sends every other rank just the part
+that is its own, and adds up what it receives, a piece at a time, while the next piece is under way.
+That moves the least bytes there are, takes no more memory than two pieces, and adds up in a fixed
+order, so the result is the same bits in every run. On a GPU the backend's own collectives do this.
 
-[Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes next would take one's
-parts for the other's. A `note`, a few integers that say what a rank is about to do, goes ahead of the parts where one
-is given, 128 bytes to each peer, and notes that differ are an error on all ranks that see it, before any part is sent.
-On a GPU notes are not exchanged, since the host would have to wait for them; for what is done there, see `NoteHistory`.
+[Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes
+next would take one's parts for the other's. A `note`, a few integers that say what a rank is about
+to do, goes ahead of the parts where one is given, 128 bytes to each peer, and notes that differ are
+an error on all ranks that see it, before any part is sent. On a GPU notes are not exchanged, since
+the host would have to wait for them; for what is done there, see `NoteHistory`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _TAG, _NOTE_TAG = 1009, 1010
 # For tensors that a program asks for as a whole, in its own thread, while lanes exchange parts.
 WHOLE_TENSOR_TAG = 1011
 NOTE_LENGTH = 16  # integers of 64 bits
-_PIECE_NUMEL = 1048576  # elements of a part exchanged at a time; a message costs about 0.1 ms whatever its length
+# elements of a part exchanged at a time; a message costs about 0.1 ms whatever its length
+_PIECE_NUMEL = 1048576
 _SUM_NUMEL = 65536  # elements added up at a time, so that they stay in the cache: 256 KiB in fp32
 
 
@@ -47,7 +49,8 @@ class MismatchError(RuntimeError):
 
     def __init__(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> None:
         super().__init__(
-            f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the group."
+            f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the "
+            "group."
         )
         self.peer = peer
         self.own = own
@@ -99,7 +102,9 @@ def all_gather(
 
 @waits_for_ranks
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
-    """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each element."""
+    """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each
+    element.
+    """
     with issuing(f"all-reduce of {tensor.numel()} elements", tensor):
         dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
 
@@ -119,15 +124,18 @@ def reduce_scatter(
     *,
     note: Sequence[int] | None = None,
 ) -> None:
-    """Fills `out` with the sum or average over all ranks of this rank's part of `whole`, or adds it to what is there.
+    """Fills `out` with the sum or average over all ranks of this rank's part of `whole`, or adds it
+    to what is there.
 
-    On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the others' by rank)
-    and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send 2 bytes an element and give the bits
-    that sending them widened would. On a GPU they are cast to `how.device_dtype` first, and added as NCCL does.
+    On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the
+    others' by rank) and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send
+    2 bytes an element and give the bits that sending them widened would. On a GPU they are cast to
+    `how.device_dtype` first, and added as NCCL does.
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
-        whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out` lies in it.
+        whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out`
+            lies in it.
         note: see [Note: notes].
     """
     rank, parts = _parts(whole, out, group)
@@ -179,14 +187,15 @@ def all_reduce(
     Each rank adds up one part, as `reduce_scatter` does, and the ranks exchange the sums.
 
     Args:
-        out: flat, contiguous, as long as `whole`; may be `whole` itself. Where the reduction accumulates, the same on
-            every rank.
+        out: flat, contiguous, as long as `whole`; may be `whole` itself. Where the reduction
+            accumulates, the same on every rank.
         whole: flat, contiguous; its length a multiple of the number of ranks.
     """
     num_ranks = dist.get_world_size(group)
     if out.shape != whole.shape or out.numel() % num_ranks:
         raise ValueError(
-            f"Expected an output of the same length, a multiple of {num_ranks}, got {out.numel()} for {whole.numel()}."
+            f"Expected an output of the same length, a multiple of {num_ranks}, got {out.numel()} "
+            f"for {whole.numel()}."
         )
     own = out.chunk(num_ranks)[dist.get_rank(group)] if out.numel() else out
     reduce_scatter(own, whole, group, how, note=note)
@@ -224,7 +233,8 @@ def _parts(
     """(this rank in the group, every rank's part of `whole`).
 
     Raises:
-        ValueError: before anything is sent, if `own` has not the size of a part, or overlaps another than its own.
+        ValueError: before anything is sent, if `own` has not the size of a part, or overlaps
+            another than its own.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if own.numel() * num_ranks != whole.numel():

@@ -1,6 +1,8 @@
-"""`FsdpContext`: what the sharded modules of one model share: lanes, the order of their use, reductions under way.
+"""`FsdpContext`: what the sharded modules of one model share: lanes, the order of their use,
+reductions under way.
 
-Modules belong to the model; the context refers to them weakly, so that a model that is deleted frees its memory.
+Modules belong to the model; the context refers to them weakly, so that a model that is deleted
+frees its memory.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class ScheduledModule(Protocol):
         """Whether a backward of the module is to be expected."""
 
     def finish_backward(self) -> None:
-        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
+        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not
+        reduced.
+        """
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
@@ -54,7 +58,9 @@ class _InFlight(NamedTuple):
 
 
 class _Backward:
-    """A backward under way. Autograd holds the only reference, so that one which fails is known by its absence."""
+    """A backward under way. Autograd holds the only reference, so that one which fails is known by
+    its absence.
+    """
 
     def __init__(self, context: FsdpContext) -> None:
         self._context = weakref.ref(context)
@@ -70,14 +76,16 @@ class FsdpContext:
 
     Attributes:
         device: of the compute weights.
-        gather_lane, reduce_lane: where collectives run; one lane where two would mix up their messages.
+        gather_lane, reduce_lane: where collectives run; one lane where two would mix up their
+            messages.
         is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
-        is_open: whether modules may still join and the first forward ends that, since no `fully_shard_context`
-            says when the last one has been sharded.
+        is_open: whether modules may still join and the first forward ends that, since no
+            `fully_shard_context` says when the last one has been sharded.
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
         next_number: of the next group: what ranks call it among themselves.
-        lanes_issue_at_once: whether putting work on a lane waits until what the work comes after has been issued.
+        lanes_issue_at_once: whether putting work on a lane waits until what the work comes after
+            has been issued.
         history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
@@ -109,8 +117,9 @@ class FsdpContext:
     # Construction
 
     def _lane(self, name: str) -> CollectiveLane:
-        # Shared with other contexts, whose collectives run over the same process groups. Urgent, since the next kernels
-        # of the computation wait for them, and they leave most of the device to what runs beside them.
+        # Shared with other contexts, whose collectives run over the same process groups. Urgent,
+        # since the next kernels of the computation wait for them, and they leave most of the device
+        # to what runs beside them.
         lane = self.device.lane(name, is_shared=True, is_urgent=True)
         return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
 
@@ -134,7 +143,8 @@ class FsdpContext:
         self.next_number = group.number + 1
 
     def absorb(self, other: FsdpContext) -> None:
-        """Takes over the modules of another open context: what contains them all has been sharded too.
+        """Takes over the modules of another open context: what contains them all has been sharded
+        too.
 
         Groups keep their numbers, by which other ranks know them.
         """
@@ -144,9 +154,11 @@ class FsdpContext:
         self._groups.update(other._groups)
 
     def finalize(self) -> None:
-        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that step them.
+        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that
+        step them.
 
-        ValueError, on all ranks, if ranks that hold the same main weights have been given different ones.
+        ValueError, on all ranks, if ranks that hold the same main weights have been given different
+        ones.
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
@@ -182,7 +194,9 @@ class FsdpContext:
     # Weights
 
     def enter_forward(self, module: Any) -> None:
-        """A module is about to run, not as part of a backward. RuntimeError before the context is complete."""
+        """A module is about to run, not as part of a backward. RuntimeError before the context is
+        complete.
+        """
         if self.is_open and not self.is_finalized:
             self.finalize()
         if not self.is_finalized:
@@ -194,12 +208,16 @@ class FsdpContext:
         self.num_passes += self.is_root(module)
 
     def unshard_for_forward(self, module: Any) -> None:
-        """Brings the full weights of a module, and begins to bring those of the one that is likely next."""
+        """Brings the full weights of a module, and begins to bring those of the one that is likely
+        next.
+        """
         place = self._places[id(module)][0] + 1
         self._unshard(module, self._forward_order[place : place + 1])
 
     def unshard_for_backward(self, module: Any) -> None:
-        """As `unshard_for_forward`; next is the first module in backward order that expects a backward."""
+        """As `unshard_for_forward`; next is the first module in backward order that expects a
+        backward.
+        """
         expecting = (
             reference
             for reference in self._backward_order[self._places[id(module)][1] + 1 :]
@@ -214,11 +232,15 @@ class FsdpContext:
         self._unshard(module, [])
 
     def keep_recomputed(self, module: Any) -> None:
-        """Keeps the full weights of a module that has been recomputed: most likely its own backward comes next."""
+        """Keeps the full weights of a module that has been recomputed: most likely its own backward
+        comes next.
+        """
         self._recomputed = weakref.ref(module)
 
     def reshard_recomputed(self) -> None:
-        """Lets go of the weights that were kept for a backward which did not come next, unless it is under way."""
+        """Lets go of the weights that were kept for a backward which did not come next, unless it
+        is under way.
+        """
         reference, self._recomputed = self._recomputed, None
         module = None if reference is None else reference()
         if module is not None and module.is_resting:
@@ -243,16 +265,19 @@ class FsdpContext:
             group.wait_unsharded()
 
     def _prefetch(self, group: FsdpParameterGroup) -> None:
-        """Begins to bring the full weights of a group that is used after the module that is about to run.
+        """Begins to bring the full weights of a group that is used after the module that is about
+        to run.
 
-        [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work that the host has
-        still to issue, so a stream can only be told to wait for it once that is done. Issuing such a gather now would
-        keep this thread from issuing the kernels of the module that is about to run, and the device idle. It is issued
-        when its own module is reached instead, which is as soon as this thread has issued those kernels. The memory is
-        taken now, and with it the event after which the gather may begin, so on the device it still runs beside them.
+        [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work
+        that the host has still to issue, so a stream can only be told to wait for it once that is
+        done. Issuing such a gather now would keep this thread from issuing the kernels of the
+        module that is about to run, and the device idle. It is issued when its own module is
+        reached instead, which is as soon as this thread has issued those kernels. The memory is
+        taken now, and with it the event after which the gather may begin, so on the device it still
+        runs beside them.
 
-        Why not look whether the delivery is done? That differs from rank to rank, and so would the order in which ranks
-        issue their collectives. Whether there is one is the same everywhere.
+        Why not look whether the delivery is done? That differs from rank to rank, and so would the
+        order in which ranks issue their collectives. Whether there is one is the same everywhere.
         """
         if self.lanes_issue_at_once and group.awaits_delivery:
             group.reserve()
@@ -271,7 +296,9 @@ class FsdpContext:
             Variable._execution_engine.queue_callback(backward.finish)
 
     def make_room(self, group: FsdpParameterGroup) -> None:
-        """Waits until a group may collect: its last reduction is done, and at most one other is under way."""
+        """Waits until a group may collect: its last reduction is done, and at most one other is
+        under way.
+        """
         while len(self._in_flight) > 1 or any(
             in_flight.group is group for in_flight in self._in_flight
         ):
@@ -316,12 +343,14 @@ class FsdpContext:
 
     @waits_for_ranks
     def check_agreement(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """RuntimeError, on all ranks, unless all have issued the same collectives, of the same gradients.
+        """RuntimeError, on all ranks, unless all have issued the same collectives, of the same
+        gradients.
 
-        For training loops of one's own on an accelerator, between backward and step: there, gradients that only some
-        ranks have become NaN, or are no mean, and nothing else says why. (On the CPU ranks notice by themselves, ahead
-        of each collective.) It takes one small collective and brings the result to the host; `train_step` has it
-        travel with numbers that go there anyway.
+        For training loops of one's own on an accelerator, between backward and step: there,
+        gradients that only some ranks have become NaN, or are no mean, and nothing else says why.
+        (On the CPU ranks notice by themselves, ahead of each collective.) It takes one small
+        collective and brings the result to the host; `train_step` has it travel with numbers that
+        go there anyway.
 
         Args:
             process_group: of all ranks that share the model; default: all there are.
@@ -337,13 +366,17 @@ class FsdpContext:
     def compare_digests(
         self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None
     ) -> None:
-        """As `check_agreement`, where the digests of the ranks' histories are known already, by rank."""
+        """As `check_agreement`, where the digests of the ranks' histories are known already, by
+        rank.
+        """
         try:
             if len(set(digests)) > 1:
                 notes = self.history.first_difference(process_group, self.device.torch_device)
                 raise RuntimeError(
-                    "Expected every rank to do the same in every step, and to have gradients of the same parameters, "
-                    f"got: {tell_apart(notes, self.describe)}. The gradients of this step are not to be used."
+                    "Expected every rank to do the same in every step, and to have gradients of "
+                    "the same parameters, "
+                    f"got: {tell_apart(notes, self.describe)}. The gradients of this step are not "
+                    "to be used."
                 )
         finally:
             self.history.forget()
@@ -387,7 +420,8 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
             ):
                 if len(set(values)) > 1:
                     raise ValueError(
-                        f"Expected the same weights on every rank, got different ones for {group.name or 'the model'}: "
+                        "Expected the same weights on every rank, got different ones for "
+                        f"{group.name or 'the model'}: "
                         "seed all ranks alike, or load one rank's weights on the others."
                     )
 

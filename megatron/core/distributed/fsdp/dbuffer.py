@@ -1,9 +1,9 @@
 """`DBuffer`: many tensors in one flat, distributed buffer.
 
-What a DTensor is for one tensor, a DBuffer is for a group of them: a mesh, a placement for each of its axes, and this
-rank's part of the storage. Everything that belongs to a group of parameters is a DBuffer with the same layout; what
-differs is the placements (what is sharded) and the device (where the bytes lie). It is the only caller of tensor
-collectives.
+What a DTensor is for one tensor, a DBuffer is for a group of them: a mesh, a placement for each of
+its axes, and this rank's part of the storage. Everything that belongs to a group of parameters is a
+DBuffer with the same layout; what differs is the placements (what is sharded) and the device (where
+the bytes lie). It is the only caller of tensor collectives.
 
     Flat      -> Replicate   allgather
     Partial   -> Flat        reduce_scatter
@@ -89,7 +89,8 @@ class DBuffer:
         placements: Iterable[Placement],
         layout: GlobalLayout,
     ) -> DBuffer:
-        """A buffer over storage that is there already: a flat, contiguous tensor of the right length.
+        """A buffer over storage that is there already: a flat, contiguous tensor of the right
+        length.
 
         It cannot release the storage, which is somebody else's.
         """
@@ -115,7 +116,8 @@ class DBuffer:
         placements: Iterable[Placement],
         device: torch.device | str | None = None,
     ) -> DBuffer:
-        """A buffer with this rank's part of tensors that every rank has in full. Communicates nothing.
+        """A buffer with this rank's part of tensors that every rank has in full. Communicates
+        nothing.
 
         Args:
             tensors: of one dtype, on any device. Meta tensors leave their place uninitialised.
@@ -149,16 +151,20 @@ class DBuffer:
         return self.layout.chunk(index, self.range)
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
-        """This rank's rows of tensor `index`, a view of the buffer: [rows held, *shape[1:]]; there may be none."""
+        """This rank's rows of tensor `index`, a view of the buffer: [rows held, *shape[1:]]; there
+        may be none.
+        """
         shape = self.layout.tensor_shapes[index]
         chunk = self.chunk(index)
         numel = chunk.num_rows * (self.layout.numel(index) // shape[0]) if chunk.num_rows else 0
         return self.local_buffer.narrow(0, chunk.offset, numel).view(chunk.num_rows, *shape[1:])
 
     def get_dtensor(self, index: int) -> DTensor:
-        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer; see `UnevenDTensor`.
+        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer; see
+        `UnevenDTensor`.
 
-        The buffer may lie on another device than the mesh's (`DTensor.from_local` would copy it there).
+        The buffer may lie on another device than the mesh's (`DTensor.from_local` would copy it
+        there).
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
@@ -179,7 +185,8 @@ class DBuffer:
         """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
         if tuple(tensor.shape) != self.layout.tensor_shapes[index]:
             raise ValueError(
-                f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got {tuple(tensor.shape)}."
+                f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got "
+                f"{tuple(tensor.shape)}."
             )
         self._check_memory()
         chunk = self.chunk(index)
@@ -194,9 +201,11 @@ class DBuffer:
         out: DBuffer | None = None,
         note: Sequence[int] | None = None,
     ) -> DBuffer:
-        """The same tensors under other placements; axis by axis, so that what is sharded stays the last axes.
+        """The same tensors under other placements; axis by axis, so that what is sharded stays the
+        last axes.
 
-        With the placements it already has and no `out`, this very buffer. The note goes ahead of every collective.
+        With the placements it already has and no `out`, this very buffer. The note goes ahead of
+        every collective.
         """
         wanted = self._check(placements)
         for axis, (old, new) in enumerate(zip(self.placements, wanted, strict=True)):
@@ -242,8 +251,8 @@ class DBuffer:
         """Partial -> Flat on one axis, by sum or average as the Partial says.
 
         Args:
-            dtype: of the result; default: this buffer's. For the dtype in which parts travel and are added, see
-                `collectives.reduce_scatter`.
+            dtype: of the result; default: this buffer's. For the dtype in which parts travel and
+                are added, see `collectives.reduce_scatter`.
             out: may lie in this buffer, in this rank's own part of it.
             divisor: what the sum or average is divided by.
             accumulates: add to what is in `out` instead of overwriting it.
@@ -269,7 +278,9 @@ class DBuffer:
         device_dtype: torch.dtype | None = None,
         note: Sequence[int] | None = None,
     ) -> DBuffer:
-        """Partial -> Replicate on one axis. `out` may be over this very storage; the rest is as in `reduce_scatter`."""
+        """Partial -> Replicate on one axis. `out` may be over this very storage; the rest is as in
+        `reduce_scatter`.
+        """
         partial = self._expect(axis, Partial, "allreduce")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, Replicate()), dtype)
@@ -288,7 +299,9 @@ class DBuffer:
         return out
 
     def view(self, placements: Iterable[Placement]) -> DBuffer:
-        """A buffer over a part of this one's storage, for placements that shard on more axes. Copies nothing."""
+        """A buffer over a part of this one's storage, for placements that shard on more axes.
+        Copies nothing.
+        """
         part = self.part_for(placements)
         if part is None:
             wanted = self._check(placements)
@@ -299,7 +312,9 @@ class DBuffer:
         return part
 
     def part_for(self, placements: Iterable[Placement]) -> DBuffer | None:
-        """What `view` gives, or None where the range of these placements does not lie in this buffer."""
+        """What `view` gives, or None where the range of these placements does not lie in this
+        buffer.
+        """
         wanted = self._check(placements)
         inner = _local_range(self.layout, self.mesh, wanted)
         if not self.range.covers(inner):
@@ -308,7 +323,9 @@ class DBuffer:
         return DBuffer.from_local(part, self.mesh, wanted, self.layout)
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
-        """The same buffer in another dtype; this very buffer if it has that dtype and there is no `out`."""
+        """The same buffer in another dtype; this very buffer if it has that dtype and there is no
+        `out`.
+        """
         if dtype == self.dtype and out is None:
             return self
         self._check_memory()
@@ -317,17 +334,21 @@ class DBuffer:
         return out
 
     def zero_padding(self) -> None:
-        """Sets what lies between and behind the tensors to zero, so that sums over the flat buffer are right."""
+        """Sets what lies between and behind the tensors to zero, so that sums over the flat buffer
+        are right.
+        """
         for gap in self.layout.gaps:
             start, numel = self.range.overlap(gap)
             if numel:
                 self.local_buffer.narrow(0, start - self.range.start, numel).zero_()
 
     def release_storage(self) -> None:
-        """Frees the memory. Views of the buffer stay valid objects, and have memory again after `reallocate_storage`.
+        """Frees the memory. Views of the buffer stay valid objects, and have memory again after
+        `reallocate_storage`.
 
-        For buffers that have allocated their storage themselves. On a GPU, memory goes back to the stream it was taken
-        on: call this and `reallocate_storage` on the same one, after the events of everything that used the buffer.
+        For buffers that have allocated their storage themselves. On a GPU, memory goes back to the
+        stream it was taken on: call this and `reallocate_storage` on the same one, after the events
+        of everything that used the buffer.
         """
         self._check_owner()
         self._resize(0)
@@ -337,7 +358,8 @@ class DBuffer:
 
         A buffer that has its memory keeps it, and what is in it.
         """
-        # Resizing a storage to the size it has is no shortcut: torch takes other memory and copies everything there.
+        # Resizing a storage to the size it has is no shortcut: torch takes other memory and copies
+        # everything there.
         self._check_owner()
         if not self._has_memory:
             self._resize(self.range.numel)
@@ -361,7 +383,8 @@ class DBuffer:
     def _expect(self, axis: int, kind: type[P], operation: str) -> P:
         if not 0 <= axis < self.mesh.ndim:
             raise ValueError(
-                f"Expected an axis of the mesh, 0 to {self.mesh.ndim - 1}, for {operation}, got {axis}."
+                f"Expected an axis of the mesh, 0 to {self.mesh.ndim - 1}, for {operation}, got "
+                f"{axis}."
             )
         placement = self.placements[axis]
         if not isinstance(placement, kind):
@@ -386,7 +409,9 @@ class DBuffer:
         placements: tuple[Placement, ...],
         dtype: torch.dtype | None = None,
     ) -> DBuffer:
-        """`out`, once it is known to fit, or a new buffer, not pinned. ValueError with what does not fit."""
+        """`out`, once it is known to fit, or a new buffer, not pinned. ValueError with what does
+        not fit.
+        """
         dtype = dtype or self.dtype
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
@@ -438,7 +463,8 @@ class DBuffer:
     def _check_owner(self) -> None:
         if not self._owns_storage:
             raise RuntimeError(
-                "Expected a buffer that owns its storage, got a view or one made from a local tensor."
+                "Expected a buffer that owns its storage, got a view or one made from a local "
+                "tensor."
             )
 
     def _resize(self, numel: int) -> None:
@@ -466,7 +492,8 @@ def _check_move(axis: int, old: Placement, new: Placement) -> None:
     )
     if not is_possible:
         raise NotImplementedError(
-            f"Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> Flat on axis {axis}, "
+            "Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> "
+            f"Flat on axis {axis}, "
             f"got {old} -> {new}."
         )
 
@@ -505,10 +532,11 @@ def dtensor_like(
 def dtensor_over(
     local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None
 ) -> DTensor:
-    """A DTensor over a local tensor, without communication; the local tensor may begin anywhere in its storage.
+    """A DTensor over a local tensor, without communication; the local tensor may begin anywhere in
+    its storage.
 
-    Made over `local` itself, it would take on its place in the storage, and be taken for a tensor with a storage of its
-    own by what copies tensors (`copy.deepcopy`).
+    Made over `local` itself, it would take on its place in the storage, and be taken for a tensor
+    with a storage of its own by what copies tensors (`copy.deepcopy`).
 
     Args:
         device: where the DTensor says it is; default: where `local` is.

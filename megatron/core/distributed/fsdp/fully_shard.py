@@ -13,8 +13,9 @@
     optimizer.step()
     optimizer.zero_grad()
 
-The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, `fully_shard(layer, mesh)` for
-every layer and then for the model does without a context and placements; see `fully_shard`.
+The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2,
+`fully_shard(layer, mesh)` for every layer and then for the model does without a context and
+placements; see `fully_shard`.
 """
 
 from __future__ import annotations
@@ -77,16 +78,19 @@ def fully_shard_context(
 
     Args:
         device: where the modules compute; default: the GPU if there is one.
-        unify_communication_stream: gather and reduce on one stream. Less memory, less overlap. Always so on the CPU.
-        reset_parameters: initialises a module with parameters on meta, given whole on `device`; default: its own
-            method of that name. The same on every rank: every rank keeps its part of what it has drawn itself.
+        unify_communication_stream: gather and reduce on one stream. Less memory, less overlap.
+            Always so on the CPU.
+        reset_parameters: initialises a module with parameters on meta, given whole on `device`;
+            default: its own method of that name. The same on every rank: every rank keeps its part
+            of what it has drawn itself.
 
     Raises:
         RuntimeError: inside another.
     """
     if _current.get() is not None:
         raise RuntimeError(
-            "Expected one fully_shard_context at a time, got one in another; it does not support nesting."
+            "Expected one fully_shard_context at a time, got one in another; it does not support "
+            "nesting."
         )
     context = FsdpContext(_as_device(device), unify_communication_stream)
     token = _current.set(_Construction(context, reset_parameters))
@@ -107,33 +111,39 @@ def fully_shard(
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> FsdpModule:
-    """Shards in place the parameters of `module` that no module in it has sharded already: inner modules come first.
+    """Shards in place the parameters of `module` that no module in it has sharded already: inner
+    modules come first.
 
-    The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they are cut:
-    shards are whole rows, but not `torch.chunk`'s. They are what optimizers and checkpoints see, and what PyTorch's
-    own helpers (`get_state_dict`, `dcp.save`, `full_tensor`) work on. Gradients are averaged over the ranks.
+    The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where
+    they are cut: shards are whole rows, but not `torch.chunk`'s. They are what optimizers and
+    checkpoints see, and what PyTorch's own helpers (`get_state_dict`, `dcp.save`, `full_tensor`)
+    work on. Gradients are averaged over the ranks.
 
-    Outside of a `fully_shard_context`, modules join what contains them, and the first forward ends their construction.
+    Outside of a `fully_shard_context`, modules join what contains them, and the first forward ends
+    their construction.
 
     Args:
-        module: with floating-point parameters, on any device. Every rank must pass the same values; those on meta are
-            drawn one submodule at a time in main_params_dtype, see `fully_shard_context`.
+        module: with floating-point parameters, on any device. Every rank must pass the same values;
+            those on meta are drawn one submodule at a time in main_params_dtype, see
+            `fully_shard_context`.
         mesh: has the axes of `placements`, and no others; default: one axis over all ranks.
-        placements: what is cut, on which axis; default: everything, on a mesh of one axis, and on the second of two
-            (ZeRO-3 and HSDP, as FSDP2 has them).
+        placements: what is cut, on which axis; default: everything, on a mesh of one axis, and on
+            the second of two (ZeRO-3 and HSDP, as FSDP2 has them).
         mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
         grad_divisor: what averaged gradients are divided by besides.
-        reshard_after_forward: free the full weights between forward and backward and gather them again.
+        reshard_after_forward: free the full weights between forward and backward and gather them
+            again.
         offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: meta parameters that nothing initialises; a module in which another has run already.
-        ValueError: a module that is sharded already, here or in another context; a parameter that two sharded modules
-            have; placements that do not fit the mesh; a mesh of more than two axes without placements; a divisor that
-            is not positive.
+        RuntimeError: meta parameters that nothing initialises; a module in which another has run
+            already.
+        ValueError: a module that is sharded already, here or in another context; a parameter that
+            two sharded modules have; placements that do not fit the mesh; a mesh of more than two
+            axes without placements; a divisor that is not positive.
         TypeError: a parameter that is not a float, or a DTensor of somebody else.
     """
     construction = _current.get()
@@ -180,9 +190,9 @@ def fully_shard(
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
     """Says of the forward and backward inside it whether they are a step's last.
 
-    Gradients that are partial on an axis of `Placements.gradient` are summed up on each rank until the last microbatch
-    and reduced over that axis after it; until then, the gradients that parameters show are partial sums. Without this,
-    every microbatch counts as a last one.
+    Gradients that are partial on an axis of `Placements.gradient` are summed up on each rank until
+    the last microbatch and reduced over that axis after it; until then, the gradients that
+    parameters show are partial sums. Without this, every microbatch counts as a last one.
     """
     before = context.is_last_microbatch
     context.is_last_microbatch = is_last
@@ -193,14 +203,16 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and refuse partial sums.
+    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
+    refuse partial sums.
 
-    Gradients are cast to the parameters' dtype for the time of a step. Compute weights follow the main weights when
-    they are used next, once for each group; for that nothing needs to be called.
+    Gradients are cast to the parameters' dtype for the time of a step. Compute weights follow the
+    main weights when they are used next, once for each group; for that nothing needs to be called.
 
     Raises:
         TypeError: for something else than a `torch.optim.Optimizer`.
-        ValueError: if it has none of the sharded parameters, or has some that `fully_shard` has replaced.
+        ValueError: if it has none of the sharded parameters, or has some that `fully_shard` has
+            replaced.
 
     Later, by `optimizer.step()`:
         RuntimeError: for gradients of which the last microbatch is still to come.
@@ -212,7 +224,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     num_replaced = sum(_REPLACED in vars(parameter) for parameter in parameters)
     if num_replaced:
         raise ValueError(
-            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from before."
+            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from "
+            "before."
         )
     if not any(group_of(parameter) for parameter in parameters):
         raise ValueError(
@@ -221,7 +234,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     uncast: list[_Cast] = []
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A step may run inside another, a subclass's. What a step that has raised left behind may be gone.
+        # A step may run inside another, a subclass's. What a step that has raised left behind may
+        # be gone.
         uncast[:] = [cast for cast in uncast if cast.parameter.grad is cast.gradient]
         with_gradient = [
             (parameter, parameter.grad)
@@ -237,7 +251,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         # A hook's arguments begin with the optimizer itself.
         if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
-                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing would cast to "
+                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
+                "would cast to "
                 f"{to_cast[0][0].dtype}, got one."
             )
         for parameter, gradient in to_cast:
@@ -299,7 +314,8 @@ def _usual_placements(mesh: DeviceMesh) -> Placements:
 
 
 def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
-    """The context of what is sharded in `module` already, or a new one; the first forward completes it.
+    """The context of what is sharded in `module` already, or a new one; the first forward completes
+    it.
 
     RuntimeError if one of the inner modules has run: its context can take no more modules.
     """
@@ -308,7 +324,8 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
         if isinstance(child, FsdpModule) and child is not module and child.context.is_open:
             if child.context.is_finalized:
                 raise RuntimeError(
-                    f"Expected every fully_shard before the first forward, got one of {type(module).__name__} after "
+                    "Expected every fully_shard before the first forward, got one of "
+                    f"{type(module).__name__} after "
                     f"{name} has run."
                 )
             if all(child.context is not context for context in contexts):
@@ -325,7 +342,9 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
 
 
 def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
-    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to inner."""
+    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to
+    inner.
+    """
     names = mesh.mesh_dim_names or ()
     numbers = []
     for axis in placements.dp_axes:
@@ -338,7 +357,8 @@ def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
         return mesh
     if numbers != sorted(set(numbers)) or not names:
         raise ValueError(
-            f"Expected the axes of a mesh in their order, by name if they are not all of it, got {placements.dp_axes} "
+            "Expected the axes of a mesh in their order, by name if they are not all of it, got "
+            f"{placements.dp_axes} "
             f"of {names or mesh.ndim}."
         )
     return mesh[tuple(names[number] for number in numbers)]
@@ -372,7 +392,8 @@ def _check_module(module: nn.Module, context: FsdpContext) -> None:
     for name, child in module.named_modules():
         if isinstance(child, FsdpModule) and child.context is not context:
             raise ValueError(
-                f"Expected inner modules of the same context, got {name} of another fully_shard_context."
+                f"Expected inner modules of the same context, got {name} of another "
+                "fully_shard_context."
             )
 
 
@@ -398,7 +419,8 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
         name, original = parameter.fqns[0], parameter.original
         if group_of(original) is not None or _REPLACED in vars(original):
             raise ValueError(
-                f"Expected every parameter in one sharded module, got {name} of {type(module).__name__}, which another "
+                f"Expected every parameter in one sharded module, got {name} of "
+                f"{type(module).__name__}, which another "
                 "owns already. Shard the module that contains both."
             )
         if isinstance(original, DTensor):
@@ -415,7 +437,8 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
             )
         if original.ndim == 0 or original.numel() == 0:
             raise ValueError(
-                f"Expected parameters with rows and elements, got {name} of {tuple(original.shape)}."
+                f"Expected parameters with rows and elements, got {name} of "
+                f"{tuple(original.shape)}."
             )
 
 
@@ -484,7 +507,9 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _wait_main_weights(module: nn.Module, *_: Any) -> None:
-    """Before main weights are read or written from outside: what updates them in the background has ended."""
+    """Before main weights are read or written from outside: what updates them in the background has
+    ended.
+    """
     assert isinstance(module, FsdpModule), "the hook of one"
     for group in module.parameter_groups:
         group.wait_main_weight()
@@ -494,6 +519,7 @@ def _refuse_assignment(*arguments: Any) -> None:
     local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(
-            "Expected load_state_dict(assign=False) for a sharded module, whose parameters are views of its buffers, "
+            "Expected load_state_dict(assign=False) for a sharded module, whose parameters are "
+            "views of its buffers, "
             "got assign=True."
         )

@@ -1,12 +1,13 @@
-"""`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the optimizer reads.
+"""`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the
+optimizer reads.
 
     unsharded   what the backward of this rank gave, whole
     partial     its sum over microbatches, where an axis is reduced after the last of them only
     main        reduced over all axes; what the optimizer reads
 
-The gradient of a sharded parameter says what has been summed up for it so far: nothing, a part of `main`, or, between
-the microbatches of a deferred reduction, of `partial`, with the placements of a partial sum. So clearing gradients, to
-None or to zero, is all that it takes to begin anew.
+The gradient of a sharded parameter says what has been summed up for it so far: nothing, a part of
+`main`, or, between the microbatches of a deferred reduction, of `partial`, with the placements of a
+partial sum. So clearing gradients, to None or to zero, is all that it takes to begin anew.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from megatron.core.dtensors import is_partial, local_tensor
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """compute: what autograd gives; main: what the optimizer reads; comm: in which ranks' gradients are added."""
+    """compute: what autograd gives; main: what the optimizer reads; comm: in which ranks' gradients
+    are added.
+    """
 
     compute: torch.dtype
     main: torch.dtype
@@ -45,7 +48,8 @@ class GradientDtypes:
         return self.comm if self.comm.itemsize < self.compute.itemsize else self.compute
 
 
-# (what a step reduces, the parameters that have a gradient in it) -> what ranks tell each other before it
+# (what a step reduces, the parameters that have a gradient in it) -> what ranks tell each other
+# before it
 Note = Callable[[Collection[int]], Sequence[int]]
 
 
@@ -80,10 +84,12 @@ class Reduction(NamedTuple):
 
 
 class GroupGradients:
-    """The gradient buffers of one parameter group. `unsharded` and `partial` have memory only while they are needed.
+    """The gradient buffers of one parameter group. `unsharded` and `partial` have memory only while
+    they are needed.
 
     Attributes:
-        unsharded, partial, main: see the module's docstring. `partial` is None where no reduction is deferred.
+        unsharded, partial, main: see the module's docstring. `partial` is None where no reduction
+            is deferred.
     """
 
     def __init__(
@@ -103,8 +109,9 @@ class GroupGradients:
         self._note = note
         self._received: set[int] = set()
         self._exchanges_notes = collectives.exchanges_notes(device)
-        # Ranks that exchange notes notice a gradient that only some of them have. The others notice it at the end of
-        # the step, if their training loop asks; where it does not, what they have must not look like a mean.
+        # Ranks that exchange notes notice a gradient that only some of them have. The others notice
+        # it at the end of the step, if their training loop asks; where it does not, what they have
+        # must not look like a mean.
         self._missing_value = 0.0 if self._exchanges_notes else float("nan")
         partial_sums = [_as_partial(placement) for placement in placements.gradient]
         self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
@@ -130,18 +137,24 @@ class GroupGradients:
         return self._received
 
     def is_main(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether a parameter's gradient is the one in `main`, and nothing that somebody has put in its place."""
+        """Whether a parameter's gradient is the one in `main`, and nothing that somebody has put in
+        its place.
+        """
         return gradient is self._main_grads[index]
 
     def main_versions(self) -> int:
-        """Counts the writes to `main` that autograd sees: through the gradients, or through the buffer."""
+        """Counts the writes to `main` that autograd sees: through the gradients, or through the
+        buffer.
+        """
         versions = self.main.local_buffer._version
         for gradient in self._main_grads:
             versions += gradient._version + gradient._local_tensor._version
         return versions
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient of the whole parameter `index`; a second one before the reduction is added."""
+        """Takes a gradient of the whole parameter `index`; a second one before the reduction is
+        added.
+        """
         if not self._received:
             self._take_memory()
         if index in self._received:
@@ -151,18 +164,21 @@ class GroupGradients:
             self._received.add(index)
 
     def takes_memory_to_reduce(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether `reduce` would take the memory of whole gradients now, though none has been collected.
+        """Whether `reduce` would take the memory of whole gradients now, though none has been
+        collected.
 
-        It does where ranks must join in the others' reductions, with zeros: not where they exchange notes, and not for
-        parameters that are frozen. After `collect` the memory has been taken already.
+        It does where ranks must join in the others' reductions, with zeros: not where they exchange
+        notes, and not for parameters that are frozen. After `collect` the memory has been taken
+        already.
         """
         return not self._received and self._joins_others(parameters)
 
     def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Reduction:
-        """Prepares the reduction of what was collected, and answers the work to do, on whichever lane.
+        """Prepares the reduction of what was collected, and answers the work to do, on whichever
+        lane.
 
-        The gradients of `parameters`, the sharded ones, show the result at once, and have it when the work is done.
-        Nothing may be collected before that and `release`.
+        The gradients of `parameters`, the sharded ones, show the result at once, and have it when
+        the work is done. Nothing may be collected before that and `release`.
 
         Args:
             is_last: whether deferred axes are reduced too.
@@ -240,15 +256,18 @@ class GroupGradients:
     def _joins_others(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank takes part in the others' reductions even if it has nothing to add.
 
-        Ranks that exchange notes tell the others so. Without notes, collectives that only some ranks issue would wait
-        for ever, or take part of the next one's. Parameters that have been frozen get a gradient on no rank.
+        Ranks that exchange notes tell the others so. Without notes, collectives that only some
+        ranks issue would wait for ever, or take part of the next one's. Parameters that have been
+        frozen get a gradient on no rank.
         """
         return not self._exchanges_notes and any(
             parameter.requires_grad for parameter in parameters
         )
 
     def _notes(self, told: Collection[int], steps: Iterable[_Step]) -> list[Sequence[int]]:
-        """In the order in which the work will have them. A sum over no axis is this rank's own business."""
+        """In the order in which the work will have them. A sum over no axis is this rank's own
+        business.
+        """
         notes = [self._note(step.received) for step in steps if step.axes]
         return [self._note(()), *notes] if told else notes
 
@@ -276,7 +295,8 @@ class GroupGradients:
                 ours, theirs = local_tensor(own[index]), local_tensor(_cut_as(gradient, own[index]))
                 if ours.shape != theirs.shape:
                     raise ValueError(
-                        f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} here, got one of "
+                        f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} "
+                        "here, got one of "
                         f"{tuple(theirs.shape)}."
                     )
                 if ours.data_ptr() != theirs.data_ptr():
@@ -301,13 +321,16 @@ class GroupGradients:
                 for index in junk:
                     step.target_rows[index].zero_()
             self._reduce(step)
-            # A gradient that no rank has must not stay behind in memory as NaN, to be added to by the next one.
+            # A gradient that no rank has must not stay behind in memory as NaN, to be added to by
+            # the next one.
             if math.isnan(self._missing_value):
                 for index in set(missing).intersection(junk):
                     step.target_rows[index].zero_()
 
     def _fold(self, index: int) -> None:
-        """Writes the sum of an earlier step, which has been reduced, as a partial sum that would reduce to it."""
+        """Writes the sum of an earlier step, which has been reduced, as a partial sum that would
+        reduce to it.
+        """
         scale = 1.0
         for axis, (own, reduced) in enumerate(
             zip(self._placements.gradient, self.main.placements, strict=True)

@@ -1,20 +1,22 @@
 """Where tensors lie in one flat buffer, and which rows of them lie on which rank. Integers only.
 
-The layout is the same on every rank and for everything that belongs to a group of parameters: compute weights, main
-weights, gradients, optimizer states. So a rank can compute what any other rank holds, which is what checkpoints without
-communication rest on.
+The layout is the same on every rank and for everything that belongs to a group of parameters:
+compute weights, main weights, gradients, optimizer states. So a rank can compute what any other
+rank holds, which is what checkpoints without communication rest on.
 
-[Note: alignment] A buffer may be cut only between rows of every tensor in it: each rank then holds whole rows, and a
-shard is a DTensor shard of dim 0. All offsets are multiples of the tensor's own row size, and ranks' ranges are
-multiples of the *alignment*, the least common multiple of all row sizes. Worked example, shapes P0 (2, 6), P1 (4, 4),
-P2 (4, 4), P3 (1, 2), P4 (1, 6) on 5 ranks. The alignment is lcm(6, 4, 2) = 12:
+[Note: alignment] A buffer may be cut only between rows of every tensor in it: each rank then holds
+whole rows, and a shard is a DTensor shard of dim 0. All offsets are multiples of the tensor's own
+row size, and ranks' ranges are multiples of the *alignment*, the least common multiple of all row
+sizes. Worked example, shapes P0 (2, 6), P1 (4, 4), P2 (4, 4), P3 (1, 2), P4 (1, 6) on 5 ranks. The
+alignment is lcm(6, 4, 2) = 12:
 
     offset  0           12          24          36          48          60
             |P0 row 0,1 |P1 row 0-2 |P1 3|P3|..|P2|P2 row 1-3 |P4 |  pad  |
             |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  rank 4   |
 
-P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: it starts with those in the
-gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to the end.
+P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: it starts
+with those in the gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to the
+end.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class FlatRange(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalLayout:
-    """Offsets of tensors in a flat buffer that `dp_size` ranks, or any divisor of it, can cut between rows."""
+    """Offsets of tensors in a flat buffer that `dp_size` ranks, or any divisor of it, can cut
+    between rows.
+    """
 
     tensor_shapes: tuple[tuple[int, ...], ...]
     tensor_to_offset: tuple[int, ...]  # elements
@@ -68,9 +72,10 @@ class GlobalLayout:
     def build(cls, shapes: Iterable[Sequence[int]], dp_size: int) -> GlobalLayout:
         """Lays out tensors of these shapes for `dp_size` ranks. See [Note: alignment].
 
-        Tensors of at least one alignment unit come first, in their order. The gap behind one that does not fill its
-        last unit is shared with the first later tensor whose own remainder fits; what is left of it is filled with
-        tensors smaller than a unit, the largest first. Small tensors that found no gap come last.
+        Tensors of at least one alignment unit come first, in their order. The gap behind one that
+        does not fill its last unit is shared with the first later tensor whose own remainder fits;
+        what is left of it is filled with tensors smaller than a unit, the largest first. Small
+        tensors that found no gap come last.
 
         Raises:
             ValueError: for a scalar, for rows without elements, for a `dp_size` below 1.
@@ -117,8 +122,8 @@ class GlobalLayout:
     ) -> FlatRange:
         """What the rank at `coordinate` of a mesh holds of the buffer.
 
-        The last axis cuts first and the axes before it cut its pieces further, so that the piece of a rank that is cut
-        on more axes lies inside the piece it would have on fewer.
+        The last axis cuts first and the axes before it cut its pieces further, so that the piece of
+        a rank that is cut on more axes lies inside the piece it would have on fewer.
 
         Args:
             mesh_shape: ranks along each axis.
@@ -126,7 +131,8 @@ class GlobalLayout:
             coordinate: the rank's place on each axis.
 
         Raises:
-            ValueError: if the buffer cannot be cut so; its layout was built for another number of ranks.
+            ValueError: if the buffer cannot be cut so; its layout was built for another number of
+                ranks.
         """
         piece = FlatRange(0, self.size)
         for axis_size, cuts, place in reversed(
@@ -137,7 +143,8 @@ class GlobalLayout:
             numel = piece.numel // axis_size
             if numel * axis_size != piece.numel or numel % self.alignment:
                 raise ValueError(
-                    f"Expected a layout built for the mesh {tuple(mesh_shape)}, got one of size {self.size} that "
+                    f"Expected a layout built for the mesh {tuple(mesh_shape)}, got one of size "
+                    f"{self.size} that "
                     f"cannot be cut into multiples of {self.alignment}."
                 )
             piece = FlatRange(piece.start + place * numel, numel)
@@ -146,17 +153,20 @@ class GlobalLayout:
     def chunks(self, piece: FlatRange) -> list[Chunk]:
         """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left out."""
         offsets, tensors = self._by_offset
-        # The tensor that begins last before the piece may reach into it; those before that one end before it begins.
+        # The tensor that begins last before the piece may reach into it; those before that one end
+        # before it begins.
         first = max(bisect.bisect_right(offsets, piece.start) - 1, 0)
         last = bisect.bisect_left(offsets, piece.stop)
         found = (self.chunk(tensor, piece) for tensor in sorted(tensors[first:last]))
         return [chunk for chunk in found if chunk.num_rows]
 
     def chunk(self, tensor: int, piece: FlatRange) -> Chunk:
-        """The rows of one tensor that lie in a piece; none of them is a chunk of zero rows at offset 0.
+        """The rows of one tensor that lie in a piece; none of them is a chunk of zero rows at
+        offset 0.
 
         Raises:
-            ValueError: if the piece cuts through a row of the tensor; it is not one of `local_range`'s.
+            ValueError: if the piece cuts through a row of the tensor; it is not one of
+                `local_range`'s.
         """
         begin = self.tensor_to_offset[tensor]
         start, numel = piece.overlap(FlatRange(begin, self.numel(tensor)))
@@ -167,7 +177,8 @@ class GlobalLayout:
         num_rows, behind = divmod(numel, row)
         if before or behind:
             raise ValueError(
-                f"Expected a piece cut between rows of tensor {tensor} ({row} elements each), got {piece}."
+                f"Expected a piece cut between rows of tensor {tensor} ({row} elements each), got "
+                f"{piece}."
             )
         return Chunk(tensor, first_row, num_rows, start - piece.start)
 
@@ -208,7 +219,9 @@ class _Packer:
             self.end = self.offsets[tensor] + self.numels[tensor]
 
     def _partner(self, gap_numel: int) -> int | None:
-        """The first large tensor whose remainder fits into a gap. One without a remainder needs no partner."""
+        """The first large tensor whose remainder fits into a gap. One without a remainder needs no
+        partner.
+        """
         for tensor in self._large:
             if 0 < self.numels[tensor] % self.alignment <= gap_numel:
                 return tensor
@@ -225,7 +238,9 @@ class _Packer:
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Elements of one row: the product of all dims but the first. ValueError for scalars and empty rows."""
+    """Elements of one row: the product of all dims but the first. ValueError for scalars and empty
+    rows.
+    """
     row = math.prod(shape[1:]) if len(shape) else 0
     if row < 1:
         raise ValueError(

@@ -1,14 +1,16 @@
 """`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
 
     forward     before: full weights, and those of the next module begin to come
-                after: sharded again, unless reshard_after_forward is False and a backward will follow
+                after: sharded again, unless reshard_after_forward is False and a backward will
+                follow
     backward    before, when the gradient of an output is there: full weights, and those of the module before begin to
                 come
-                after, when the gradients of all inputs are there: sharded again, gradients begin to be reduced
+                after, when the gradients of all inputs are there: sharded again, gradients begin to
+                be reduced
     at the end  of the whole backward: whatever is left, and waiting for the last reductions
 
-A module that is run again inside a backward, to recompute its activations, gets its full weights and keeps them for its
-own backward.
+A module that is run again inside a backward, to recompute its activations, gets its full weights
+and keeps them for its own backward.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class FsdpModule(nn.Module):
 
     Attributes:
         context: shared with the other modules of the model.
-        parameter_groups: the parameters of this module and of those in it that are not sharded themselves.
+        parameter_groups: the parameters of this module and of those in it that are not sharded
+            themselves.
         phase: see `Phase`.
-        reshard_after_forward: whether full weights are freed between forward and backward. May be changed.
+        reshard_after_forward: whether full weights are freed between forward and backward. May be
+            changed.
     """
 
     class Phase(enum.Enum):
@@ -86,11 +90,15 @@ class FsdpModule(nn.Module):
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a backward of this module is to be expected, since its last forward was one of training."""
+        """Whether a backward of this module is to be expected, since its last forward was one of
+        training.
+        """
         return len(self._fsdp_calls) > 0 or self._fsdp_will_be_recomputed
 
     def finish_backward(self) -> None:
-        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not reduced."""
+        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not
+        reduced.
+        """
         if self.phase is FsdpModule.Phase.FORWARD:
             return  # a backward inside this module's forward
         if self._fsdp_will_be_recomputed and self.is_resting:
@@ -115,14 +123,16 @@ class FsdpModule(nn.Module):
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
         for module in self.modules():
             for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
-                # Where the compute weights are: main weights in host memory stay there whatever happens.
+                # Where the compute weights are: main weights in host memory stay there whatever
+                # happens.
                 probe = torch.empty(
                     0, dtype=group.main_weight.dtype, device=group.model_weight.device
                 )
                 changed = fn(probe)
                 if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                     raise RuntimeError(
-                        f"Expected dtype and device to be settled before fully_shard, got a change from {probe.dtype} "
+                        "Expected dtype and device to be settled before fully_shard, got a change "
+                        f"from {probe.dtype} "
                         f"on {probe.device} to {changed.dtype} on {changed.device}."
                     )
             for name, buffer in module._buffers.items() if recurse or module is self else ():
@@ -175,7 +185,8 @@ class FsdpModule(nn.Module):
             tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf
         ]
         if outputs:
-            # Who changes a view in place takes its hooks away, but not those of what it is a view of.
+            # Who changes a view in place takes its hooks away, but not those of what it is a view
+            # of.
             bases = [tensor._base for tensor in outputs if tensor._base is not None]
             watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
             register_multi_grad_hook(
@@ -192,7 +203,9 @@ class FsdpModule(nn.Module):
         self._fsdp_check_outputs(output)
 
     def _fsdp_check_outputs(self, output: Any) -> None:
-        """RuntimeError if an output is one of the module's whole weights, or a view, whose memory goes and comes."""
+        """RuntimeError if an output is one of the module's whole weights, or a view, whose memory
+        goes and comes.
+        """
         storages = {
             group.unsharded_weight.local_buffer.untyped_storage()._cdata
             for group in self.parameter_groups
@@ -202,15 +215,18 @@ class FsdpModule(nn.Module):
             tensor.untyped_storage()._cdata in storages for tensor in _tensors(output) if storages
         ):
             raise RuntimeError(
-                f"Expected outputs of {type(self).__name__} that have memory of their own, got one of its weights or a "
+                f"Expected outputs of {type(self).__name__} that have memory of their own, got one "
+                "of its weights or a "
                 "view of one, which is whole only while the module runs. Return a clone."
             )
 
     def _fsdp_watch_inputs(self, args: Any, kwargs: Any, call: _Call) -> tuple[Any, Any] | None:
-        """Inputs that tell when their gradients are there: then this module's part of the backward is done.
+        """Inputs that tell when their gradients are there: then this module's part of the backward
+        is done.
 
-        A view belongs to this call alone, while the tensor itself may have other uses whose gradients come later.
-        Tensors in containers that somebody may go on filling stay themselves; they are watched where there is no other.
+        A view belongs to this call alone, while the tensor itself may have other uses whose
+        gradients come later. Tensors in containers that somebody may go on filling stay themselves;
+        they are watched where there is no other.
         """
         views: dict[int, torch.Tensor] = {}
 
@@ -245,7 +261,8 @@ class FsdpModule(nn.Module):
         self.context.enter_backward()
         self._fsdp_rest()
         self._fsdp_calls.discard(call)
-        # Of other calls of the same pass gradients are still to come; those of another have a backward of their own.
+        # Of other calls of the same pass gradients are still to come; those of another have a
+        # backward of their own.
         if not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls):
             self._fsdp_reduce()
 
@@ -268,7 +285,9 @@ class FsdpModule(nn.Module):
         group.gradients.collect(index, gradient.detach())
 
     def _fsdp_reduce(self) -> None:
-        """Begins to reduce what was collected. Once after each pass, ranks also tell each other that it is nothing."""
+        """Begins to reduce what was collected. Once after each pass, ranks also tell each other
+        that it is nothing.
+        """
         for group in self.parameter_groups:
             if group.gradients is not None and (
                 group.gradients.received or self._fsdp_reduced_pass != self.context.num_passes
@@ -290,7 +309,8 @@ class FsdpModule(nn.Module):
     def _fsdp_enter(self, phase: Phase) -> None:
         if not self.phase.leads_to(phase):
             raise RuntimeError(
-                f"Expected {type(self).__name__} to come to {phase.value} from another phase, got {self.phase.value}; "
+                f"Expected {type(self).__name__} to come to {phase.value} from another phase, got "
+                f"{self.phase.value}; "
                 "a sharded module cannot run inside itself."
             )
         self.phase = phase
@@ -368,10 +388,12 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     return _sharded_classes[original]
 
 
-# A function within its user, calling itself, would be a cycle that keeps the views, and with them every layer's inputs,
-# until Python looks for garbage.
+# A function within its user, calling itself, would be a cycle that keeps the views, and with them
+# every layer's inputs, until Python looks for garbage.
 def _viewed(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """`value` with views in the place of tensors that require a gradient; one of each, which is left in `views`."""
+    """`value` with views in the place of tensors that require a gradient; one of each, which is
+    left in `views`.
+    """
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return views.setdefault(id(value), value.view_as(value))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):

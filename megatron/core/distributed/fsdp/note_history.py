@@ -1,13 +1,15 @@
-"""`NoteHistory`: the notes of all collectives that a rank has issued, which ranks compare once a step.
+"""`NoteHistory`: the notes of all collectives that a rank has issued, which ranks compare once a
+step.
 
-On the CPU a note goes ahead of each collective, and ranks that disagree stop before anything is sent; see collectives'
-[Note: notes]. On an accelerator that would have the host wait for every one of them. But what ranks may disagree about
-(the order of collectives, and which parameters have got a gradient) is known to each rank's host when it issues them.
-So each keeps its notes and a digest of them all; the digests travel with the numbers that a step brings to the host
-anyway, and only where they differ do ranks exchange notes, to find the first that is not the same.
+On the CPU a note goes ahead of each collective, and ranks that disagree stop before anything is
+sent; see collectives' [Note: notes]. On an accelerator that would have the host wait for every one
+of them. But what ranks may disagree about (the order of collectives, and which parameters have got
+a gradient) is known to each rank's host when it issues them. So each keeps its notes and a digest
+of them all; the digests travel with the numbers that a step brings to the host anyway, and only
+where they differ do ranks exchange notes, to find the first that is not the same.
 
-This is after the fact: collectives that did not fit together have run by then, and gradients may be wrong. It comes
-before the optimizer's step, though, so no weight has changed.
+This is after the fact: collectives that did not fit together have run by then, and gradients may be
+wrong. It comes before the optimizer's step, though, so no weight has changed.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ _MOST_NOTES = 65536
 
 
 class NoteHistory:
-    """The notes since the last comparison, in the order in which this rank has issued their collectives."""
+    """The notes since the last comparison, in the order in which this rank has issued their
+    collectives.
+    """
 
     def __init__(self) -> None:
         self.forget()
 
     def add(self, note: Sequence[int]) -> None:
         """Remembers the note of a collective that is being issued."""
-        # All of one length, or notes of one stretch of numbers, cut differently, would have the same digest.
+        # All of one length, or notes of one stretch of numbers, cut differently, would have the
+        # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
         if len(self._notes) < _MOST_NOTES:
             self._notes.append(tuple(note))
@@ -49,17 +54,20 @@ class NoteHistory:
 
     @property
     def digest(self) -> int:
-        """A number below 2^48 that is the same on ranks with the same notes, and most likely not on others."""
+        """A number below 2^48 that is the same on ranks with the same notes, and most likely not on
+        others.
+        """
         return int.from_bytes(self._hash.digest(), "little")
 
     @waits_for_ranks
     def first_difference(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> list[tuple[int, ...]]:
-        """Every rank's note, by rank in the group, where they first differ. All ranks of the group call it together.
+        """Every rank's note, by rank in the group, where they first differ. All ranks of the group
+        call it together.
 
-        A rank that had done everything by then has a note of zeros. If all notes that are kept are the same, so are
-        those in the answer.
+        A rank that had done everything by then has a note of zeros. If all notes that are kept are
+        the same, so are those in the answer.
 
         Args:
             device: of the group's collectives.
@@ -70,7 +78,8 @@ class NoteHistory:
         missing = [()] * max(1 - len(self._notes), int(length) - len(self._notes))
         notes = torch.tensor([_padded(note) for note in [*self._notes, *missing]], device=device)
 
-        # What the least and the greatest say is all that is needed, and costs the same on any number of ranks.
+        # What the least and the greatest say is all that is needed, and costs the same on any
+        # number of ranks.
         least, greatest = notes.clone(), notes.clone()
         with issuing("all-reduce of the least of all notes", least):
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)

@@ -1,4 +1,5 @@
-"""`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype and one requires_grad.
+"""`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype and one
+requires_grad.
 
 All of them have one layout; what differs is the dtype and the placements:
 
@@ -9,9 +10,11 @@ All of them have one layout; what differs is the dtype and the placements:
     unsharded_weight              Replicate   compute weights in use; the full parameters are views of it
     gradients                                 see `GroupGradients`
 
-Weight buffers that would hold the same are one; `unsharded_weight` has memory only while the weights are in use.
+Weight buffers that would hold the same are one; `unsharded_weight` has memory only while the
+weights are in use.
 
-A parameter is two: `full` takes part in forward and backward, `sharded` rests in the module and goes to the optimizer.
+A parameter is two: `full` takes part in forward and backward, `sharded` rests in the module and
+goes to the optimizer.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ class FsdpParameter:
                 module._parameters[name] = parameter
 
     def is_shown(self) -> bool:
-        """Whether the owning modules have one of the two, and nothing that somebody has put in their place."""
+        """Whether the owning modules have one of the two, and nothing that somebody has put in
+        their place.
+        """
         modules = [(owner(), name) for owner, name in self.owners]
         own = (id(self.full), id(self.sharded))
         return all(
@@ -99,8 +104,8 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
 class FsdpParameterGroup:
     """See the module's docstring.
 
-    What is put on a lane goes on after the call; the events are kept here, and `wait_unsharded` or the event that
-    `reduce` answers say when a buffer may be touched again.
+    What is put on a lane goes on after the call; the events are kept here, and `wait_unsharded` or
+    the event that `reduce` answers say when a buffer may be touched again.
 
     Attributes:
         number: of the group in its context; the same on every rank.
@@ -187,7 +192,9 @@ class FsdpParameterGroup:
         return self._is_unsharded
 
     def mark_updated(self) -> None:
-        """Says that the main weights have changed; the compute weights follow before they are used again."""
+        """Says that the main weights have changed; the compute weights follow before they are used
+        again.
+        """
         self._is_updated = True
 
     # Main weights on the other side
@@ -198,10 +205,11 @@ class FsdpParameterGroup:
         return self._is_on_host
 
     def put_main_weight(self, buffer: DBuffer) -> None:
-        """Moves the main weights into another buffer of the same kind, in host memory, and keeps no other.
+        """Moves the main weights into another buffer of the same kind, in host memory, and keeps no
+        other.
 
-        The sharded parameters stay the objects that they are, over the new memory; their `device` stays the compute
-        weights', as their gradients'.
+        The sharded parameters stay the objects that they are, over the new memory; their `device`
+        stays the compute weights', as their gradients'.
         """
         expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
         got = (buffer.placements, buffer.layout, buffer.dtype)
@@ -218,7 +226,8 @@ class FsdpParameterGroup:
         self._is_updated = True
 
     def claim_delivery(self, owner: object) -> None:
-        """From here on `owner` updates the main weights and delivers the compute weights; nobody else does.
+        """From here on `owner` updates the main weights and delivers the compute weights; nobody
+        else does.
 
         Its own steps need no cast: see `deliver`. It is known weakly.
         """
@@ -230,17 +239,20 @@ class FsdpParameterGroup:
         return self._deliverer is not None and self._deliverer() is owner
 
     def deliver(self, updated: Event, before_use: Callable[[], None] | None = None) -> None:
-        """Says that after this event the main weights and this rank's post_optimizer_model_weight are up to date.
+        """Says that after this event the main weights and this rank's post_optimizer_model_weight
+        are up to date.
 
         Args:
-            before_use: called once, by the thread that uses the weights, when it is about to wait for them. It may wait
-                for the event itself, to see how long that takes.
+            before_use: called once, by the thread that uses the weights, when it is about to wait
+                for them. It may wait for the event itself, to see how long that takes.
         """
         self._delivery = self._main_weight_ready = updated
         self._before_use = before_use
 
     def wait_main_weight(self) -> None:
-        """What this thread does from here on comes after the updates of the main weights that are under way."""
+        """What this thread does from here on comes after the updates of the main weights that are
+        under way.
+        """
         if self._main_weight_ready is not None:
             self._main_weight_ready.synchronize()
             self._main_weight_ready = (
@@ -248,11 +260,12 @@ class FsdpParameterGroup:
             )
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
-        """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are there.
+        """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are
+        there.
 
         Args:
-            send_down: is given the event after which main_grad may be read, and answers the one after which it has
-                been; called in the middle of the backward.
+            send_down: is given the event after which main_grad may be read, and answers the one
+                after which it has been; called in the middle of the backward.
         """
         self._send_down = send_down
 
@@ -272,10 +285,11 @@ class FsdpParameterGroup:
         return self._delivery is not None
 
     def reserve(self) -> None:
-        """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing issued after this.
+        """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing
+        issued after this.
 
-        What is issued in between must use neither the full parameters, of course, nor the main weights; if it writes to
-        these, `unshard` waits for it all the same.
+        What is issued in between must use neither the full parameters, of course, nor the main
+        weights; if it writes to these, `unshard` waits for it all the same.
         """
         if not self._is_unsharded:
             if self.is_gathered:
@@ -283,7 +297,9 @@ class FsdpParameterGroup:
             self._reserved = self._device.event()
 
     def unshard(self, lane: CollectiveLane) -> None:
-        """Begins to bring the full parameters up to date, if they are not. Raises what has kept them from it before."""
+        """Begins to bring the full parameters up to date, if they are not. Raises what has kept
+        them from it before.
+        """
         if self._failure is not None:
             error, traceback = self._failure
             raise error.with_traceback(traceback)
@@ -332,7 +348,9 @@ class FsdpParameterGroup:
                 raise
 
     def reshard(self) -> None:
-        """Frees the full parameters' memory, if it is not also the compute weights'; a reservation ends."""
+        """Frees the full parameters' memory, if it is not also the compute weights'; a reservation
+        ends.
+        """
         if self._is_unsharded or self._reserved is not None:
             self.wait_unsharded()
             self._is_unsharded, self._reserved = False, None
@@ -340,7 +358,9 @@ class FsdpParameterGroup:
                 self.unsharded_weight.release_storage()
 
     def index_of(self, sharded: torch.Tensor) -> int:
-        """The place of one of the group's sharded parameters among them, which is that of its tensor in the layout."""
+        """The place of one of the group's sharded parameters among them, which is that of its
+        tensor in the layout.
+        """
         return next(
             index
             for index, parameter in enumerate(self.fsdp_parameters)
@@ -350,7 +370,8 @@ class FsdpParameterGroup:
     def show_full(self) -> None:
         """Modules have the full parameters, which require a gradient where the sharded ones do.
 
-        RuntimeError if a sharded parameter is no longer what it was: nothing would keep the two in step.
+        RuntimeError if a sharded parameter is no longer what it was: nothing would keep the two in
+        step.
         """
         for index, parameter in enumerate(self.fsdp_parameters):
             self._check_is_view(index, parameter)
@@ -498,14 +519,16 @@ class FsdpParameterGroup:
         )
         if is_other or not parameter.is_shown():
             raise RuntimeError(
-                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, got another tensor; "
+                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
+                "got another tensor; "
                 "convert and replace parameters before."
             )
 
     def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
         if parameter.sharded.requires_grad and not self.requires_grad:
             raise RuntimeError(
-                f"Expected {parameter.fqns[0]} of {self.name or 'the model'} to stay frozen, as it was when it was "
+                f"Expected {parameter.fqns[0]} of {self.name or 'the model'} to stay frozen, as it "
+                "was when it was "
                 "sharded and got no gradient buffer, got requires_grad=True."
             )
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
@@ -530,7 +553,9 @@ class FsdpParameterGroup:
             )
 
     def _versions(self) -> int:
-        """Counts writes to the main weights that autograd sees: through the parameters, or through the buffer."""
+        """Counts writes to the main weights that autograd sees: through the parameters, or through
+        the buffer.
+        """
         versions = self.main_weight.local_buffer._version
         for parameter in self.fsdp_parameters:
             versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
@@ -545,8 +570,8 @@ def _known(dtype: torch.dtype | None) -> torch.dtype:
 def _reduction_note(number: int, received: Collection[int]) -> list[int]:
     """Which group is about to be reduced, and which of its parameters have a gradient.
 
-    Parameters beyond those that a note has room for share bits with earlier ones: a difference is still noticed, unless
-    two cancel out, but the parameter is not named.
+    Parameters beyond those that a note has room for share bits with earlier ones: a difference is
+    still noticed, unless two cancel out, but the parameter is not named.
     """
     words = [0] * (NOTE_LENGTH - 2)
     for index in received:

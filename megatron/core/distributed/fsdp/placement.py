@@ -1,13 +1,14 @@
 """Which mesh axes shard the parameters, gradients and optimizer states of a module.
 
-DTensor's placements are used as they are; `Flat` is the one that is added. On each axis of the data-parallel mesh a
-buffer is
+DTensor's placements are used as they are; `Flat` is the one that is added. On each axis of the
+data-parallel mesh a buffer is
 
     Replicate()          the same on every rank
     Partial("sum"|"avg") to be added up, or averaged, over the axis
     Flat()               cut: each rank holds one equal piece of the flat buffer
 
-and the axes that are cut are the last ones, so that every rank's piece is one contiguous range of the whole.
+and the axes that are cut are the last ones, so that every rank's piece is one contiguous range of
+the whole.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 class Flat(Shard):
     """A dim-0 shard whose storage is part of one flat buffer of many tensors.
 
-    Every tensor in the buffer is cut between rows, but not evenly: a rank may hold three rows of one tensor and none of
-    another. Equal to `Shard(0)`, which is what a DTensor over such a buffer shows.
+    Every tensor in the buffer is cut between rows, but not evenly: a rank may hold three rows of
+    one tensor and none of another. Equal to `Shard(0)`, which is what a DTensor over such a buffer
+    shows.
     """
 
     def __init__(self) -> None:
@@ -72,10 +74,11 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Placements:
     """Where the three kinds of buffers of a module are cut, on the same mesh axes, outer to inner.
 
-    What the optimizer holds may be cut more finely than the gradients, and these more finely than the parameters, never
-    less: a rank updates a part of what it has the gradients of. A gradient that is `Partial` on an axis stays a rank's
-    own sum over the microbatches of a step and is reduced over that axis once, after the last of them, to the placement
-    that the optimizer has there. On the other axes every backward reduces it.
+    What the optimizer holds may be cut more finely than the gradients, and these more finely than
+    the parameters, never less: a rank updates a part of what it has the gradients of. A gradient
+    that is `Partial` on an axis stays a rank's own sum over the microbatches of a step and is
+    reduced over that axis once, after the last of them, to the placement that the optimizer has
+    there. On the other axes every backward reduces it.
 
     | strategy (ZeRO)          | parameter         | gradient         | optimizer         |
     |--------------------------|-------------------|------------------|-------------------|
@@ -100,7 +103,8 @@ class Placements:
             placements = check_placements(getattr(self, name))
             if len(placements) != len(self.dp_axes):
                 raise ValueError(
-                    f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got {len(placements)}."
+                    f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got "
+                    f"{len(placements)}."
                 )
             if name != "gradient" and any(
                 isinstance(placement, Partial) for placement in placements
@@ -123,13 +127,16 @@ class Placements:
             for own, fine in zip(self.gradient, self.optimizer, strict=True)
         ):
             raise ValueError(
-                f"Expected Flat or Partial gradients wherever optimizer placements are cut, got {self.gradient} and "
+                "Expected Flat or Partial gradients wherever optimizer placements are cut, got "
+                f"{self.gradient} and "
                 f"{self.optimizer}."
             )
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
-        """The placements on one axis of a strategy named as Megatron's --data-parallel-sharding-strategy names it."""
+        """The placements on one axis of a strategy named as Megatron's
+        --data-parallel-sharding-strategy names it.
+        """
         if strategy not in SHARDING_STRATEGIES:
             raise ValueError(f"Expected one of {SHARDING_STRATEGIES}, got {strategy!r}.")
         number = SHARDING_STRATEGIES.index(strategy)

@@ -1,4 +1,6 @@
-"""In which dtypes a module's weights and gradients are kept, computed with and sent; on which side main weights lie."""
+"""In which dtypes a module's weights and gradients are kept, computed with and sent; on which side
+main weights lie.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,19 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of the weights that a module computes with, and of what stands behind them. Buffers stay as they are.
+    """The dtypes of the weights that a module computes with, and of what stands behind them.
+    Buffers stay as they are.
 
     Attributes:
-        main_params_dtype: of the main weights, which the optimizer updates; None: the compute weights' own.
-        main_grads_dtype: of the gradients that the optimizer reads, and of their sums over microbatches; None: the
-            compute weights' own.
-        grad_comm_dtype: in which gradients are reduced over ranks; None: main_grads_dtype. On the CPU gradients travel
-            in this dtype or in the compute weights', whichever is narrower, and are always added in fp32.
-        compute_dtype: of the weights in forward and backward; None: that of the module's parameters. Main weights are
-            made of the parameters as they are.
+        main_params_dtype: of the main weights, which the optimizer updates; None: the compute
+            weights' own.
+        main_grads_dtype: of the gradients that the optimizer reads, and of their sums over
+            microbatches; None: the compute weights' own.
+        grad_comm_dtype: in which gradients are reduced over ranks; None: main_grads_dtype. On the
+            CPU gradients travel in this dtype or in the compute weights', whichever is narrower,
+            and are always added in fp32.
+        compute_dtype: of the weights in forward and backward; None: that of the module's
+            parameters. Main weights are made of the parameters as they are.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -35,7 +40,9 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
 
     def resolve(self, dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """This policy with every dtype filled in, for parameters of `dtype`. TypeError if that is no float."""
+        """This policy with every dtype filled in, for parameters of `dtype`. TypeError if that is
+        no float.
+        """
         if dtype not in _FLOATING:
             raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {dtype}.")
         compute_dtype = self.compute_dtype or dtype
@@ -53,8 +60,9 @@ class OffloadPolicy:
     """Which side keeps what the optimizer alone needs.
 
     Attributes:
-        main_weights_on_host: main weights are in host memory from the start, also where they have the compute weights'
-            dtype. Whoever updates them there hands the compute weights to the device: `HybridDeviceOptimizer`.
+        main_weights_on_host: main weights are in host memory from the start, also where they have
+            the compute weights' dtype. Whoever updates them there hands the compute weights to the
+            device: `HybridDeviceOptimizer`.
     """
 
     main_weights_on_host: bool = False

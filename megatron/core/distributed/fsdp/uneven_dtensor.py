@@ -1,13 +1,16 @@
-"""`UnevenDTensor`: a DTensor whose shards are whole rows, but not as many on every rank as DTensor thinks.
+"""`UnevenDTensor`: a DTensor whose shards are whole rows, but not as many on every rank as DTensor
+thinks.
 
-The tensors of a flat buffer are cut where the buffer is. A plain DTensor over such a shard would claim
-`torch.chunk`'s rows: `full_tensor` would mix rows up or hang, and a checkpoint would put them in the wrong
-place without a word. This class knows its rows, and PyTorch's code moves them only through it:
+The tensors of a flat buffer are cut where the buffer is. A plain DTensor over such a shard would
+claim `torch.chunk`'s rows: `full_tensor` would mix rows up or hang, and a checkpoint would put them
+in the wrong place without a word. This class knows its rows, and PyTorch's code moves them only
+through it:
 
 - operators run on local rows, or on all of them; see uneven_operators.py,
 - `full_tensor`, `redistribute` and `to_local`, with their gradients, send the rows that there are,
 - DCP asks it for its chunks, as does any copy that PyTorch makes of it,
-- `placements` shows `UnevenShard`s, from which `compute_local_shape_and_global_offset` takes its answer.
+- `placements` shows `UnevenShard`s, from which `compute_local_shape_and_global_offset` takes its
+  answer.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ class UnevenDTensor(UnevenRows):
         """As torch's. RuntimeError for a parameter of `fully_shard`: the hook would never run."""
         if self._before_use is not None:
             raise RuntimeError(
-                "Expected hooks on modules or on the optimizer, got one on a parameter of fully_shard, whose reduced "
+                "Expected hooks on modules or on the optimizer, got one on a parameter of "
+                "fully_shard, whose reduced "
                 "gradient autograd does not accumulate: it would never be called."
             )
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

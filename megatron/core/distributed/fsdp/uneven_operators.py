@@ -7,9 +7,10 @@
     norms and sums of all elements                  on each rank, then one small reduction
     everything else                                 on all rows, which are gathered first
 
-So every operation gives what it gives on one process, and the same on every rank. Those that reduce or gather
-must be called by all ranks of the mesh, as with any DTensor that has to be redistributed. What is a view on one
-process and would have to move rows (`p[0]`, `p.t()`) is a copy that refuses to be written to.
+So every operation gives what it gives on one process, and the same on every rank. Those that reduce
+or gather must be called by all ranks of the mesh, as with any DTensor that has to be redistributed.
+What is a view on one process and would have to move rows (`p[0]`, `p.t()`) is a copy that refuses
+to be written to.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operator of which at least one argument is uneven.
 
     Raises:
-        RuntimeError: for a plain tensor beside an uneven one, as DTensor does (only `copy_` takes one, of the
-            whole shape); for partial sums, unless they are scaled or added up.
+        RuntimeError: for a plain tensor beside an uneven one, as DTensor does (only `copy_` takes
+            one, of the whole shape); for partial sums, unless they are scaled or added up.
     """
     for tensor in uneven_among(args, kwargs):
         tensor.wait_until_usable()
@@ -78,7 +79,8 @@ class _Traits(NamedTuple):
     """What matters here of an operator.
 
     Attributes:
-        is_elementwise: whether an element of a result depends on the same element of the arguments alone.
+        is_elementwise: whether an element of a result depends on the same element of the arguments
+            alone.
         is_on_lists: whether it does the same to each tensor of its lists, as those of optimizers.
         name: without its overload.
         is_random: whether it draws.
@@ -136,7 +138,8 @@ def _is_pointwise_on_lists(name: str) -> bool:
 
 _FUSED_OPTIMIZERS = {"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"}
 
-# Not tagged as pointwise, but each element of the result depends on the same element of the arguments.
+# Not tagged as pointwise, but each element of the result depends on the same element of the
+# arguments.
 _ALSO_ELEMENTWISE = {
     aten.alias.default,
     aten.copy_.default,
@@ -156,8 +159,8 @@ _ALSO_ELEMENTWISE = {
     aten._to_copy.default,
 }
 
-# What gives, of partial sums, the partial sums of the result: whatever the other arguments are, if no other
-# is a tensor with rows, and only if all of them are partial sums.
+# What gives, of partial sums, the partial sums of the result: whatever the other arguments are, if
+# no other is a tensor with rows, and only if all of them are partial sums.
 _SCALING = {
     "_foreach_div_",
     "_foreach_mul_",
@@ -298,7 +301,9 @@ def _local_argument(
     outer: dict[int, torch.Tensor],
     func: Any,
 ) -> Any:
-    """An argument with local tensors for distributed ones, which `outer` then finds by the ids of the local ones."""
+    """An argument with local tensors for distributed ones, which `outer` then finds by the ids of
+    the local ones.
+    """
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
         found = [
             _localised(item, reference, func)
@@ -328,7 +333,9 @@ def _outer_result(
 
 
 def _localised(tensor: torch.Tensor, reference: UnevenRows | None, func: Any) -> torch.Tensor:
-    """The rows of `reference` of a tensor that is about to meet it; the tensor itself if it broadcasts."""
+    """The rows of `reference` of a tensor that is about to meet it; the tensor itself if it
+    broadcasts.
+    """
     if isinstance(tensor, UnevenRows) and reference is not None and tensor.is_cut_as(reference):
         return tensor._local_tensor
     if not isinstance(tensor, DTensor):
@@ -362,7 +369,9 @@ def _is_pinned(tensor: UnevenRows, *_: Any, **__: Any) -> bool:
 
 
 def _new(func: Any) -> Callable[..., DTensor]:
-    """`new_zeros` and its like: cut as the tensor if it has the same shape, else the same on all ranks."""
+    """`new_zeros` and its like: cut as the tensor if it has the same shape, else the same on all
+    ranks.
+    """
 
     def new(tensor: UnevenRows, size: Sequence[int], *args: Any, **kwargs: Any) -> DTensor:
         local = tensor._local_tensor

@@ -1,7 +1,8 @@
 """Norms and sums of uneven DTensors: every rank reduces its own rows, and the results are combined.
 
-DTensor would answer with partial results, whose `item()` is another number on every rank; optimizers that take
-the norm of a parameter so (Adafactor, LAMB) would step every rank's rows by another factor.
+DTensor would answer with partial results, whose `item()` is another number on every rank;
+optimizers that take the norm of a parameter so (Adafactor, LAMB) would step every rank's rows by
+another factor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`UnevenRows`: a DTensor that knows which rows of its tensor each rank holds, and how to bring them together.
+"""`UnevenRows`: a DTensor that knows which rows of its tensor each rank holds, and how to bring
+them together.
 
-DTensor's own collectives pad every shard to `torch.chunk`'s size, which ours do not have. Here the ranks of
-an axis send what they hold, padded to the most that any of them holds; see also `UnevenDTensor`, which
-is this with operators.
+DTensor's own collectives pad every shard to `torch.chunk`'s size, which ours do not have. Here the
+ranks of an axis send what they hold, padded to the most that any of them holds; see also
+`UnevenDTensor`, which is this with operators.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _Wait:
             method()
 
     def __deepcopy__(self, _: dict[int, Any]) -> None:
-        # PyTorch's asynchronous checkpoints copy a tensor's attributes. A copy has rows of its own, which
-        # nothing updates.
+        # PyTorch's asynchronous checkpoints copy a tensor's attributes. A copy has rows of its own,
+        # which nothing updates.
         return None
 
 
@@ -63,7 +64,8 @@ class UnevenRows(DTensor):
         """A DTensor over local rows, without communication.
 
         Args:
-            local: the rows that this rank holds: [rows here, *shape[1:]]; may begin anywhere in its storage.
+            local: the rows that this rank holds: [rows here, *shape[1:]]; may begin anywhere in its
+                storage.
             mesh: where the rows are.
             placements: one for each axis, at least one of them an `UnevenShard`.
             shape, strides: of the whole tensor.
@@ -79,8 +81,9 @@ class UnevenRows(DTensor):
                 f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}."
             )
 
-        # DTensor's own code reads the spec, and caches by specs: what it caches for one tensor must be true
-        # for every tensor with an equal spec. So the spec says Shard(0), and `placements` says which rows.
+        # DTensor's own code reads the spec, and caches by specs: what it caches for one tensor must
+        # be true for every tensor with an equal spec. So the spec says Shard(0), and `placements`
+        # says which rows.
         plain = [
             Shard(0) if isinstance(placement, UnevenShard) else placement
             for placement in placements
@@ -98,8 +101,8 @@ class UnevenRows(DTensor):
         placements: tuple[Placement, ...],
         device: torch.device | None = None,
     ) -> T:
-        # Made over `local` itself, it would take on its place in the storage, and be taken for a tensor
-        # with a storage of its own by what copies tensors.
+        # Made over `local` itself, it would take on its place in the storage, and be taken for a
+        # tensor with a storage of its own by what copies tensors.
         placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
         tensor = cls(placeholder, spec, requires_grad=False)
         tensor._local_tensor = local
@@ -141,7 +144,9 @@ class UnevenRows(DTensor):
         return found
 
     def flattened(self: T, local: torch.Tensor) -> T:
-        """A view of this tensor with several rows in the place of each, over the local ones: [rows here, ...]."""
+        """A view of this tensor with several rows in the place of each, over the local ones: [rows
+        here, ...].
+        """
         factor = math.prod(self.shape[1:]) // math.prod(local.shape[1:])
         placements = [
             placement.flattened(factor) if isinstance(placement, UnevenShard) else placement
@@ -178,19 +183,24 @@ class UnevenRows(DTensor):
         )
 
     def wait_until_usable(self) -> None:
-        """Waits for the updates of these rows that are under way on other threads, where there are any."""
+        """Waits for the updates of these rows that are under way on other threads, where there are
+        any.
+        """
         if self._before_use is not None:
             self._before_use()
 
     def precede_uses_by(self, wait: Callable[[], None]) -> None:
-        """Has `wait`, a method of an object that is known weakly, called before each use of these rows."""
+        """Has `wait`, a method of an object that is known weakly, called before each use of these
+        rows.
+        """
         self._before_use = _Wait(wait)
 
     def check_whole(self, purpose: str) -> None:
         """RuntimeError if the rows are partial sums."""
         if self.is_partial():
             raise RuntimeError(
-                f"Expected a tensor that is reduced for {purpose}, got the partial sums of {self._placements}. "
+                f"Expected a tensor that is reduced for {purpose}, got the partial sums of "
+                f"{self._placements}. "
                 "The last microbatch has to run in microbatch(context, is_last=True)."
             )
 
@@ -205,7 +215,9 @@ def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def gathered(tensor: UnevenRows) -> torch.Tensor:
-    """All rows of a tensor, in memory of their own, where its own rows are. Called by all ranks of the mesh."""
+    """All rows of a tensor, in memory of their own, where its own rows are. Called by all ranks of
+    the mesh.
+    """
     tensor.check_whole("an operation on all rows")
     tensor.wait_until_usable()
     mesh, rows = tensor.device_mesh, tensor._local_tensor.detach()
@@ -244,7 +256,8 @@ def _gather_axis(
 
 
 class CopyOfView(DTensor):
-    """What would be a view on one process, but had to be gathered: the same on all ranks, and read-only.
+    """What would be a view on one process, but had to be gathered: the same on all ranks, and
+    read-only.
 
     Writing to it would be lost. In-place operators are refused by name; all others are DTensor's.
     """
@@ -265,8 +278,10 @@ class CopyOfView(DTensor):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(isinstance(leaf, CopyOfView) for leaf in tree_leaves(value)):
                 raise RuntimeError(
-                    f"Expected memory of the parameter's own to write to in {func}, got a gathered copy, since the "
-                    "view would move rows between ranks. Write to the parameter, or to its to_local()."
+                    f"Expected memory of the parameter's own to write to in {func}, got a gathered "
+                    "copy, since the "
+                    "view would move rows between ranks. Write to the parameter, or to its "
+                    "to_local()."
                 )
 
         result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
@@ -310,10 +325,11 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A state as it is, unless it is a DTensor with other rows on each rank than its parameter `like`.
+    """A state as it is, unless it is a DTensor with other rows on each rank than its parameter
+    `like`.
 
-    PyTorch's helpers distribute what they are given whole as `torch.chunk` would. Then all ranks of the mesh bring the
-    rows where they belong, together.
+    PyTorch's helpers distribute what they are given whole as `torch.chunk` would. Then all ranks of
+    the mesh bring the rows where they belong, together.
     """
     if (
         not isinstance(like, UnevenRows)
@@ -328,7 +344,9 @@ def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, also in lists; faster than a walk through any nesting, of which there is none."""
+    """The tensors among arguments, also in lists; faster than a walk through any nesting, of which
+    there is none.
+    """
     for value in itertools.chain(args, kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value

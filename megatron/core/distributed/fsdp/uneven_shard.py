@@ -1,16 +1,16 @@
 """`UnevenShard`: a dim-0 shard that knows which rows each rank holds.
 
-DTensor's `Shard(0)` means `torch.chunk`: nine rows on two ranks are five and four. A tensor in a flat
-buffer is cut where the buffer is, so the same nine rows may be six and three, or nine and none. Nine
-rows of 4 elements that begin at offset 8 of a buffer of 64, on two ranks:
+DTensor's `Shard(0)` means `torch.chunk`: nine rows on two ranks are five and four. A tensor in a
+flat buffer is cut where the buffer is, so the same nine rows may be six and three, or nine and
+none. Nine rows of 4 elements that begin at offset 8 of a buffer of 64, on two ranks:
 
     offset   0     8    12    16    20    24    28    32    36    40    44        64
              |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
              |------------------ rank 0 --------------|---------- rank 1 ---------|
 
-`RowCut` holds the five integers from which any rank's rows follow. PyTorch asks a placement for them by
-`_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` answers correctly too, and with
-it DCP's planner and `set_model_state_dict`.
+`RowCut` holds the five integers from which any rank's rows follow. PyTorch asks a placement for
+them by `_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` answers correctly
+too, and with it DCP's planner and `set_model_state_dict`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class RowCut(NamedTuple):
         return self._replace(num_rows=self.num_rows * factor, row_numel=self.row_numel // factor)
 
     def grouped(self, factor: int) -> RowCut:
-        """The same cut, with one row in the place of every `factor` rows, none of which may be cut apart."""
+        """The same cut, with one row in the place of every `factor` rows, none of which may be cut
+        apart.
+        """
         return self._replace(num_rows=self.num_rows // factor, row_numel=self.row_numel * factor)
 
     def window(self, first_row: int, num_rows: int) -> RowCut:
@@ -84,18 +86,19 @@ class RowCut(NamedTuple):
 class UnevenShard(Shard):
     """A shard of dim 0 whose rows on each rank are those of a `RowCut`.
 
-    It is a `Shard` to code that asks `isinstance` or `is_shard`, but never equal to `Shard(0)`, which
-    puts rows elsewhere. DTensor's own specs accept nothing that differs from a plain `Shard`, so
-    `UnevenDTensor.placements` shows uneven shards while its `_spec` does not.
+    It is a `Shard` to code that asks `isinstance` or `is_shard`, but never equal to `Shard(0)`,
+    which puts rows elsewhere. DTensor's own specs accept nothing that differs from a plain `Shard`,
+    so `UnevenDTensor.placements` shows uneven shards while its `_spec` does not.
 
-    [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes before
-    it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements from the left
-    and would cut in the other order. So the leftmost uneven shard, which cuts last, tells PyTorch where
-    this rank's rows lie in the whole tensor, and those to its right leave them as they are.
+    [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes
+    before it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements
+    from the left and would cut in the other order. So the leftmost uneven shard, which cuts last,
+    tells PyTorch where this rank's rows lie in the whole tensor, and those to its right leave them
+    as they are.
 
-    [Note: equal on all ranks] What an axis cuts depends on where the axes to its right have put this rank.
-    Shards are equal if the axes cut alike *together*, on every rank: ranks that compare two tensors must
-    come to the same answer, or one would gather while another does not.
+    [Note: equal on all ranks] What an axis cuts depends on where the axes to its right have put
+    this rank. Shards are equal if the axes cut alike *together*, on every rank: ranks that compare
+    two tensors must come to the same answer, or one would gather while another does not.
 
     Attributes:
         cut: how this axis cuts the rows that the axes to its right leave.
@@ -139,7 +142,9 @@ class UnevenShard(Shard):
         return UnevenShard(cut, self.first_row * factor, self.is_leftmost, whole)
 
     def grouped(self, factor: int) -> UnevenShard | None:
-        """The placement with one row in the place of every `factor` rows; None if a rank holds only some of them."""
+        """The placement with one row in the place of every `factor` rows; None if a rank holds only
+        some of them.
+        """
         # By all bounds: ranks must come to the same answer.
         if any(bound % factor for bound in self._bounds):
             return None
@@ -203,7 +208,8 @@ def uneven_placements(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[Placement, ...]:
-    """The placements of one tensor of a flat buffer: those of the buffer, with uneven shards for its shards.
+    """The placements of one tensor of a flat buffer: those of the buffer, with uneven shards for
+    its shards.
 
     Args:
         layout: of the buffer.

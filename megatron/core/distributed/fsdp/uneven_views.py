@@ -1,7 +1,7 @@
 """Views of uneven DTensors that are views of the rows of each rank.
 
-Each function does what the operator of its name does on one process, or answers NotImplemented where rows would
-have to move: dim 0 must stay what it is, or take in the dims behind it.
+Each function does what the operator of its name does on one process, or answers NotImplemented
+where rows would have to move: dim 0 must stay what it is, or take in the dims behind it.
 """
 
 from __future__ import annotations

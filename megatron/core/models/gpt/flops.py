@@ -1,4 +1,6 @@
-"""How many floating point operations the model's arithmetic takes: the numerator of TFLOP/s and of utilization."""
+"""How many floating point operations the model's arithmetic takes: the numerator of TFLOP/s and of
+utilization.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ def num_floating_point_operations(
 ) -> int:
     """Operations of forward and backward over `batch` sequences of `seq_length` tokens.
 
-    Counted as Megatron does: the matrix products only, two operations per multiply-add; backward is twice forward
-    (Narayanan et al. 2021, arXiv:2104.04473, appendix); what recomputation repeats is not counted. Attention scores and
-    their product with the values count half of seq_length^2, for the causal mask leaves half of them.
+    Counted as Megatron does: the matrix products only, two operations per multiply-add; backward is
+    twice forward (Narayanan et al. 2021, arXiv:2104.04473, appendix); what recomputation repeats is
+    not counted. Attention scores and their product with the values count half of seq_length^2, for
+    the causal mask leaves half of them.
 
     Args:
         config: the model's shapes.
@@ -32,6 +35,7 @@ def _layer_forward(config: TransformerConfig, seq_length: int) -> int:
         config.query_size * config.hidden_size
     )
     mlp = (3 if config.swiglu else 2) * config.hidden_size * config.ffn_size
-    # Two products (scores, then values), each of half a multiply-add per pair of positions: 2 * 2 / 2.
+    # Two products (scores, then values), each of half a multiply-add per pair of positions: 2 * 2 /
+    # 2.
     attention = 2 * seq_length * config.query_size
     return 2 * (qkv_and_proj + mlp) + attention

@@ -61,8 +61,8 @@ class TransformerBlock(nn.Module):
 class GPTModel(nn.Module):
     """A decoder-only language model.
 
-    With tied embeddings (the default) the output projection reads the embedding's weight: one parameter under one
-    name, `embedding.word_embeddings.weight`.
+    With tied embeddings (the default) the output projection reads the embedding's weight: one
+    parameter under one name, `embedding.word_embeddings.weight`.
 
     Args:
         config: shapes and arithmetic.
@@ -91,11 +91,12 @@ class GPTModel(nn.Module):
             labels: [batch, seq] int64, the token that follows each.
 
         Returns:
-            losses [batch, seq] fp32 where there are labels, else logits [batch, seq, vocab] in the compute dtype.
+            losses [batch, seq] fp32 where there are labels, else logits [batch, seq, vocab] in the
+            compute dtype.
 
         Raises:
-            ValueError: tokens are not [batch, seq], labels have another shape, or the sequence is longer than
-                max_position_embeddings.
+            ValueError: tokens are not [batch, seq], labels have another shape, or the sequence is
+                longer than max_position_embeddings.
         """
         self._check_inputs(tokens, labels)
         rotary = None
@@ -121,7 +122,8 @@ class GPTModel(nn.Module):
         longest = self.config.max_position_embeddings
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(
-                f"Expected at most --max-position-embeddings {longest} tokens, got {tokens.shape[1]}."
+                f"Expected at most --max-position-embeddings {longest} tokens, got "
+                f"{tokens.shape[1]}."
             )
         if labels is not None and labels.shape != tokens.shape:
             raise ValueError(

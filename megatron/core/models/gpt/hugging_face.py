@@ -1,5 +1,5 @@
-"""Our GPT under the names of the transformers library: which of its architectures computes the same, and how that one
-calls each weight.
+"""Our GPT under the names of the transformers library: which of its architectures computes the
+same, and how that one calls each weight.
 
 An architecture fits exactly or not at all. Dropout is a matter of training and is left out.
 """
@@ -42,7 +42,8 @@ _GATED_MLP = {
 
 @dataclass(frozen=True)
 class _Architecture:
-    """A causal language model of the transformers library: what it computes, and how its config and weights are called.
+    """A causal language model of the transformers library: what it computes, and how its config and
+    weights are called.
 
     Attributes:
         model_type: in config.json.
@@ -52,7 +53,8 @@ class _Architecture:
         biases: the layers that may have biases, with what config.json says of each choice.
         is_partly_rotated: whether less than all channels of a head may be rotated.
         has_even_heads: whether `hidden_size` must be a multiple of the number of heads.
-        has_own_head_dim: whether heads may be of another width than `hidden_size` divided by their number.
+        has_own_head_dim: whether heads may be of another width than `hidden_size` divided by their
+            number.
     """
 
     model_type: str
@@ -186,7 +188,8 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def hf_names(model: GPTModel) -> dict[str, str]:
-    """The name there of each weight, or section of a fused one, by its name in our checkpoints without "model.".
+    """The name there of each weight, or section of a fused one, by its name in our checkpoints
+    without "model.".
 
     Raises:
         ConfigError: as `hf_config`.
@@ -232,7 +235,8 @@ def _architecture_of(config: TransformerConfig) -> _Architecture:
     expected = ", ".join(f"{difference.flag} {difference.expected}" for difference in differences)
     got = ", ".join(f"{difference.got}" for difference in differences)
     raise ConfigError(
-        f"{flags}: expected a GPT that an architecture of the transformers library computes, of which "
+        f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
+        "which "
         f"{nearest.class_name} is the nearest ({expected}), got {got}."
     )
 

@@ -1,7 +1,8 @@
-"""What connects a bucket in host memory with the device: where its gradients come from and its weights go.
+"""What connects a bucket in host memory with the device: where its gradients come from and its
+weights go.
 
-A bucket's parameters are either one FSDP group's, whose shards on the device are flat too and move with one copy, or
-any tensors, plain ones or DTensors of others, which move one by one.
+A bucket's parameters are either one FSDP group's, whose shards on the device are flat too and move
+with one copy, or any tensors, plain ones or DTensors of others, which move one by one.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class DeviceLink(Protocol):
         slots: of the parameters that are stepped.
         numel: elements of the bucket's arrays, padding included.
         global_numel: elements of the parameters, over all ranks.
-        main_dtype, grad_dtype, weight_dtype: of the main weights in the bucket, and of gradients and compute weights
-            as they travel.
+        main_dtype, grad_dtype, weight_dtype: of the main weights in the bucket, and of gradients
+            and compute weights as they travel.
         accepted_grad_dtypes: of gradients that lose nothing on their way.
-        delivers: whether the device itself waits for weights that have been sent; else whoever sends has to.
+        delivers: whether the device itself waits for weights that have been sent; else whoever
+            sends has to.
     """
 
     name: str
@@ -67,19 +69,24 @@ class DeviceLink(Protocol):
         """The main weights as a flat array, if they are in host memory already."""
 
     def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
-        """Moves the main weights into an array of the bucket's, unless they are there; `owner` updates them now."""
+        """Moves the main weights into an array of the bucket's, unless they are there; `owner`
+        updates them now.
+        """
 
     def check(self, owner: object) -> None:
         """RuntimeError if somebody else updates them."""
 
     def keep_main_weight(self, main_weight: torch.Tensor, stepped: Sequence[Slot]) -> None:
-        """Before an update: takes over what others have written to the parameters since the last one."""
+        """Before an update: takes over what others have written to the parameters since the last
+        one.
+        """
 
     def fetch_early(self, grad: torch.Tensor, seen_versions: int | None = None) -> None:
         """Copies gradients to the bucket's array as soon as they are there.
 
         Args:
-            seen_versions: what `main_versions` was when the copy was asked for, if writes after that are not in it.
+            seen_versions: what `main_versions` was when the copy was asked for, if writes after
+                that are not in it.
         """
 
     def fetch(self, grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
@@ -114,7 +121,8 @@ class GroupLink:
         self._fetched: int | None = None  # main_versions of the gradients in the bucket
 
     def own_main_weight(self) -> torch.Tensor | None:
-        # For autograd, updating the bucket's array is no change of the parameters: whoever updates it delivers.
+        # For autograd, updating the bucket's array is no change of the parameters: whoever updates
+        # it delivers.
         return apart(self.group.main_weight.local_buffer) if self.group.is_on_host else None
 
     def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
@@ -125,7 +133,8 @@ class GroupLink:
     def check(self, owner: object) -> None:
         if not self.group.is_delivered_by(owner):
             raise RuntimeError(
-                f"Expected to be the one optimizer of {self.name}, got another one, made later, that updates its main "
+                f"Expected to be the one optimizer of {self.name}, got another one, made later, "
+                "that updates its main "
                 "weights."
             )
 
@@ -230,7 +239,8 @@ class TensorLink:
             if self._versions[id(slot.parameter)] != version:
                 self._versions[id(slot.parameter)] = version
                 own, given = slot.of(main_weight), _flat(slot.parameter)
-                # What has only been loaded beside its main weight is that, rounded, and says less than it.
+                # What has only been loaded beside its main weight is that, rounded, and says less
+                # than it.
                 if own.dtype == given.dtype or not torch.equal(
                     own.to(given.dtype), given.to(own.device)
                 ):

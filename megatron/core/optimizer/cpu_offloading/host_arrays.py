@@ -1,4 +1,5 @@
-"""The host side's memory: what every bucket needs, added up, held against what there is, and allocated once.
+"""The host side's memory: what every bucket needs, added up, held against what there is, and
+allocated once.
 
 Four slabs, of which two may be pinned, since only they are copied from and to the device:
 
@@ -7,11 +8,11 @@ Four slabs, of which two may be pinned, since only they are copied from and to t
     main weights      which a model goes on using when its optimizer is gone        never pinned
     states            moments, and widened gradients                                never pinned
 
-New compute weights are written over the gradients that they came from, where both have one dtype and are pinned alike.
-Main weights that are in host memory already stay where they are.
+New compute weights are written over the gradients that they came from, where both have one dtype
+and are pinned alike. Main weights that are in host memory already stay where they are.
 
-Pinning takes seconds per GiB, and what is pinned can neither be moved nor swapped out. With bf16 compute and fp32
-moments an element has 14 bytes on the host, and 2 of them travel.
+Pinning takes seconds per GiB, and what is pinned can neither be moved nor swapped out. With bf16
+compute and fp32 moments an element has 14 bytes on the host, and 2 of them travel.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class BucketArrays:
     Attributes:
         main_weight: [link.numel] of link.main_dtype.
         grad: [link.numel] of link.grad_dtype.
-        weight: [link.numel] of link.weight_dtype, the new compute weights on their way; may be `grad` itself.
+        weight: [link.numel] of link.weight_dtype, the new compute weights on their way; may be
+            `grad` itself.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class BucketArrays:
         self.weight = grad if weight is None else weight
 
     def master(self, index: int) -> dict[str, torch.Tensor]:
-        """The main weight of a slot as a state, where its parameter is only rounded from it; else nothing."""
+        """The main weight of a slot as a state, where its parameter is only rounded from it; else
+        nothing.
+        """
         slot = self.link.slots[index]
         if slot.parameter.dtype == self.link.main_dtype:
             return {}
@@ -111,7 +115,8 @@ class HostAllocator:
                 self._add_each(name, "states", links, partial(_same, dtype))
         self._add_each("gradients", "gradients", links, lambda link: link.grad_dtype)
         if not self._has_moments:
-            # What other optimizers are given has the main weights' dtype; buckets are updated one after the other.
+            # What other optimizers are given has the main weights' dtype; buckets are updated one
+            # after the other.
             narrow = [link for link in links if link.grad_dtype != link.main_dtype]
             self._widest = max(
                 narrow, key=lambda link: link.numel * link.main_dtype.itemsize, default=None
@@ -143,7 +148,8 @@ class HostAllocator:
         """Makes the slabs, which are zero.
 
         Raises:
-            HostMemoryError, PinError: as `HostSlab` does; then there is no slab, and nothing is pinned any more.
+            HostMemoryError, PinError: as `HostSlab` does; then there is no slab, and nothing is
+                pinned any more.
         """
         try:
             for purpose, builder in self._builders.items():
@@ -151,7 +157,8 @@ class HostAllocator:
                     self._device, is_pinned=self._pins[purpose], purpose=purpose
                 )
         except BaseException:
-            # The traceback keeps this allocator. Whoever catches the error, to go on unpinned, needs the memory now.
+            # The traceback keeps this allocator. Whoever catches the error, to go on unpinned,
+            # needs the memory now.
             self._slabs.clear()
             raise
 
@@ -167,7 +174,9 @@ class HostAllocator:
         return self._array(link, "exp_avg"), self._array(link, "exp_avg_sq")
 
     def widened(self) -> torch.Tensor | None:
-        """Memory for the gradients of any one bucket in the dtype of its main weights, where they have another."""
+        """Memory for the gradients of any one bucket in the dtype of its main weights, where they
+        have another.
+        """
         return None if self._widest is None else self._array(self._widest, "widened gradients")
 
     def _shares(self, link: DeviceLink) -> bool:
@@ -215,10 +224,12 @@ def shares_memory(
 def check_memory_on_all_ranks(
     needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None
 ) -> None:
-    """The preflight, whose result all ranks share: none may go on alone, or allocate while others still look.
+    """The preflight, whose result all ranks share: none may go on alone, or allocate while others
+    still look.
 
     Raises:
-        HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes to elsewhere.
+        HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes
+            to elsewhere.
     """
     if num_local_ranks is None:
         num_local_ranks = local_world_size()
@@ -239,6 +250,7 @@ def check_memory_on_all_ranks(
         raise failure
     if most:
         raise HostMemoryError(
-            f"Expected host memory on every rank's machine, got one that needs {format_bytes(int(most))} for its ranks "
+            "Expected host memory on every rank's machine, got one that needs "
+            f"{format_bytes(int(most))} for its ranks "
             "and has less."
         )

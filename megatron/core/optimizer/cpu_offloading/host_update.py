@@ -1,8 +1,9 @@
-"""How the parameters of one bucket are updated in host memory: by our Adam, flat, or by any PyTorch optimizer.
+"""How the parameters of one bucket are updated in host memory: by our Adam, flat, or by any PyTorch
+optimizer.
 
-`prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and changes nothing. The
-factor of the gradients need not be known yet. Once all buckets have been prepared, `begin` counts the step, and its
-work runs on the host lane.
+`prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and
+changes nothing. The factor of the gradients need not be known yet. Once all buckets have been
+prepared, `begin` counts the step, and its work runs on the host lane.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class HostUpdate(Protocol):
     def prepare(
         self, stepped: Sequence[tuple[int, Slot]], options: Callable[[nn.Parameter], Options]
     ) -> Prepared:
-        """The step of the slots (with their numbers) that have a gradient. ValueError for options it cannot honour."""
+        """The step of the slots (with their numbers) that have a gradient. ValueError for options
+        it cannot honour.
+        """
 
     def states(self, index: int) -> dict[str, Any]:
         """The states of a slot by name, as its parameter's owner sees them. Allocates nothing."""
@@ -48,14 +51,20 @@ class HostUpdate(Protocol):
         """Allocates all states, without stepping."""
 
     def own_nbytes(self) -> dict[str, int]:
-        """Bytes of the states that are not in the bucket's memory, by name, as far as there are any yet."""
+        """Bytes of the states that are not in the bucket's memory, by name, as far as there are any
+        yet.
+        """
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
-        """Takes over the states of a slot, which have been checked against its own; none: it was never stepped."""
+        """Takes over the states of a slot, which have been checked against its own; none: it was
+        never stepped.
+        """
 
 
 class FlatAdam:
-    """AdamW over the whole bucket: one pass that reads gradients and writes states and compute weights."""
+    """AdamW over the whole bucket: one pass that reads gradients and writes states and compute
+    weights.
+    """
 
     def __init__(
         self,
@@ -137,7 +146,9 @@ class TorchUpdate:
         options: dict[str, Any],
         widened: torch.Tensor | None,
     ) -> None:
-        """`widened` is memory for the bucket's gradients in the dtype of its main weights, if they have another."""
+        """`widened` is memory for the bucket's gradients in the dtype of its main weights, if they
+        have another.
+        """
         self._bucket = bucket
         self._widened = None if widened is None else widened.view(bucket.main_weight.dtype)
         self._parameters = [self._view(slot) for slot in bucket.link.slots]
@@ -222,7 +233,9 @@ class TorchUpdate:
 
 
 def _traffic(piece: AdamPiece) -> int:
-    """Bytes that a pass over these arrays reads and writes: weight and moments both, the others one of the two."""
+    """Bytes that a pass over these arrays reads and writes: weight and moments both, the others one
+    of the two.
+    """
     both = (piece.weight, piece.exp_avg, piece.exp_avg_sq)
     return (
         2 * sum(array.nbytes for array in both)

@@ -2,11 +2,13 @@
 
     backward, last microbatch   gradients of a group are reduced     d2h: copied down, 2 bytes an element in bf16
     step                        buckets in forward order             host: one pass over a bucket's flat arrays
-                                                                     h2d: its compute weights copied up
+                                                                     h2d: its compute weights copied
+                                                                     up
     next forward                a group's gather waits for its own weights, and for nothing else
 
-The host side takes the last groups of the network: their gradients come first in backward, and their weights are needed
-last in forward. Host and device side give the same bits, so that where a group lives never changes a run.
+The host side takes the last groups of the network: their gradients come first in backward, and
+their weights are needed last in forward. Host and device side give the same bits, so that where a
+group lives never changes a run.
 """
 
 from __future__ import annotations
@@ -137,12 +139,15 @@ class _Bucket:
         return StateUnit(optimizer, parameters, states, updated, self.reads.append)
 
     def fetch_early(self, lane: Lane) -> None:
-        """From here on, gradients come down as soon as they are reduced, for the last microbatch of every step."""
+        """From here on, gradients come down as soon as they are reduced, for the last microbatch of
+        every step.
+        """
         if isinstance(self.link, GroupLink):
             bucket, lane_of = weakref.ref(self), weakref.ref(lane)
 
             def send_down(reduced: Event) -> Event:
-                # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
+                # The group belongs to the model, and must keep neither the optimizer nor its lanes
+                # alive.
                 mine, lane = bucket(), lane_of()
                 if mine is None or lane is None:
                     return reduced
@@ -151,8 +156,8 @@ class _Bucket:
                 )
                 link, grad = mine.link, mine.arrays.grad
                 step = None if mine.timings is None else mine.timings.coming
-                # The reduction has been issued, and has counted its writes. The copy comes behind it, not behind what
-                # this thread issues until the worker gets to it.
+                # The reduction has been issued, and has counted its writes. The copy comes behind
+                # it, not behind what this thread issues until the worker gets to it.
                 seen = link.main_versions() if isinstance(lane, IssuingLane) else None
                 return mine.fetch(
                     lane, _timed(step, D2H, lambda: link.fetch_early(grad, seen)), [reduced]
@@ -178,7 +183,9 @@ class _BucketStep(NamedTuple):
 
 
 class HybridStep(NamedTuple):
-    """A step of both sides, but for the factor of the gradients. See `HybridDeviceOptimizer.plan_step`."""
+    """A step of both sides, but for the factor of the gradients. See
+    `HybridDeviceOptimizer.plan_step`.
+    """
 
     inputs: StepInputs
     on_host: list[_BucketStep]
@@ -186,11 +193,13 @@ class HybridStep(NamedTuple):
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
-    """See the module's docstring. A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP groups' parameters.
+    """See the module's docstring. A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP
+    groups' parameters.
 
-    `param_groups` may be changed at any time and count from the next step on. A parameter without a gradient is not
-    stepped, on either side. Reading `state`, `state_dict()`, and saving wait for updates that are under way; so does
-    `state_dict()` of a module whose main weights are here. Who reads a parameter itself calls `synchronize` first.
+    `param_groups` may be changed at any time and count from the next step on. A parameter without a
+    gradient is not stepped, on either side. Reading `state`, `state_dict()`, and saving wait for
+    updates that are under way; so does `state_dict()` of a module whose main weights are here. Who
+    reads a parameter itself calls `synchronize` first.
 
     Attributes:
         plan: which groups are on which side.
@@ -219,36 +228,45 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         records_timings: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Plans, allocates the host side and moves what belongs there. All ranks of the mesh do it together.
+        """Plans, allocates the host side and moves what belongs there. All ranks of the mesh do it
+        together.
 
         Args:
-            params: as for any optimizer, in the order of forward. Parameters on one device, sharded already.
+            params: as for any optimizer, in the order of forward. Parameters on one device, sharded
+                already.
             offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole
                 FSDP modules.
-            cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default: `FusedAdam`, for
-                which `torch.optim.AdamW` also stands, with its own defaults. On the host it is one flat pass.
-            param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have theirs anyway.
+            cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side;
+                default: `FusedAdam`, for which `torch.optim.AdamW` also stands, with its own
+                defaults. On the host it is one flat pass.
+            param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups
+                have theirs anyway.
             pin_cpu_grads: page-locked memory for gradients on their way down.
-            pin_cpu_params: the same for weights on their way up. Main weights and moments never travel: they are not
-                pinned.
-            overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this thread.
-            fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs overlapping lanes.
-                Best clip by `grad_scale`: gradients that are written to between backward and `step` go down again.
-                (Foreach operations on plain DTensors, those of `no_shard`, move no version counter and are missed.)
-            overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs overlapping lanes.
+            pin_cpu_params: the same for weights on their way up. Main weights and moments never
+                travel: they are not pinned.
+            overlap_cpu_optimizer_d2h_h2d: lanes; else the same work one after the other, in this
+                thread.
+            fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs
+                overlapping lanes. Best clip by `grad_scale`: gradients that are written to between
+                backward and `step` go down again. (Foreach operations on plain DTensors, those of
+                `no_shard`, move no version counter and are missed.)
+            overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs
+                overlapping lanes.
             use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups
                 its dtype may be another than p's, and it travels in fp32.
             exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
             num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
             records_timings: clocks for `timings`.
-            kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes than AdamW are
-                theirs: not in the slabs, nor counted before.
+            kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other
+                classes than AdamW are theirs: not in the slabs, nor counted before.
 
         Raises:
-            ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that AdamW does not take.
+            ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that
+                AdamW does not take.
             NotImplementedError: for decoupled gradients with other classes than AdamW.
-            HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does not suffice.
+            HostMemoryError: on all ranks, before anything is allocated, if one machine's memory
+                does not suffice.
             PinError: if memory cannot be pinned.
         """
         self._host: _Host | None = None
@@ -307,7 +325,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The states of all parameters by name, once the updates under way have ended. Their dicts are not copies."""
+        """The states of all parameters by name, once the updates under way have ended. Their dicts
+        are not copies.
+        """
         if self._host is not None:
             self.synchronize()
             self._collect_states()
@@ -317,13 +337,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         if self._host is not None:
             raise RuntimeError(
-                "Expected states to come by load_state_dict, which knows where they lie, got others."
+                "Expected states to come by load_state_dict, which knows where they lie, got "
+                "others."
             )
         self._state = state
 
     @torch.no_grad()
     def plan_step(self) -> HybridStep:
-        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait for that factor.
+        """What `step` is about to do, all but the factor of the gradients: for who has yet to wait
+        for that factor.
 
         Steps nothing. A plan holds the gradients, whose values may still change.
 
@@ -361,9 +383,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss again, and is called first.
-            grad_scale: gradients are multiplied with it as they are read: the coefficient of clipping, say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have been replaced,
-                options changed or states loaded or stepped since, the step is planned here.
+            grad_scale: gradients are multiplied with it as they are read: the coefficient of
+                clipping, say.
+            planned: what `plan_step` has answered for this step. Without it, or if gradients have
+                been replaced, options changed or states loaded or stepped since, the step is
+                planned here.
 
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
@@ -399,30 +423,37 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         clear_gradients(parameters, self.use_decoupled_grad, set_to_none)
 
     def synchronize(self) -> None:
-        """Waits until all updates have ended and their weights are on the device. Raises what failed there."""
+        """Waits until all updates have ended and their weights are on the device. Raises what
+        failed there.
+        """
         for bucket in self._buckets:
             if bucket.sent is not None:
                 bucket.sent.synchronize()
 
     def state_units(self) -> list[StateUnit]:
-        """Those of the device side, and each bucket, as what may be read while the others are being updated."""
+        """Those of the device side, and each bucket, as what may be read while the others are being
+        updated.
+        """
         if not self._is_flat:
             self.synchronize()  # what other optimizers count, they count as they update
         device = [] if self._device_optimizer is None else state_units(self._device_optimizer)
         return device + [bucket.unit(self) for bucket in self._buckets]
 
     def timings(self) -> OffloadTimings | None:
-        """Means over the steps that have been completed since the last call; None if there are none, or no records.
+        """Means over the steps that have been completed since the last call; None if there are
+        none, or no records.
 
-        With `overlap_step_with_forward` the last step is not among them: the forward still waits for it.
+        With `overlap_step_with_forward` the last step is not among them: the forward still waits
+        for it.
         """
         return None if self._timings is None else self._timings.collect()
 
     def reload_parameters(self) -> None:
-        """Takes over the values that parameters have, after something wrote to them that no version counter shows.
+        """Takes over the values that parameters have, after something wrote to them that no version
+        counter shows.
 
-        Other writes are noticed, those by `load_state_dict` too; but not those through `.data`, nor those by
-        foreach operations on plain DTensors (FSDP2's, and those of `no_shard`).
+        Other writes are noticed, those by `load_state_dict` too; but not those through `.data`, nor
+        those by foreach operations on plain DTensors (FSDP2's, and those of `no_shard`).
         """
         self._wait_until_free()
         for bucket in self._buckets:
@@ -432,7 +463,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 bucket.link.reload(bucket.arrays.main_weight)
 
     def init_state(self) -> None:
-        """Allocates the states that are not there yet, without stepping. On the host, AdamW's are from the start."""
+        """Allocates the states that are not there yet, without stepping. On the host, AdamW's are
+        from the start.
+        """
         if not self._is_flat:
             self.synchronize()
         for bucket in self._buckets:
@@ -444,10 +477,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies the states of `state_dict()` into the memory where they belong, and takes the groups' options over.
+        """Copies the states of `state_dict()` into the memory where they belong, and takes the
+        groups' options over.
 
         Raises:
-            ValueError: for other groups, states, shapes or dtypes than this optimizer's; nothing is changed.
+            ValueError: for other groups, states, shapes or dtypes than this optimizer's; nothing is
+                changed.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -488,7 +523,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while the optimizer is made. NotImplementedError later: the sides are planned once."""
+        """As torch's, while the optimizer is made. NotImplementedError later: the sides are planned
+        once.
+        """
         if self._host is not None:
             raise NotImplementedError(
                 "Expected all parameters when the optimizer is made, got another group."
@@ -497,7 +534,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            "Expected state_dict() to be used, got an attempt to copy or pickle an offloaded optimizer."
+            "Expected state_dict() to be used, got an attempt to copy or pickle an offloaded "
+            "optimizer."
         )
 
     # Building
@@ -508,13 +546,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory on this rank: main weights, AdamW's moments, gradients and weights on their way."""
+        """Bytes of host memory on this rank: main weights, AdamW's moments, gradients and weights
+        on their way.
+        """
         return 0 if self._host is None else self._host.nbytes
 
     def host_bytes_by_state(self) -> dict[str, int]:
         """Bytes of host memory by what they are for; what aligns an array counts with it.
 
-        The sum is `host_bytes`, and the states of other optimizers than AdamW, as far as there are any yet.
+        The sum is `host_bytes`, and the states of other optimizers than AdamW, as far as there are
+        any yet.
         """
         if self._host is None:
             return {}
@@ -570,8 +611,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         # What `adopt` has begun to copy.
         self._device.event().synchronize()
         self._host = _Host(allocator.nbytes, allocator.nbytes_by_state, buckets)
-        # What the lanes work on must outlast their work. At the program's end nothing is given back, and a lane may
-        # wait for a peer that is gone.
+        # What the lanes work on must outlast their work. At the program's end nothing is given
+        # back, and a lane may wait for a peer that is gone.
         weakref.finalize(
             self, _release, (self._update_lane, self._d2h, self._h2d), self._host
         ).atexit = False
@@ -633,7 +674,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 found = Difference(" or ".join(map(str, accepted)), str(gradient.dtype))
         if found is not None:
             raise ValueError(
-                f"Expected a gradient of {found.expected} for a parameter of shape {tuple(parameter.shape)}, got "
+                f"Expected a gradient of {found.expected} for a parameter of shape "
+                f"{tuple(parameter.shape)}, got "
                 f"{found.got}."
             )
 
@@ -651,7 +693,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         prepared.begin()
         reads = bucket.take_reads()
-        # Main weights that are not the parameters themselves may be taken over from these, and so written to.
+        # Main weights that are not the parameters themselves may be taken over from these, and so
+        # written to.
         before_fetch = [now] if isinstance(link, GroupLink) else [now, *reads]
         fetched = bucket.fetch(self._d2h, _timed(timings, D2H, fetch), before_fetch)
         h2d = self._h2d
@@ -678,7 +721,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if optimizer is None:
             return None
         for own, group in zip(optimizer.param_groups, self.param_groups, strict=True):
-            # FusedAdam refuses options that it cannot honour; other classes share groups with options of the host's.
+            # FusedAdam refuses options that it cannot honour; other classes share groups with
+            # options of the host's.
             names = group if isinstance(optimizer, FusedAdam) else own
             own.update(
                 {name: group[name] for name in names if name not in IDENTITIES and name in group}
@@ -702,7 +746,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     # States
 
     def _collect_states(self) -> None:
-        # A state of nothing says that there is an optimizer to PyTorch's helpers, which would step one that has none.
+        # A state of nothing says that there is an optimizer to PyTorch's helpers, which would step
+        # one that has none.
         states: dict[torch.Tensor, Any] = {
             slot.parameter: bucket.update.states(index)
             for bucket in self._buckets
@@ -732,7 +777,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
 
 def _release(lanes: Sequence[Lane], host: _Host) -> None:
-    """Lets go of the host side once the lanes have done their work, in whichever thread the optimizer was let go of."""
+    """Lets go of the host side once the lanes have done their work, in whichever thread the
+    optimizer was let go of.
+    """
     if is_lane_thread():
         threading.Thread(target=_close_all, args=(lanes, host), daemon=True).start()
     else:

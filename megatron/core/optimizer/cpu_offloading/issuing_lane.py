@@ -1,8 +1,9 @@
 """A lane for copies that block whoever issues them.
 
-A copy from a device to memory that is not pinned blocks the thread that issues it until it is done, even where that
-thread asked for the opposite: the driver stages it through pinned memory of its own. Gradients are sent down from
-autograd's thread, in the middle of the backward, which would stand still. So a worker thread issues such copies.
+A copy from a device to memory that is not pinned blocks the thread that issues it until it is done,
+even where that thread asked for the opposite: the driver stages it through pinned memory of its
+own. Gradients are sent down from autograd's thread, in the middle of the backward, which would
+stand still. So a worker thread issues such copies.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from megatron.core.lanes import Event, Lane, relay
 
 
 class IssuingLane:
-    """A device's lane, to which a host lane's thread issues the work. Its events are done when the work is.
+    """A device's lane, to which a host lane's thread issues the work. Its events are done when the
+    work is.
 
-    Work is not issued yet when `enqueue` returns: whatever it looks at on the host, it looks at later.
+    Work is not issued yet when `enqueue` returns: whatever it looks at on the host, it looks at
+    later.
     """
 
     def __init__(self, host_lane: Lane, device_lane: Lane) -> None:
@@ -23,7 +26,9 @@ class IssuingLane:
         self._device_lane = device_lane
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`. An error of issuing fails the lane, and is raised by whoever waits for its events."""
+        """As `Lane.enqueue`. An error of issuing fails the lane, and is raised by whoever waits for
+        its events.
+        """
         # The device waits for the events, not the worker, unless they are of other workers.
         return relay(self._host_lane, lambda: self._device_lane.enqueue(work, after))
 

@@ -1,10 +1,12 @@
 """Which groups of parameters keep their optimizer state in host memory.
 
-The host takes the *last* groups of the network. Their gradients come first in backward and their weights are needed
-last in the next forward, so that the transfers and the update on the host have the widest window to hide in.
+The host takes the *last* groups of the network. Their gradients come first in backward and their
+weights are needed last in the next forward, so that the transfers and the update on the host have
+the widest window to hide in.
 
-The plan is a function of the groups' global element counts and the fraction alone, in exact arithmetic: all ranks
-compute the same one, at any world size. With 10 elements a group and a fraction of 0.5:
+The plan is a function of the groups' global element counts and the fraction alone, in exact
+arithmetic: all ranks compute the same one, at any world size. With 10 elements a group and a
+fraction of 0.5:
 
     group    embedding   layers.0   layers.1   layers.2   head
     side     device      device     host       host       host      30 of 50 elements, the least that is half or more
@@ -40,12 +42,14 @@ class OffloadPlan:
 
     @classmethod
     def build(cls, groups: Sequence[tuple[str, int]], fraction: float) -> OffloadPlan:
-        """Puts the fewest groups at the end of the network on the host that hold `fraction` of all elements or more.
+        """Puts the fewest groups at the end of the network on the host that hold `fraction` of all
+        elements or more.
 
         Args:
             groups: name and global element count of each, in forward order; of 0 elements too.
-            fraction: from 0 (none) to 1 (all). A float is taken for the decimal number that it prints as: 0.1 is a
-                tenth. Its binary value is a little more, which would cost a group where a tenth is met exactly.
+            fraction: from 0 (none) to 1 (all). A float is taken for the decimal number that it
+                prints as: 0.1 is a tenth. Its binary value is a little more, which would cost a
+                group where a tenth is met exactly.
 
         Raises:
             ValueError: for a fraction that is not a number from 0 to 1, or a negative count.
@@ -86,7 +90,9 @@ class OffloadPlan:
         return self.host_numel / self.total_numel if self.total_numel else 0.0
 
     def table(self) -> str:
-        """The plan for a log: a line a group, more than four in a row of one side as one line, and the totals."""
+        """The plan for a log: a line a group, more than four in a row of one side as one line, and
+        the totals.
+        """
         rows = [
             row
             for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host)
@@ -131,7 +137,9 @@ def _exact(fraction: float) -> Fraction:
 
 
 def _first_on_host(numels: Sequence[int], fraction: Fraction) -> int:
-    """The beginning of the smallest suffix that holds `fraction` of all elements; 1 takes in empty groups too."""
+    """The beginning of the smallest suffix that holds `fraction` of all elements; 1 takes in empty
+    groups too.
+    """
     if fraction == 1:
         return 0
     wanted, first, held = fraction * sum(numels), len(numels), 0

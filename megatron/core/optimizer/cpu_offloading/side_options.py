@@ -19,11 +19,14 @@ _IMPLEMENTATIONS = ("foreach", "fused")
 
 
 def is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether a class with these options is the AdamW of our one pass. ValueError for FusedAdam with others."""
+    """Whether a class with these options is the AdamW of our one pass. ValueError for FusedAdam
+    with others.
+    """
     others = [name for name, value in options.items() if name not in ADAM_OPTIONS and value]
     if cls is FusedAdam and others:
         raise ValueError(
-            f"Expected options among {', '.join(ADAM_OPTIONS)} of FusedAdam, got {', '.join(others)}."
+            f"Expected options among {', '.join(ADAM_OPTIONS)} of FusedAdam, got "
+            f"{', '.join(others)}."
         )
     return cls is FusedAdam or (
         cls is torch.optim.AdamW and not set(others).difference(_IMPLEMENTATIONS)
@@ -47,18 +50,22 @@ def common_defaults(
     device_cls: type[torch.optim.Optimizer],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """The defaults of both sides' groups. ValueError where the classes' differ; TypeError for options of neither."""
+    """The defaults of both sides' groups. ValueError where the classes' differ; TypeError for
+    options of neither.
+    """
     sides = [(cls, known_to(cls, options)) for cls in (host_cls, device_cls)]
     unknown = [name for name in options if not any(name in known for _, known in sides)]
     if unknown:
         raise TypeError(
-            f"Expected options of {host_cls.__name__} or {device_cls.__name__}, got {', '.join(unknown)}."
+            f"Expected options of {host_cls.__name__} or {device_cls.__name__}, got "
+            f"{', '.join(unknown)}."
         )
     host, device = (defaults_of(cls, known) for cls, known in sides)
     for name in host.keys() & device.keys():
         if host[name] != device[name]:
             raise ValueError(
-                f"Expected {name} to be given, since {host_cls.__name__} takes {host[name]} by default and "
+                f"Expected {name} to be given, since {host_cls.__name__} takes {host[name]} by "
+                "default and "
                 f"{device_cls.__name__} takes {device[name]}, got none."
             )
     return device | host

@@ -1,7 +1,8 @@
 """How long the offloaded optimizer's lanes work, and how long the computation waits for them.
 
-A step is what begins with its gradients' way down and ends with its weights on the device, which may be in the middle
-of the next forward. Only the clock is read: nothing waits that would not wait anyway.
+A step is what begins with its gradients' way down and ends with its weights on the device, which
+may be in the middle of the next forward. Only the clock is read: nothing waits that would not wait
+anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class OffloadTimings(NamedTuple):
 
 
 class StepTimings:
-    """What one step has been seen to take. Its spans are made where work is queued, and filled in where it is done."""
+    """What one step has been seen to take. Its spans are made where work is queued, and filled in
+    where it is done.
+    """
 
     def __init__(self, device: Device, clock: Callable[[], float]) -> None:
         self._device = device
@@ -69,7 +72,9 @@ class StepTimings:
 
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
-        """Around a wait of this thread for what a lane does. On a GPU, transfers are awaited by its current stream."""
+        """Around a wait of this thread for what a lane does. On a GPU, transfers are awaited by its
+        current stream.
+        """
         span: Span = ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
         self._waits.append((lane, span))
         with span:
@@ -83,7 +88,8 @@ class StepTimings:
             updated.wait()
 
     def awaited(self, updated: RelayedEvent) -> Event:
-        """The same event, which times the update where a thread that issues work to a GPU has to wait for it.
+        """The same event, which times the update where a thread that issues work to a GPU has to
+        wait for it.
 
         Lanes that are threads wait by themselves, which keeps nobody else: see `Event.synchronize`.
         """
@@ -125,7 +131,9 @@ class _Awaited:
 
 
 class TimingRecorder:
-    """The steps' timings, added up as they are complete. Any thread may call it; it keeps numbers and clocks only."""
+    """The steps' timings, added up as they are complete. Any thread may call it; it keeps numbers
+    and clocks only.
+    """
 
     def __init__(
         self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter

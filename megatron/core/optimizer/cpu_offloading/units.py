@@ -149,7 +149,8 @@ def check_sides(on_device: Sequence[Unit]) -> None:
     for unit in on_device:
         if any(group.is_on_host for group in unit.groups):
             raise ValueError(
-                f"Expected the main weights of {unit.name} on the device, where the plan has them, got them in host "
+                f"Expected the main weights of {unit.name} on the device, where the plan has them, "
+                "got them in host "
                 "memory: shard with the OffloadPolicy that goes with the fraction."
             )
 

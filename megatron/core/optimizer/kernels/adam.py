@@ -1,7 +1,7 @@
 """What one step of Adam over flat arrays is given, whoever carries it out.
 
-[Note: arithmetic] Per element, in fp32, every operation rounded to nearest, `fma` rounded once; the scalars are
-computed in fp64 and rounded once to fp32:
+[Note: arithmetic] Per element, in fp32, every operation rounded to nearest, `fma` rounded once; the
+scalars are computed in fp64 and rounded once to fp32:
 
     g = grad * grad_scale
     g = fma(weight_decay, p, g)             L2 only
@@ -11,14 +11,15 @@ computed in fp64 and rounded once to fp32:
     v = fma((1 - beta2) * g, g, v * beta2)
     p = p + (-lr / correction1 * m) / (sqrt(v) / sqrt(correction2) + eps)
 
-with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 without bias correction. That is torch's
-fused AdamW, bit for bit. An element's result depends on its own values alone, never on where in an array it stands.
-Which NaN a NaN becomes is left open.
+with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 without bias correction.
+That is torch's fused AdamW, bit for bit. An element's result depends on its own values alone, never
+on where in an array it stands. Which NaN a NaN becomes is left open.
 
-[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit `remainder`: as integers,
-the weight's bits shifted left by 16 plus the remainder are the fp32 weight's bits. Nothing is lost, but of two equally
-near bf16 values `weight` is always the one of larger magnitude: one in 65536 random weights is such a tie, and half of
-these go the other way in rounding to nearest even. A NaN becomes the one whose remainder is zero.
+[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit
+`remainder`: as integers, the weight's bits shifted left by 16 plus the remainder are the fp32
+weight's bits. Nothing is lost, but of two equally near bf16 values `weight` is always the one of
+larger magnitude: one in 65536 random weights is such a tie, and half of these go the other way in
+rounding to nearest even. A NaN becomes the one whose remainder is zero.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class AdamStep:
     """The constants of one step. `step` counts from 1, this step included.
 
     Raises:
-        ValueError: for a step below 1, for a beta outside [0, 1), for a rate that is negative or not finite.
+        ValueError: for a step below 1, for a beta outside [0, 1), for a rate that is negative or
+            not finite.
     """
 
     step: int
@@ -108,12 +110,15 @@ class AdamStep:
 
 
 class AdamScalars(NamedTuple):
-    """The scalars of [Note: arithmetic] as kernels take them: computed in fp64, rounded to fp32 once."""
+    """The scalars of [Note: arithmetic] as kernels take them: computed in fp64, rounded to fp32
+    once.
+    """
 
     grad_scale: float
     l2: float  # the weight decay that is added to the gradient
     decay: float  # what the weight is multiplied with
-    lerp: float  # of exp_avg towards the gradient, or, with lerps_from_grad, of the gradient towards exp_avg
+    # of exp_avg towards the gradient, or, with lerps_from_grad, of the gradient towards exp_avg
+    lerp: float
     square: float
     beta2: float
     minus_step_size: float
@@ -154,8 +159,9 @@ class AdamPiece(NamedTuple):
     exp_avg: torch.Tensor  # fp32, bf16
     exp_avg_sq: torch.Tensor  # as exp_avg
     remainder: torch.Tensor | None = None  # int16, see [Note: remainder]
-    # fp32, bf16, fp16: takes the new weight, rounded from fp32 to nearest even; in bf16 beside a remainder, what
-    # `weight` takes. May be `grad` itself, which is then written over as it is read.
+    # fp32, bf16, fp16: takes the new weight, rounded from fp32 to nearest even; in bf16 beside a
+    # remainder, what `weight` takes. May be `grad` itself, which is then written over as it is
+    # read.
     out: torch.Tensor | None = None
 
     @property
@@ -167,8 +173,8 @@ class AdamPiece(NamedTuple):
         """Refuses what no kernel could carry out.
 
         Raises:
-            ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is not listed above,
-                and for an `out` that shares only a part of `grad`'s memory.
+            ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
+                not listed above, and for an `out` that shares only a part of `grad`'s memory.
         """
         _check_dtype("grad", self.grad, FLOAT_DTYPES)
         _check_dtype(
@@ -216,7 +222,8 @@ class AdamPiece(NamedTuple):
         same = out.data_ptr() == begin and out.element_size() == self.grad.element_size()
         if not apart and not same:
             raise ValueError(
-                f"Expected out apart from grad or over it element by element, got {out.dtype} at byte "
+                f"Expected out apart from grad or over it element by element, got {out.dtype} at "
+                "byte "
                 f"{out.data_ptr() - begin} of a {self.grad.dtype} grad."
             )
 
@@ -225,10 +232,11 @@ _ARRAYS = ("grad", "weight", "exp_avg", "exp_avg_sq", "remainder", "out")
 
 
 def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
-    """The same work in fewer, longer pieces: those whose arrays all continue one another in memory are joined.
+    """The same work in fewer, longer pieces: those whose arrays all continue one another in memory
+    are joined.
 
-    Pieces are put in the order of their weights' addresses; empty ones are left out. Only the pieces of equal steps,
-    dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
+    Pieces are put in the order of their weights' addresses; empty ones are left out. Only the
+    pieces of equal steps, dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
     """
     ordered = sorted((piece for piece in pieces if piece.numel), key=_address)
     runs: list[list[AdamPiece]] = []
@@ -241,7 +249,9 @@ def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
 
 
 def with_grad_scale(pieces: Iterable[AdamPiece], grad_scale: float) -> list[AdamPiece]:
-    """The same pieces with another factor of the gradients, which is known last: it comes of all of them."""
+    """The same pieces with another factor of the gradients, which is known last: it comes of all of
+    them.
+    """
     steps: dict[
         int, AdamStep
     ] = {}  # by the id of the step that is scaled: hashing takes longer than scaling

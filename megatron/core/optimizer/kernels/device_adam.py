@@ -1,10 +1,12 @@
-"""Adam over flat arrays on a GPU, in Triton: one launch for each piece, the bits of [Note: arithmetic] in adam.py.
+"""Adam over flat arrays on a GPU, in Triton: one launch for each piece, the bits of [Note:
+arithmetic] in adam.py.
 
 Where there is no Triton, or no GPU, importing this is fine and stepping a GPU tensor is an error.
 
-[Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on where they see one, so
-`enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is meant. Division and square root are the
-correctly rounded ones; Triton's plain ones on fp32 are approximations.
+[Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on
+where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is
+meant. Division and square root are the correctly rounded ones; Triton's plain ones on fp32 are
+approximations.
 """
 
 from __future__ import annotations
@@ -143,7 +145,9 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 def _narrow(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 rounded to nearest even. For bf16 in integers: what Triton makes of a cast depends on where it runs."""
+    """fp32 rounded to nearest even. For bf16 in integers: what Triton makes of a cast depends on
+    where it runs.
+    """
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

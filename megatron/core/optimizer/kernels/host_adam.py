@@ -3,12 +3,13 @@
     kernel = HostAdam()
     kernel.run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
 
-One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient cost no pass of
-their own. Where the library was not built, torch computes the same bits, slower (torch_adam.py).
+One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient
+cost no pass of their own. Where the library was not built, torch computes the same bits, slower
+(torch_adam.py).
 
-[Note: versions] The kernel writes through raw pointers, so the version counters by which autograd notices that a saved
-tensor was changed do not move. A caller whose tensors may be saved for a backward pass says so itself, by
-`torch.autograd.graph.increment_version`.
+[Note: versions] The kernel writes through raw pointers, so the version counters by which autograd
+notices that a saved tensor was changed do not move. A caller whose tensors may be saved for a
+backward pass says so itself, by `torch.autograd.graph.increment_version`.
 """
 
 from __future__ import annotations
@@ -99,14 +100,17 @@ class HostAdam:
         """Starts the threads.
 
         Args:
-            num_threads: by default the cores that this process may use, divided among the ranks of the machine that
-                share them; see local_ranks.py. The torch body takes torch's threads instead.
-            body: the instructions used, one of `available_bodies()`, all of the same bits; "auto" is the first of them.
-            cores: on which the threads run, as far as the system lets them; default: those of the calling thread. The
-                torch body takes no notice.
+            num_threads: by default the cores that this process may use, divided among the ranks of
+                the machine that share them; see local_ranks.py. The torch body takes torch's
+                threads instead.
+            body: the instructions used, one of `available_bodies()`, all of the same bits; "auto"
+                is the first of them.
+            cores: on which the threads run, as far as the system lets them; default: those of the
+                calling thread. The torch body takes no notice.
 
         Raises:
-            ValueError: for less than one thread, for a body that is unknown or that cannot run here.
+            ValueError: for less than one thread, for a body that is unknown or that cannot run
+                here.
             RuntimeError: if the threads cannot be started.
         """
         self._num_threads = _default_num_threads() if num_threads is None else num_threads
@@ -143,8 +147,8 @@ class HostAdam:
     def run(self, pieces: Sequence[AdamPiece]) -> None:
         """Carries the steps out and returns when all is written. See [Note: versions].
 
-        No element may be written by two pieces. Pass all pieces at once, joined by `merged` where they are many: the
-        threads then never wait for the caller.
+        No element may be written by two pieces. Pass all pieces at once, joined by `merged` where
+        they are many: the threads then never wait for the caller.
 
         Raises:
             ValueError: for a piece that is not on the CPU, and whatever `AdamPiece.check` raises.
@@ -157,8 +161,9 @@ class HostAdam:
 
         Args:
             pieces: as for `run`. Nothing may touch the arrays until the ticket was waited for.
-            touch: read and write the arrays in the same pattern but do no arithmetic, which leaves garbage. For
-                benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch body has nothing of the kind.
+            touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
+                garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
+                body has nothing of the kind.
 
         Raises:
             As `run` does.
@@ -184,7 +189,8 @@ class HostAdam:
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
 
-        The bits do not depend on body or number of threads; see [Note: squares in fp64] in torch_adam.py.
+        The bits do not depend on body or number of threads; see [Note: squares in fp64] in
+        torch_adam.py.
 
         Raises:
             ValueError: for another device or dtype.
@@ -213,7 +219,8 @@ class HostAdam:
         """The library, or None for the torch body."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"Expected process {self._process}, which made this pool, got its child {os.getpid()}."
+                f"Expected process {self._process}, which made this pool, got its child "
+                f"{os.getpid()}."
             )
         return None if self._pool is None else _library(LIBRARY)
 
@@ -240,7 +247,9 @@ def shared_host_adam(process: int) -> HostAdam:
 
 
 def available_bodies() -> list[str]:
-    """What can run here, the fastest first: some of "avx512", "avx2", "baseline", and always "torch" at the end."""
+    """What can run here, the fastest first: some of "avx512", "avx2", "baseline", and always
+    "torch" at the end.
+    """
     library = _library(LIBRARY)
     if library is None:
         return ["torch"]
@@ -280,7 +289,8 @@ def _library(path: Path) -> ctypes.CDLL | None:
 @functools.cache
 def _warn_once(path: Path) -> None:
     logger.warning(
-        "The host kernel %s is not there or out of date: torch computes the optimizer's step instead, to the same bits "
+        "The host kernel %s is not there or out of date: torch computes the optimizer's step "
+        "instead, to the same bits "
         "but slower. Install a C++17 compiler and run `pip install --editable .` again.",
         path.name,
     )
@@ -336,7 +346,9 @@ def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
 
 
 def _wait(wait: Callable[[], None], keeps: tuple[object, ...], process: int) -> None:
-    """`keeps` holds the arrays, and the pool, until here. The threads are not there in a forked child."""
+    """`keeps` holds the arrays, and the pool, until here. The threads are not there in a forked
+    child.
+    """
     del keeps
     if os.getpid() == process:
         wait()

@@ -1,14 +1,16 @@
-"""Adam over flat arrays, and their squared norm, with torch alone: no compiler needed, the kernel's bits.
+"""Adam over flat arrays, and their squared norm, with torch alone: no compiler needed, the kernel's
+bits.
 
-[Note: chunks] torch's fused AdamW computes what [Note: arithmetic] in adam.py says, on fp32 arrays only, and its scalar
-tail rounds otherwise than its vectors. So what is not fp32 is widened into scratch memory, a chunk at a time that stays
-in the caches, and what does not fill whole vectors is padded there with zeros. Equal bits need a CPU whose torch has
-fused multiply-add (AVX2 or later). On accelerators without Triton the bits are those of their own fused kernel.
+[Note: chunks] torch's fused AdamW computes what [Note: arithmetic] in adam.py says, on fp32 arrays
+only, and its scalar tail rounds otherwise than its vectors. So what is not fp32 is widened into
+scratch memory, a chunk at a time that stays in the caches, and what does not fill whole vectors is
+padded there with zeros. Equal bits need a CPU whose torch has fused multiply-add (AVX2 or later).
+On accelerators without Triton the bits are those of their own fused kernel.
 
-[Note: squares in fp64] The square of a fp32 value is exact in fp64. Rows of 1024 squares, the last filled up with
-zeros, are halved ten times, element i of the first half added to element i of the second; the rows' sums, filled up
-with zeros to a power of two, are halved likewise until one is left. That order is the same for any number of threads
-and width of vectors.
+[Note: squares in fp64] The square of a fp32 value is exact in fp64. Rows of 1024 squares, the last
+filled up with zeros, are halved ten times, element i of the first half added to element i of the
+second; the rows' sums, filled up with zeros to a power of two, are halved likewise until one is
+left. That order is the same for any number of threads and width of vectors.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _VECTOR_NUMEL = 64  # a multiple of every width that torch's vectors have
 
 @torch.no_grad()
 def run(pieces: Iterable[AdamPiece]) -> None:
-    """Carries the pieces' steps out, in place. Tensors of any one device, which `AdamPiece.check` accepts."""
+    """Carries the pieces' steps out, in place. Tensors of any one device, which `AdamPiece.check`
+    accepts.
+    """
     scratch = _Scratch()
     for piece in pieces:
         for start in range(0, piece.numel, CHUNK_NUMEL):

@@ -23,7 +23,9 @@ def write_tokens(
 
 @pytest.fixture(name="write_tokens")
 def write_tokens_fixture() -> Callable[..., IndexedDataset]:
-    """`write_tokens(prefix, documents, dtype=np.uint16)`: one sequence per document, opened for reading."""
+    """`write_tokens(prefix, documents, dtype=np.uint16)`: one sequence per document, opened for
+    reading.
+    """
     return write_tokens
 
 

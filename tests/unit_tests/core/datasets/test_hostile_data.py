@@ -1,4 +1,6 @@
-"""Data files that are wrong, anywhere and at any time: one named error, or the very tokens that were written."""
+"""Data files that are wrong, anywhere and at any time: one named error, or the very tokens that
+were written.
+"""
 
 from __future__ import annotations
 
@@ -329,7 +331,8 @@ def test_an_error_of_a_worker_reaches_the_rank_as_its_one_line(
     with pytest.raises(IndexedDatasetError) as error:
         list(loader)
     assert str(error.value) == (
-        f"{indexed.prefix}: expected token ids in range(20), the vocabulary size, got 20. The data was made with "
+        f"{indexed.prefix}: expected token ids in range(20), the vocabulary size, got 20. The data "
+        "was made with "
         "another tokenizer than this run's."
     )
 

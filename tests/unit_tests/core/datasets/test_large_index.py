@@ -1,6 +1,7 @@
 """A corpus of fifty million documents: the processor time and the memory its sample index takes.
 
-The .idx file, 1 GB, is written in pieces straight in the format; the .bin is a sparse file, of which nothing is read.
+The .idx file, 1 GB, is written in pieces straight in the format; the .bin is a sparse file, of
+which nothing is read.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ print(json.dumps({"cpu": cpu, "mb": peak - before, "samples": dataset.samples_pe
 
 
 def _write_index(prefix: Path, num_documents: int) -> None:
-    """An index of documents of 0 to 599 uint16 tokens, and a .bin of the size it says that takes no space."""
+    """An index of documents of 0 to 599 uint16 tokens, and a .bin of the size it says that takes no
+    space.
+    """
     pieces = [
         (begin, min(_PIECE, num_documents - begin)) for begin in range(0, num_documents, _PIECE)
     ]

@@ -16,7 +16,9 @@ from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
 def _global_batches(
     num_samples: int, consumed: int, micro: int, batch: int, size: int
 ) -> list[list[int]]:
-    """All global batches, each put together from what the ranks read, rank by rank within each micro-batch."""
+    """All global batches, each put together from what the ranks read, rank by rank within each
+    micro-batch.
+    """
     samplers = [
         GlobalBatchSampler(num_samples, consumed, micro, batch, rank, size) for rank in range(size)
     ]

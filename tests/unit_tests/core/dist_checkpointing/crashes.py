@@ -1,4 +1,5 @@
-"""Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in processes of their own.
+"""Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in
+processes of their own.
 
     `watched`             calls a function ahead of each operation that changes something below a folder
     `intercepted`         the same for all threads at once, and if asked to for operations that only look
@@ -84,9 +85,11 @@ _BY_LOT = [
 
 @contextmanager
 def watched(root: Path, before: Before) -> Iterator[None]:
-    """While open, `before` is called ahead of every operation of this process on what is below `root`.
+    """While open, `before` is called ahead of every operation of this process on what is below
+    `root`.
 
-    It may raise what the operation is to raise. What it does itself, in whatever threads, is not watched.
+    It may raise what the operation is to raise. What it does itself, in whatever threads, is not
+    watched.
     """
     is_off = threading.Event()
 
@@ -104,7 +107,8 @@ def watched(root: Path, before: Before) -> Iterator[None]:
 
 @contextmanager
 def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Iterator[None]:
-    """As `watched`, but threads may call `before` at the same time. It must do nothing below `root`.
+    """As `watched`, but threads may call `before` at the same time. It must do nothing below
+    `root`.
 
     Args:
         looks_too: also calls it ahead of operations that change nothing: opening a file or folder
@@ -191,7 +195,9 @@ def _without_lot(root: Path, path: Path) -> str:
 
 
 class Kill:
-    """Ends this process, as `kill -9` does, at operation `number`: before it, or inside it if it is a write."""
+    """Ends this process, as `kill -9` does, at operation `number`: before it, or inside it if it is
+    a write.
+    """
 
     def __init__(self, number: int, num_written: int = 0) -> None:
         self._number = number
@@ -207,9 +213,11 @@ class Kill:
 
 
 class Fault:
-    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the disk.
+    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the
+    disk.
 
-    With `is_carried_out` it has happened all the same, if it is a function of `os`, and only the answer is an error.
+    With `is_carried_out` it has happened all the same, if it is a function of `os`, and only the
+    answer is an error.
     """
 
     def __init__(
@@ -259,7 +267,9 @@ class _File:
 
 @dataclass
 class _Folder:
-    """Entries as programs see them, those that are on disk, and the steps between, any of which may be."""
+    """Entries as programs see them, those that are on disk, and the steps between, any of which may
+    be.
+    """
 
     seen: dict[str, _File | _Folder] = field(default_factory=dict)
     synced: dict[str, _File | _Folder] = field(default_factory=dict)
@@ -275,8 +285,9 @@ class _Folder:
 class PowerCut:
     """Follows the operations on a folder, and knows what of it a power cut may leave.
 
-    A file has what it had when it was synced last, or any beginning of what has been written since. A folder has the
-    entries that it had when it was synced last, and any of the changes since, a rename being one change.
+    A file has what it had when it was synced last, or any beginning of what has been written since.
+    A folder has the entries that it had when it was synced last, and any of the changes since, a
+    rename being one change.
     """
 
     def __init__(self, root: Path) -> None:
@@ -352,7 +363,9 @@ _CAPABILITY_VERSION = 0x20080522
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> bool:
-    """Mounts a file system of its own on a folder, for this process and its forks alone. Whether that is permitted."""
+    """Mounts a file system of its own on a folder, for this process and its forks alone. Whether
+    that is permitted.
+    """
     libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
     if libc.unshare(_NEWNS) != 0:
         if libc.unshare(_NEWNS | _NEWUSER) != 0:
@@ -379,7 +392,9 @@ def _mount(folder: Path, nbytes: int, flags: int) -> bool:
 
 
 def give_up_privileges() -> None:
-    """From here on the permissions of files hold for this thread and those that it starts, even if root runs it."""
+    """From here on the permissions of files hold for this thread and those that it starts, even if
+    root runs it.
+    """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, nothing) == 0
@@ -405,7 +420,9 @@ class Child:
         os.close(answers)
 
     def result(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """What the function returned. DiedError, with its traceback, if it raised, was killed, or does not answer."""
+        """What the function returned. DiedError, with its traceback, if it raised, was killed, or
+        does not answer.
+        """
         answer = self.end(timeout)
         if answer == KILLED:
             raise DiedError("Expected an answer, got the end of the process by a signal.")
@@ -459,7 +476,9 @@ def _answer(answers: int, function: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 class Forks:
-    """A process that has imported what tests need, and has no threads, whose locks a fork would copy as they are."""
+    """A process that has imported what tests need, and has no threads, whose locks a fork would
+    copy as they are.
+    """
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         context = get_context("spawn")
@@ -471,7 +490,9 @@ class Forks:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> Any:
-        """Calls `function(*args)` in a fork, and returns what it returned: nothing of a class of the test's own."""
+        """Calls `function(*args)` in a fork, and returns what it returned: nothing of a class of
+        the test's own.
+        """
         # Test files cannot be imported there.
         module = sys.modules.get(function.__module__)
         if module is not None and not module.__name__.startswith("tests."):

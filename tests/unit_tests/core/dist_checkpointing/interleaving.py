@@ -1,14 +1,15 @@
 """Ranks that save together, one operation at a time, in an order that a test chooses.
 
-Each rank is a manager in this process. Its threads stop ahead of every operation on the file system, and only one rank
-is let through at a time:
+Each rank is a manager in this process. Its threads stop ahead of every operation on the file
+system, and only one rank is let through at a time:
 
     ranks = Interleaved(root, world_size)
     outcome = ranks.save(pauses=Pause(rank=1, at=17, other=0, until=25), fault=None)
 
-runs rank 1 up to its 17th operation, then rank 0 until it has done its 25th or cannot go on, then rank 1 to its end,
-then the others. Time is not the machine's: a rank that looks for something in vain, waits and looks again moves a clock
-of its own on by that wait. So a timeout of ten minutes passes at once, and "within seconds" is exact.
+runs rank 1 up to its 17th operation, then rank 0 until it has done its 25th or cannot go on, then
+rank 1 to its end, then the others. Time is not the machine's: a rank that looks for something in
+vain, waits and looks again moves a clock of its own on by that wait. So a timeout of ten minutes
+passes at once, and "within seconds" is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _STUCK = 60.0  # seconds of this machine, after which a test has hung
 
 
 class Pause(NamedTuple):
-    """Rank `rank` waits before its operation `at` until rank `other` has done its operation `until`, if it can."""
+    """Rank `rank` waits before its operation `at` until rank `other` has done its operation
+    `until`, if it can.
+    """
 
     rank: int
     at: int
@@ -73,7 +76,9 @@ class Outcome(NamedTuple):
 
 
 class _Rank:
-    """Where a rank is. It is `ready` ahead of an operation, `waits` between two looks, or has `ended`."""
+    """Where a rank is. It is `ready` ahead of an operation, `waits` between two looks, or has
+    `ended`.
+    """
 
     def __init__(self) -> None:
         self.state = "runs"
@@ -161,7 +166,8 @@ class _Schedule:
                 return pause.other
             self.num_in_pause = done
 
-        # A rank that waits can only look; when it does so relative to others, pauses in the middle of its looks decide.
+        # A rank that waits can only look; when it does so relative to others, pauses in the middle
+        # of its looks decide.
         everyone = range(len(self.ranks))
         able = [number for number in everyone if self.ranks[number].state == "ready"]
         able = able or [number for number in everyone if self._can_go_on(number)]

@@ -1,12 +1,13 @@
-"""Small GPTs with their optimizers in every setting that a checkpoint must not depend on, and what each really holds.
+"""Small GPTs with their optimizers in every setting that a checkpoint must not depend on, and what
+each really holds.
 
     trained = Trained(Setting("hsdp", fraction=0.5, is_fused=False), seed=0)   # on all ranks together
     losses = [trained.step(number) for number in range(3)]
     trained.save(root)
     expected = full_tensors(trained)                                           # by canonical key
 
-`full_tensors` puts a run's tensors together with the engine's own collectives, and names them by a table that is
-written down here: it shares nothing with the arithmetic of checkpoints.
+`full_tensors` puts a run's tensors together with the engine's own collectives, and names them by a
+table that is written down here: it shares nothing with the arithmetic of checkpoints.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ class UnfusedMLP(MLP):
 
 
 def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB) -> GPTModel:
-    """On meta, of shapes of which three and four ranks cut sections in two, and have nothing of some tensors."""
+    """On meta, of shapes of which three and four ranks cut sections in two, and have nothing of
+    some tensors.
+    """
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=24,
@@ -214,7 +217,9 @@ class Trained:
         self.optimizer = build_optimizer(self.model, config, lr, self.world_size)
 
     def step(self, number: int) -> float:
-        """Trains on the global batch of this number, which all world sizes divide among their ranks; its mean loss."""
+        """Trains on the global batch of this number, which all world sizes divide among their
+        ranks; its mean loss.
+        """
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, VOCAB, (NUM_SEQUENCES, SEQUENCE_LENGTH + 1), generator=generator)
         own = tokens.chunk(self.world_size)[self.rank]
@@ -272,7 +277,9 @@ def open_checkpoint(root: str) -> PublishedCheckpoint:
 
 
 def train_and_save(root: str, setting: Setting, model: nn.Module | None = None) -> list[float]:
-    """On all ranks: steps, and a checkpoint with all that it must hold beside it. Answers the next losses."""
+    """On all ranks: steps, and a checkpoint with all that it must hold beside it. Answers the next
+    losses.
+    """
     trained = Trained(setting, seed=0, model=model)
     for number in range(ITERATION):
         trained.step(number)
@@ -297,7 +304,8 @@ def expected_tensors(root: str) -> dict[str, torch.Tensor]:
 
 
 def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
-    """Every tensor of a run but its buffers, whole and on every rank, by the key that a checkpoint has it under.
+    """Every tensor of a run but its buffers, whole and on every rank, by the key that a checkpoint
+    has it under.
 
     Values of states in a format with a scale are in fp32. All ranks call it together.
     """

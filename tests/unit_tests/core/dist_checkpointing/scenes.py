@@ -1,4 +1,6 @@
-"""What tests save and load, and ranks that save together, each in a process of its own. Forks have this imported."""
+"""What tests save and load, and ranks that save together, each in a process of its own. Forks have
+this imported.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class Model(nn.Module):
 
 
 class State:
-    """What ranks save together: every tensor drawn for one iteration of one run, so that no two have one in common."""
+    """What ranks save together: every tensor drawn for one iteration of one run, so that no two
+    have one in common.
+    """
 
     def __init__(self, iteration: int | None, run: int = 0, size: Size = WHOLE) -> None:
         """With None, what nobody has saved, to be loaded into."""
@@ -169,7 +173,9 @@ def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
 
 
 def check_published(root: Path, size: Size = WHOLE) -> dict[int, int]:
-    """{iteration: the run that saved it} of the checkpoints that are there. Asserts that each is whole."""
+    """{iteration: the run that saved it} of the checkpoints that are there. Asserts that each is
+    whole.
+    """
     store = open_store(root)
     published = published_iterations(store)
     runs = {iteration: check_loads(store, iteration, size) for iteration in published}
@@ -178,7 +184,9 @@ def check_published(root: Path, size: Size = WHOLE) -> dict[int, int]:
 
 
 def go_on(root: Path, size: Size = WHOLE) -> list[str]:
-    """A run that begins after another has died: it sweeps, and saves. Returns the folders that there are then."""
+    """A run that begins after another has died: it sweeps, and saves. Returns the folders that
+    there are then.
+    """
     state = State(LATER, size=size)
     with CheckpointManager.start(str(root), CPU) as manager:
         manager.save(LATER, state.contents(), state.train_state)
@@ -244,7 +252,8 @@ def run_scene(
     is_hopeless: bool = False,
     size: Size = WHOLE,
 ) -> Scene:
-    """Two ranks save the new checkpoint beside the old one, each in a process of its own; then another run goes on.
+    """Two ranks save the new checkpoint beside the old one, each in a process of its own; then
+    another run goes on.
 
     Args:
         befores: by rank, what happens ahead of its operations.
@@ -257,7 +266,8 @@ def run_scene(
     endings: list[str | None] = [NOT_BEGUN, NOT_BEGUN]
     for rank in range(2):
         ranks[rank] = Child(_save_as_rank, root, rank, befores.get(rank), logs[rank], stop, size)
-        # The second begins when the first has made the folder, or who makes it would be left to chance.
+        # The second begins when the first has made the folder, or who makes it would be left to
+        # chance.
         if rank == 0 and not _comes_to(ranks[0], logs[0], f"open {DRAFT}/"):
             break
     if struck is not None:
@@ -271,7 +281,9 @@ def run_scene(
 
 
 def end_by_themselves(root: Path, timeout: float = 30.0) -> list[str | None]:
-    """Two ranks save the new checkpoint, and nobody tells them to give up. Returns how they end, within a time."""
+    """Two ranks save the new checkpoint, and nobody tells them to give up. Returns how they end,
+    within a time.
+    """
     stop, _ = os.pipe()
     log = os.memfd_create("log")
     first = Child(_save_as_rank, root, 0, None, log, stop, WHOLE)

@@ -1,4 +1,6 @@
-"""A checkpoint is loaded wherever it is wanted: any ranks, strategy, share of offloading, fused or not."""
+"""A checkpoint is loaded wherever it is wanted: any ranks, strategy, share of offloading, fused or
+not.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Place(NamedTuple):
 
 
 def _train_and_save(root: str, setting: Setting) -> None:
-    """Saves after two steps, while the run goes on, and leaves its tensors then and its next losses beside."""
+    """Saves after two steps, while the run goes on, and leaves its tensors then and its next losses
+    beside.
+    """
     trained = Trained(setting, seed=0)
     for number in range(ITERATION):
         trained.delay_update()
@@ -188,7 +192,8 @@ def _all_topologies() -> list[Way]:
     for (i, (size, strategy)), (j, (other_size, other)) in itertools.product(
         enumerate(TOPOLOGIES), repeat=2
     ):
-        # 3 has no divisor in common with the number of others: each topology comes to know all of them.
+        # 3 has no divisor in common with the number of others: each topology comes to know all of
+        # them.
         (fraction, is_fused, is_tied), target = (
             kinds[i % len(kinds)],
             others[(i + 3 * j) % len(others)],
@@ -199,7 +204,9 @@ def _all_topologies() -> list[Way]:
 
 
 def _all_options() -> list[Way]:
-    """From every way to set up a model and its optimizer to every other, from three ranks to two, and four to four."""
+    """From every way to set up a model and its optimizer to every other, from three ranks to two,
+    and four to four.
+    """
     models = list(itertools.product(FRACTIONS, (FUSED, UNFUSED)))
     return [
         Way(

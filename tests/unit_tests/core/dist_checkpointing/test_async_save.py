@@ -1,4 +1,6 @@
-"""Saving beside the training: what is saved is what there was, and the training goes on as if nothing were saved."""
+"""Saving beside the training: what is saved is what there was, and the training goes on as if
+nothing were saved.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class Model(nn.Module):
 
 
 class Training:
-    """A sharded model and its optimizer: plain, or with a fraction on the host and everything overlapping."""
+    """A sharded model and its optimizer: plain, or with a fraction on the host and everything
+    overlapping.
+    """
 
     def __init__(self, fraction: float | None, *, with_states: bool = True, **options: Any) -> None:
         self.model = Model()
@@ -183,7 +187,9 @@ def _train(fraction: float | None, with_states: bool) -> Trained:
 
 
 def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed: int) -> Parts:
-    """Every save begins while updates are under way, and reads nothing before the next update has begun."""
+    """Every save begins while updates are under way, and reads nothing before the next update has
+    begun.
+    """
     training, gate = Training(fraction, with_states=with_states), threading.Event()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with (
@@ -280,7 +286,9 @@ def saving(
 
 
 def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]:
-    """Has one unit of the states not be read before an event. Returns it, and the keys of the unit's tensors."""
+    """Has one unit of the states not be read before an event. Returns it, and the keys of the
+    unit's tensors.
+    """
     gate = threading.Event()
     return gate, _hold_back(
         [group for group in contents.groups if group.unit is not None][unit].entries, gate
@@ -415,9 +423,11 @@ def test_a_save_begins_while_updates_are_under_way_and_while_the_disk_does_nothi
 
 @contextlib.contextmanager
 def staging(available: int) -> Iterator[list[BufferPool]]:
-    """As if all tensors lay on a device, and the host had so many bytes that are free. Yields the pools that are made.
+    """As if all tensors lay on a device, and the host had so many bytes that are free. Yields the
+    pools that are made.
 
-    Buffers are so small that the states of `Training` do not fit into those that there are to begin with.
+    Buffers are so small that the states of `Training` do not fit into those that there are to begin
+    with.
     """
     pools: list[BufferPool] = []
 

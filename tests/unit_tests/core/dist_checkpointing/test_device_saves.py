@@ -1,4 +1,6 @@
-"""Saves and loads of what lies on an accelerator, on the simulated one, whichever of its streams gets ahead."""
+"""Saves and loads of what lies on an accelerator, on the simulated one, whichever of its streams
+gets ahead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank that fails, or never comes, keeps nobody waiting: all hear of it by name, and the next save is as good as any.
+"""A rank that fails, or never comes, keeps nobody waiting: all hear of it by name, and the next
+save is as good as any.
 
 The ranks of a save are managers side by side here: nothing that they do needs a process group.
 """
@@ -68,7 +69,8 @@ class FaultyStore(LocalStore):
     """A store as one rank has it, which cannot make or write some things, once each.
 
     Attributes:
-        faulty: patterns of their paths; with "in" before it, of data files that can be made, and not written.
+        faulty: patterns of their paths; with "in" before it, of data files that can be made, and
+            not written.
     """
 
     def __init__(self, root: Path) -> None:

@@ -62,7 +62,8 @@ from tools.checkpoint.from_file import read_file
 
 NAME = "iter_0000010"
 
-# Nothing of the kind belongs to a load. A hook of the interpreter cannot be taken away again: this one is switched.
+# Nothing of the kind belongs to a load. A hook of the interpreter cannot be taken away again: this
+# one is switched.
 _WATCHED = {
     "os.system",
     "os.exec",

@@ -1,4 +1,5 @@
-"""All ranks of a save come to the same end, whichever is held up or whose disk fails, at whatever operation.
+"""All ranks of a save come to the same end, whichever is held up or whose disk fails, at whatever
+operation.
 
 The moments are walked through one by one; nothing is left to chance. See `interleaving.py`.
 """
@@ -70,7 +71,9 @@ class Scenes:
         return outcome
 
     def pauses(self, rank: int, other: int, *, is_every: bool) -> Iterator[Pause]:
-        """Each pause of a rank for another. Of the other's operations every one, or those that can be seen."""
+        """Each pause of a rank for another. Of the other's operations every one, or those that can
+        be seen.
+        """
         for at in itertools.count():
             longest = Pause(rank, at, other, FOR_EVER)
             outcome = self.save(longest)
@@ -84,7 +87,9 @@ class Scenes:
                     yield Pause(rank, at, other, until)
 
     def _check_whole(self, final: Path) -> None:
-        """That all that belongs to the checkpoint is there, and nothing else, and is what was to be saved."""
+        """That all that belongs to the checkpoint is there, and nothing else, and is what was to be
+        saved.
+        """
         assert sorted(path.name for path in final.iterdir()) == sorted(
             [*files_of(self._world_size), MARKER_FILE]
         )
@@ -106,7 +111,9 @@ class Scenes:
 
 @pytest.fixture
 def scenes(caplog, monkeypatch, request) -> Iterator[Scenes]:
-    """In memory, where thousands of saves take no time. Two ranks, unless another number is asked for."""
+    """In memory, where thousands of saves take no time. Two ranks, unless another number is asked
+    for.
+    """
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     caplog.set_level(logging.WARNING)
     with memory_folder() as home:
@@ -171,7 +178,9 @@ def test_a_rank_held_up_before_any_operation_until_any_at_all_of_the_others_fail
 
 
 def walk_through_faults(scenes: Scenes, rank: int, other: int, **how: bool) -> None:
-    """An operation of a rank fails at once, and after as long a pause as possible; each operation in turn."""
+    """An operation of a rank fails at once, and after as long a pause as possible; each operation
+    in turn.
+    """
     for number in itertools.count():
         pause = Pause(rank, number, other, FOR_EVER)
         fault = Fault(rank, number, **how)

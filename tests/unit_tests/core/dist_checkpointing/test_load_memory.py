@@ -27,7 +27,9 @@ _M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
 
 @contextmanager
 def nothing_kept_for_later() -> Iterator[None]:
-    """What is freed inside goes back to the system: else it would hide what is taken then, or look as if in use."""
+    """What is freed inside goes back to the system: else it would hide what is taken then, or look
+    as if in use.
+    """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 << 10)
     try:
         yield
@@ -138,7 +140,9 @@ class Live(TorchDispatchMode):
 
 
 def _load_scaled(root: str, setting: Setting) -> tuple[int, int, int]:
-    """(the most at a time, the largest tensor in fp32, a layer's weights and moments as they are kept)"""
+    """(the most at a time, the largest tensor in fp32, a layer's weights and moments as they are
+    kept)
+    """
     trained = Trained(setting, seed=0, model=_wide_gpt())
     trained.step(0)
     trained.save(root)

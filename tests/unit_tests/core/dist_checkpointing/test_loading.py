@@ -164,7 +164,9 @@ def test_the_options_of_groups_come_to_the_parameters_by_name(tmp_path, setting)
 
 
 def _load_groups_that_mix(root: str) -> tuple[str, str]:
-    """What is said of a group whose parameters had different options, and of a parameter that had no group."""
+    """What is said of a group whose parameters had different options, and of a parameter that had
+    no group.
+    """
     trained = Trained(Setting(), seed=1)
     with_groups(trained, [{"params": list(trained.model.parameters()), "lr": 0.5}])
     saved: Any = open_checkpoint(root).read_plain(PARAM_GROUPS)
@@ -281,7 +283,8 @@ def test_every_optimizer_goes_on_bit_by_bit(tmp_path, setting):
 def test_sections_and_shards_of_states_in_short_formats_keep_their_bits(
     tmp_path, world_size, strategy, optimizer
 ):
-    # Of one rank's whole tensors, every part has a scale of its own that is no larger: nothing is rounded anew.
+    # Of one rank's whole tensors, every part has a scale of its own that is no larger: nothing is
+    # rounded anew.
     losses = run_ranks(1, train_and_save, str(tmp_path), Setting(optimizer=optimizer))[0]
     setting = Setting(strategy, is_fused=False, optimizer=optimizer)
     for found, after in run_ranks(world_size, _load, str(tmp_path), setting):
@@ -312,7 +315,8 @@ def test_where_parts_with_scales_of_their_own_come_together_values_are_rounded_o
             if re.fullmatch(rf".*{layer}\.\w+\.{name}\.{state}", k)
         ]
         largest = max(value.abs().max() for value in together)
-        # Half of the last of 4 significant bits, or 11; or of the least number beside the largest value.
+        # Half of the last of 4 significant bits, or 11; or of the least number beside the largest
+        # value.
         bits, least = {"exp_avg": (4, 2**-18), "exp_avg_sq": (11, 2**-40)}[state]
         error = (loaded[key] - expected[key]).abs()
         assert torch.all(error <= (expected[key].abs() * 2**-bits).clamp_min(largest * least))

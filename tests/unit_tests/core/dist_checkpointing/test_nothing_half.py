@@ -1,6 +1,8 @@
-"""Whatever happens to a save, what is loaded next is the checkpoint before it or the new one, to the bit.
+"""Whatever happens to a save, what is loaded next is the checkpoint before it or the new one, to
+the bit.
 
-Ranks are forked processes: saving needs no process group. Moments are operations on the file system, see `crashes.py`.
+Ranks are forked processes: saving needs no process group. Moments are operations on the file
+system, see `crashes.py`.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ PHASES = {
     "tracker": r".* latest_checkpointed_iteration\.txt",
     "deletion": rf".* {checkpoint_name(OLD)}.*",
 }
-# Before this operation of rank 0 the old checkpoint counts, after it the new one. With this one, rank 1 has done its
-# part.
+# Before this operation of rank 0 the old checkpoint counts, after it the new one. With this one,
+# rank 1 has done its part.
 DECISIVE = (f"rename {checkpoint_name(NEW)}", f"replace {DRAFT}/manifest_1.json")
 
 
@@ -189,7 +191,8 @@ def random_moment(lot: random.Random, phase: str, operations: list[list[str]]) -
 def check_killed(
     nursery: Forks, root: Path, operations: list[list[str]], moment: Moment, num_written: int
 ) -> None:
-    """Kills a rank, and asserts that what is published then is whole, and is what it must be; and that a run goes on.
+    """Kills a rank, and asserts that what is published then is whole, and is what it must be; and
+    that a run goes on.
 
     Args:
         num_written: bytes, if the operation writes.
@@ -298,7 +301,9 @@ def test_a_disk_that_fails_at_every_moment_leaves_the_old_checkpoint_or_the_new_
 def _fill_disk(
     old: Path, folder: Path, share: float, num_pages: int
 ) -> tuple[list[str | None], list[int], list[str]] | None:
-    """Two ranks save to a disk that has room for a share of their data files, and so many pages more."""
+    """Two ranks save to a disk that has room for a share of their data files, and so many pages
+    more.
+    """
     files = [
         (file, -(-file.stat().st_size // PAGE)) for file in (old / checkpoint_name(OLD)).iterdir()
     ]
@@ -316,7 +321,8 @@ def _fill_disk(
 
 def test_a_disk_that_is_full_fails_the_save_on_all_ranks_at_once(nursery, old, home):
     outcomes = []
-    # From a disk that was full before to one with room for all. In between, first the data files find room.
+    # From a disk that was full before to one with room for all. In between, first the data files
+    # find room.
     for case in (
         (0, 4),
         (0.02, 8),
@@ -426,7 +432,8 @@ def test_a_file_in_the_place_of_the_folder_is_an_error_and_no_fresh_start(tmp_pa
 def _cut_power(
     root: Path, images: Path, seeds: range, failing: int | None = None
 ) -> list[list[int]]:
-    """What is published, and whole, in every image that a power cut may leave: at each operation, for each seed.
+    """What is published, and whole, in every image that a power cut may leave: at each operation,
+    for each seed.
 
     Args:
         failing: an operation that fails, and so is none; only the images from it on are looked at.
@@ -480,7 +487,9 @@ def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_n
 def _meet(
     root: Path, number: int, other: Callable[[Path], str | None]
 ) -> tuple[str | None, str | None, dict[int, int]]:
-    """What becomes of a run, and of another that comes and goes at an operation of the first; and what is published."""
+    """What becomes of a run, and of another that comes and goes at an operation of the first; and
+    what is published.
+    """
     others: list[str | None] = []
     error = outcome_of_save(root, At(number, lambda: others.append(other(root))), run=1, size=SMALL)
     (other_error,) = others

@@ -45,7 +45,8 @@ OTHERS = {
     "another shape": Other(
         vocab_size=62,
         says=(
-            "model.embedding.word_embeddings.weight has shape (61, 24) where the model has (62, 24)",
+            "model.embedding.word_embeddings.weight has shape (61, 24) where the model has (62, "
+            "24)",
         ),
     ),
     "another dtype": Other(
@@ -141,7 +142,9 @@ def test_what_is_skipped_stays_as_it_is_and_the_rest_is_loaded(saved):
 
 
 def _skip_a_section(root: str, setting: Setting) -> dict[str, float]:
-    """By how much values of the section have changed at most, in parts of the largest that shares a scale with them."""
+    """By how much values of the section have changed at most, in parts of the largest that shares a
+    scale with them.
+    """
     trained = Trained(setting, seed=1)
     trained.step(99)
     before = full_tensors(trained)

@@ -1,4 +1,6 @@
-"""What PyTorch DCP itself makes of the checkpoints: it reads them, loads into their tensors, and saves them."""
+"""What PyTorch DCP itself makes of the checkpoints: it reads them, loads into their tensors, and
+saves them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ BY_PYTORCH = {
     "hsdp by PyTorch": (4, Setting(HSDP, is_fused=False)),
 }
 
-# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> [what differs] * n
+# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> [what
+# differs] * n
 VANILLA = """
 import json, sys, warnings
 
@@ -122,7 +125,9 @@ def _ranks_own(rank: int) -> torch.Tensor:
 
 
 def _save(root: str, setting: Setting) -> list[float]:
-    """Publishes a checkpoint, and beside it a file with all that must be in it. Answers the losses after it."""
+    """Publishes a checkpoint, and beside it a file with all that must be in it. Answers the losses
+    after it.
+    """
     trained = Trained(setting, seed=0)
     for number in range(ITERATION):
         trained.step(number)
@@ -173,7 +178,9 @@ OTHER = "other.pt"  # expectations that are not met
 
 @pytest.fixture(scope="module")
 def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """What PyTorch alone finds in what each has saved; under OTHER, what it finds if something else is expected."""
+    """What PyTorch alone finds in what each has saved; under OTHER, what it finds if something else
+    is expected.
+    """
     places = {
         name: (root / checkpoint_name(ITERATION), root / "expected.pt")
         for name, root in roots.items()

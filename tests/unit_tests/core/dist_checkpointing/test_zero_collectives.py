@@ -1,4 +1,5 @@
-"""A save communicates nothing: whatever torch.distributed offers for that is watched, and the sockets themselves.
+"""A save communicates nothing: whatever torch.distributed offers for that is watched, and the
+sockets themselves.
 
 functions   of torch.distributed, under every name that any module has for them
 methods     of process groups, their backends and stores
@@ -60,7 +61,8 @@ NUM_RANKS = 4
 NUM_SEEDS = 3
 STRATEGIES = (*SHARDING_STRATEGIES, HSDP, HFSDP)
 
-# What asks or tells other processes something, and what does not. A name that is in neither fails a test.
+# What asks or tells other processes something, and what does not. A name that is in neither fails a
+# test.
 COMMUNICATING = {
     "torch.distributed": """
         all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
@@ -331,7 +333,9 @@ def test_every_one_of_them_would_be_seen():
 
 
 def _really_communicate(root: str) -> None:
-    """Each way to communicate, for real: what the watch sees of it, in the thread that calls and on a lane."""
+    """Each way to communicate, for real: what the watch sees of it, in the thread that calls and on
+    a lane.
+    """
     group, store = c10d._get_default_group(), c10d._get_default_store()
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     peer = dist.get_rank() ^ 1
@@ -399,7 +403,9 @@ class Saved(NamedTuple):
 
 
 def _save_watched(root: str, setting: Setting) -> Saved:
-    """One save that is waited for, then one beside which training goes on and that makes the first superfluous."""
+    """One save that is waited for, then one beside which training goes on and that makes the first
+    superfluous.
+    """
     trained = Trained(setting, seed=0)
     for number in range(2):
         trained.step(number)
@@ -507,7 +513,9 @@ def test_that_a_save_has_failed_on_one_rank_is_known_on_all_without_communicatio
 
 
 def _sent_bytes() -> int:
-    """The bytes that this process has written to its connections, be they with its peers yet or not."""
+    """The bytes that this process has written to its connections, be they with its peers yet or
+    not.
+    """
     total = 0
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (what is no path any more must not be an error)
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
@@ -586,7 +594,9 @@ def test_chunks_come_to_a_state_dict_for_pytorch_without_communication(setting):
 
 
 class _Slow:
-    """A store that takes its time, at random but by a seed, and opens no file for data before it may."""
+    """A store that takes its time, at random but by a seed, and opens no file for data before it
+    may.
+    """
 
     def __init__(self, store: Any, seed: str) -> None:
         self.may_write = threading.Event()
@@ -604,7 +614,9 @@ class _Slow:
 
 
 def _save_in_many_ways(root: str, setting: Setting) -> None:
-    """The same state undisturbed; under delays; and under delays while every rank steps before it has read anything."""
+    """The same state undisturbed; under delays; and under delays while every rank steps before it
+    has read anything.
+    """
     trained = Trained(setting, seed=0)
     for number in range(ITERATION):
         trained.delay_update()

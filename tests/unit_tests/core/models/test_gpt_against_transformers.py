@@ -1,4 +1,6 @@
-"""The GPT computes what the same architectures of the transformers library compute from the same weights."""
+"""The GPT computes what the same architectures of the transformers library compute from the same
+weights.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def test_count_is_that_of_the_matrix_products_with_attention_halved(
     config = TransformerConfig(2, 32, 4, attention_dropout=0.0, hidden_dropout=0.0, **changes)
     model = GPTModel(config, VOCAB)
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
-    # The written-out kernel is made of products that the counter knows; it does not skip what the mask hides.
+    # The written-out kernel is made of products that the counter knows; it does not skip what the
+    # mask hides.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).sum().backward()
     attention = 3 * config.num_layers * (2 * 2 * SEQ * SEQ * config.query_size) * BATCH

@@ -201,7 +201,8 @@ def test_embeddings_are_dropped_out_in_training_only() -> None:
 
 
 def test_outputs_are_no_views() -> None:
-    # Sharding wrappers hang their hooks on the output, and an in-place operation on a view would lose them.
+    # Sharding wrappers hang their hooks on the output, and an in-place operation on a view would
+    # lose them.
     model = _model(_config())
     assert not model(*_batch())._is_view()
     assert not model(_batch()[0])._is_view()

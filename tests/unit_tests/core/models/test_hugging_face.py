@@ -1,6 +1,7 @@
 """Which architecture of the transformers library a GPT is, and the names of its weights there.
 
-That they compute the same is tested where weights are saved: tests/unit_tests/training/checkpoint/test_hf_weights.py.
+That they compute the same is tested where weights are saved:
+tests/unit_tests/training/checkpoint/test_hf_weights.py.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def test_squared_norm_is_right_to_seven_digits_at_any_length(dtype, numel):
 
 
 def test_the_norm_of_many_bf16_elements_is_right():
-    """torch.linalg.vector_norm is wrong by percents here (torch 2.13 on a CPU), even where it is asked for fp32."""
+    """torch.linalg.vector_norm is wrong by percents here (torch 2.13 on a CPU), even where it is
+    asked for fp32.
+    """
     tensor = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     exact = tensor.double().square().sum().sqrt()
     torch.testing.assert_close(squared_norm(tensor).sqrt(), exact, rtol=1e-7, atol=0)
@@ -181,7 +183,9 @@ def test_every_zero_counts_once_be_it_sharded_replicated_plain_or_tied(world_siz
 
 
 class Tied(nn.Module):
-    """An embedding of 7 rows of 3, which the output reads too; only rows 0 to 2 and a bias of 3 get gradients."""
+    """An embedding of 7 rows of 3, which the output reads too; only rows 0 to 2 and a bias of 3 get
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,13 +323,16 @@ def flat_gradients(numels: list[int], device: str) -> list[nn.Parameter]:
 
 
 def test_the_norm_of_42_gradients_in_two_groups_takes_a_dozen_kernels_on_a_device():
-    """One by one, seven for each gradient, it took 294. Each of the two runs has whole rows and a rest."""
+    """One by one, seven for each gradient, it took 294. Each of the two runs has whole rows and a
+    rest.
+    """
     numels = [1024, 64, 4096, 256, 1024, 32, 16] * 3
     parameters = [*flat_gradients(numels, "meta"), *flat_gradients(numels, "meta")]
     with Kernels() as kernels:
         global_grad_norm(parameters)
     assert kernels.counts["linalg_vector_norm"] == 6
-    # `new_empty` launches nothing. The rows' norms are copied to fp64 within their norm: one kernel more for each run.
+    # `new_empty` launches nothing. The rows' norms are copied to fp64 within their norm: one kernel
+    # more for each run.
     others = {name: count for name, count in kernels.counts.items() if name != "linalg_vector_norm"}
     assert others == {"new_empty": 2, "stack": 1, "pow": 1, "sum": 1, "sqrt": 1}
 

@@ -381,7 +381,9 @@ FRACTIONS = (0.0, 0.01, 0.3, 0.5, 0.8, 0.99, 1.0)
 
 
 def _units_agree(num_layers: int, is_untied: bool) -> list[list[bool]]:
-    """That sharding as offloaded_units says suits the optimizer, which refuses what does not, at every fraction."""
+    """That sharding as offloaded_units says suits the optimizer, which refuses what does not, at
+    every fraction.
+    """
     plans = []
     for fraction in FRACTIONS:
         config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)

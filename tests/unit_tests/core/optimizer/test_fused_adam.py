@@ -478,7 +478,8 @@ def test_a_parameter_of_another_dtype_is_refused_and_not_kept():
         ),
         (
             lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4).to_sparse()),
-            "Expected a dense floating-point gradient of parameter 1 of group 0, got torch.sparse_coo",
+            "Expected a dense floating-point gradient of parameter 1 of group 0, got "
+            "torch.sparse_coo",
         ),
         (
             lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, dtype=torch.int32)),
@@ -780,7 +781,9 @@ def line() -> DeviceMesh:
 
 
 def dtensor_parameters(kind: str) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Parameters, and their whole values. With 2 ranks, 5 rows are uneven, and of 1 row the last rank has none."""
+    """Parameters, and their whole values. With 2 ranks, 5 rows are uneven, and of 1 row the last
+    rank has none.
+    """
     torch.manual_seed(0)
     whole = [torch.randn(8, 4), torch.randn(5, 4), torch.randn(1, 4), torch.randn(4, 6).t()]
     if kind == "FSDP2":

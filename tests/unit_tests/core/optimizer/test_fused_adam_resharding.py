@@ -1,4 +1,6 @@
-"""Resharding as TransformerEngine tests it: what some ranks have trained and saved, others load and go on with."""
+"""Resharding as TransformerEngine tests it: what some ranks have trained and saved, others load and
+go on with.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from tests.ranks import run_ranks
 BF16 = torch.bfloat16
 SGD = torch.optim.SGD
 
-# Buffers' elements on each of 2 ranks, by hand; see test_offload_memory: the rows of a tensor are not cut.
+# Buffers' elements on each of 2 ranks, by hand; see test_offload_memory: the rows of a tensor are
+# not cut.
 HALVES = [18, 25, 14]
 NUMEL = 30 + 5 + 35 + 7 + 21 + 3
 
@@ -108,7 +109,8 @@ def _rows() -> None:
         "exp_avg_sq",
         "weights on their way up",
     ]
-    # fp32 arrays of 18, 25 and 14 elements, from one cache line on each, behind each other: 0 to 72, 128 to 228, 256.
+    # fp32 arrays of 18, 25 and 14 elements, from one cache line on each, behind each other: 0 to
+    # 72, 128 to 228, 256.
     assert table["main weights"] == (0, 256 + 56)
     assert table["weights on their way up"].host >= 2 * sum(HALVES)
     assert table["compute weights"] == (2 * sum(HALVES), 0)

@@ -84,7 +84,9 @@ def test_gqa_gradients_equal_those_of_an_explicit_repeat(make_config: Any) -> No
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries are grouped in it."""
+    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
+    are grouped in it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +111,9 @@ class AttentionCalls(TorchFunctionMode):
 def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
     make_config: Any, device: str, dtype: torch.dtype, expected: tuple[int, bool]
 ) -> None:
-    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them apart here."""
+    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them
+    apart here.
+    """
     attention = _attention(make_config(**GQA)).to(device=device, dtype=dtype)
     with AttentionCalls() as calls:
         attention(torch.ones(2, 7, 32, device=device, dtype=dtype))

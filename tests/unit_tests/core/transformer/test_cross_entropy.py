@@ -114,7 +114,8 @@ def _largest_allocation(loss: Any, dtype: torch.dtype) -> int:
     labels = torch.randint(VOCAB, (N,))
     with _Allocations() as allocations:
         losses = loss(logits, labels)
-        # The logits' gradient only: what the projection's backward allocates is not the loss's matter.
+        # The logits' gradient only: what the projection's backward allocates is not the loss's
+        # matter.
         torch.autograd.grad(losses.sum(), logits)
     assert allocations.sizes
     return max(allocations.sizes)

@@ -1,4 +1,6 @@
-"""Where fp16's range or digits would not do, the arithmetic is fp32: the results are those of fp32, rounded."""
+"""Where fp16's range or digits would not do, the arithmetic is fp32: the results are those of fp32,
+rounded.
+"""
 
 from __future__ import annotations
 

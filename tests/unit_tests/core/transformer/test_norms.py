@@ -48,7 +48,8 @@ def test_bf16_input_is_rounded_only_once(
     y = norm(x)
     assert y.dtype == torch.bfloat16
     expected = _reference(norm, x)
-    # One rounding to the 8 bits of bf16 errs by at most 2^-8 of the value; arithmetic in bf16 rounds several times.
+    # One rounding to the 8 bits of bf16 errs by at most 2^-8 of the value; arithmetic in bf16
+    # rounds several times.
     error = (y.double() - expected).abs() / expected.abs().clamp_min(1e-2)
     assert error.max() <= 2.0**-8 * 1.01
 

@@ -1,4 +1,6 @@
-"""Files of weights that are wrong: an error that names them, before anything is opened or allocated."""
+"""Files of weights that are wrong: an error that names them, before anything is opened or
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def names_in(folder: Path) -> list[str]:
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """The process ends, with its stack, rather than wait for a FIFO's writer: some libraries cannot be interrupted."""
+    """The process ends, with its stack, rather than wait for a FIFO's writer: some libraries cannot
+    be interrupted.
+    """
     signal.alarm(seconds)
     try:
         yield

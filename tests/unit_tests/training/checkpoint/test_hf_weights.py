@@ -1,4 +1,6 @@
-"""Weights in the transformers library's files: what it computes from them, and what comes back, from any engine."""
+"""Weights in the transformers library's files: what it computes from them, and what comes back,
+from any engine.
+"""
 
 from __future__ import annotations
 
@@ -466,7 +468,8 @@ def list_another_folder(folder: Path) -> None:
         ),
         (
             list_another_folder,
-            "Expected names of files beside it in .*index.json, got .*gpt.*safetensors.* for model.norm",
+            "Expected names of files beside it in .*index.json, got .*gpt.*safetensors.* for "
+            "model.norm",
         ),
         (
             lambda folder: (folder / "config.json").write_text("{"),

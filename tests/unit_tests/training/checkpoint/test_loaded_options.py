@@ -1,4 +1,6 @@
-"""Whose options an optimizer has once a run's checkpoint is loaded, and what of it is read for that: both formats."""
+"""Whose options an optimizer has once a run's checkpoint is loaded, and what of it is read for
+that: both formats.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +175,8 @@ def test_options_that_are_not_to_be_used_are_no_reason_to_refuse_a_checkpoint(
     [
         (
             _ill_typed,
-            "Expected the saved weight_decay of parameter group 0 to be a finite number, got 'heavy'.",
+            "Expected the saved weight_decay of parameter group 0 to be a finite number, got "
+            "'heavy'.",
         ),
         (_ill_shaped, "Expected the saved betas of parameter group 0 to be like (0.7, 0.9), got "),
         (

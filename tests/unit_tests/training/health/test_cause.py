@@ -91,7 +91,8 @@ CASES = [
         (
             ExitCode.LOST_RANK,
             (2, 1),
-            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom (so did rank 1)",
+            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom (so did rank "
+            "1)",
         ),
     ),
     (
@@ -109,8 +110,10 @@ CASES = [
         (
             ExitCode.LOST_RANK,
             (2, 3, 1),
-            "rank 2 (host, pid 102), rank 3 (host, pid 103) were killed or have crashed; rank 1 (host, pid 101) does "
-            "not answer: it hangs, or its machine or the network is down (rank 0 is in iteration 17, agree)",
+            "rank 2 (host, pid 102), rank 3 (host, pid 103) were killed or have crashed; rank 1 "
+            "(host, pid 101) does "
+            "not answer: it hangs, or its machine or the network is down (rank 0 is in iteration "
+            "17, agree)",
         ),
     ),
     (
@@ -119,7 +122,8 @@ CASES = [
         (
             ExitCode.HANG,
             (1,),
-            "rank 1 (host, pid 101) does not answer, since its process is stopped (SIGSTOP, or a debugger) (rank 0 is "
+            "rank 1 (host, pid 101) does not answer, since its process is stopped (SIGSTOP, or a "
+            "debugger) (rank 0 is "
             "in iteration 17, agree)",
         ),
     ),
@@ -129,7 +133,8 @@ CASES = [
         (
             ExitCode.LOST_RANK,
             (1,),
-            "rank 1 (host, pid 101) does not answer: it hangs, or its machine or the network is down (rank 0 is in "
+            "rank 1 (host, pid 101) does not answer: it hangs, or its machine or the network is "
+            "down (rank 0 is in "
             "iteration 17, agree)",
         ),
     ),
@@ -148,7 +153,8 @@ CASES = [
         (
             ExitCode.HANG,
             (1,),
-            "rank 1 (host, pid 101) has made no progress for 29 s, in iteration 17, agree, at inject.py:213 in "
+            "rank 1 (host, pid 101) has made no progress for 29 s, in iteration 17, agree, at "
+            "inject.py:213 in "
             "hang_for_ever",
         ),
     ),
@@ -190,7 +196,8 @@ CASES = [
         (
             ExitCode.LOST_RANK,
             (0,),
-            "the connection of rank 0 (host, pid 100) to another rank failed in iteration 17, agree, though all ranks "
+            "the connection of rank 0 (host, pid 100) to another rank failed in iteration 17, "
+            "agree, though all ranks "
             f"answer: {CLOSED}",
         ),
     ),
@@ -372,7 +379,9 @@ def test_only_plain_functions_can_be_marked():
 
 
 def _is_collective(node: ast.AST) -> bool:
-    """Whether this is a call of a collective, `dist.all_reduce(...)` say, that returns when it is done."""
+    """Whether this is a call of a collective, `dist.all_reduce(...)` say, that returns when it is
+    done.
+    """
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -436,7 +445,9 @@ def _ways_to_wait(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
 
 
 def _ways_that_show() -> list[str]:
-    """Rank 0 goes each way alone, and rank 1 follows once rank 0's stack is that of a rank that waits there."""
+    """Rank 0 goes each way alone, and rank 1 follows once rank 0's stack is that of a rank that
+    waits there.
+    """
     mesh, store, seen = build_mesh("cpu", 2), _get_default_store(), []
     main = threading.get_ident()
 

@@ -236,7 +236,9 @@ def _link(path: Path, target: Path) -> None:
     ],
 )
 def test_only_a_regular_file_is_appended_to(tmp_path, make, what):
-    """A link would lead to any file of the user's, and a FIFO without a reader would hold the writer for ever."""
+    """A link would lead to any file of the user's, and a FIFO without a reader would hold the
+    writer for ever.
+    """
     path = tmp_path / "lines.jsonl"
     make(path)
     with pytest.raises(OSError, match=f"Expected a regular file of JSON lines, got {what}"):

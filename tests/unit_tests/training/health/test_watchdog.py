@@ -80,7 +80,9 @@ class Rank:
         self.pipe.send("ready")
 
     def train(self, fault: Callable[[], None], at: int = 3, iterations: int = 10**9) -> None:
-        """Iterations with one all-reduce each; before that of iteration `at`, on every rank, the fault."""
+        """Iterations with one all-reduce each; before that of iteration `at`, on every rank, the
+        fault.
+        """
         tensor = torch.ones(1000)
         for iteration in range(1, iterations + 1):
             self.watchdog.mark("forward", iteration)
@@ -243,7 +245,9 @@ def forever() -> None:
 
 
 def in_c(holds_gil: bool = False) -> None:
-    """Sleeps for ever in C, where Python runs no signal handlers; the other threads run on unless it holds the GIL."""
+    """Sleeps for ever in C, where Python runs no signal handlers; the other threads run on unless
+    it holds the GIL.
+    """
     libc = ctypes.PyDLL(None) if holds_gil else ctypes.CDLL(None)
     while True:
         libc.sleep(1000)
@@ -334,7 +338,9 @@ def test_the_error_of_every_rank_is_its_own(start):
 
 
 def test_the_last_words_of_a_rank_with_a_foreseen_error_are_the_cause(start):
-    """It says its one line itself, and needs no roll call; the others would call it dead without its word."""
+    """It says its one line itself, and needs no roll call; the others would call it dead without
+    its word.
+    """
 
     def refuse() -> None:
         raise ConfigError("--data-path: expected a file, got none.")
@@ -343,7 +349,8 @@ def test_the_last_words_of_a_rank_with_a_foreseen_error_are_the_cause(start):
     assert job.end() == [ExitCode.LOST_RANK, ExitCode.BAD_CONFIGURATION]
     assert len(job.causes()) == 1
     assert job.causes()[0].startswith(
-        f"{job.name(1)} failed in iteration 3, forward: ConfigError: --data-path: expected a file, got none."
+        f"{job.name(1)} failed in iteration 3, forward: ConfigError: --data-path: expected a file, "
+        "got none."
     )
 
 
@@ -461,7 +468,9 @@ def test_a_rank_that_hangs_in_writing_its_log_ends_all_the_same(start):
 
 
 def device_at(rank: Rank, num_events: int) -> None:
-    """The rank has issued a collective to its device, which has come past so many of the two events around it."""
+    """The rank has issued a collective to its device, which has come past so many of the two events
+    around it.
+    """
     events = [ThreadEvent(), ThreadEvent()]
     device = SimpleNamespace(event=iter(events).__next__, make_current=lambda: None)
     with rank.watchdog._collectives.issuing("gather of the last layer", device):
@@ -471,7 +480,9 @@ def device_at(rank: Rank, num_events: int) -> None:
 
 
 def standing_in_no_collective(states: dict[int, int]) -> Body:
-    """Ranks whose main threads all stand still in C, as in the launch of a kernel, with devices as `device_at`."""
+    """Ranks whose main threads all stand still in C, as in the launch of a kernel, with devices as
+    `device_at`.
+    """
 
     def body(rank: Rank) -> None:
         rank.watchdog.mark("forward", 3)
@@ -580,7 +591,9 @@ def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_
 
 
 def test_a_signalled_rank_that_waits_in_vain_asks_once_more_and_ends(start):
-    """The rank that it waits for is on another machine as far as it knows, and may just be slow to answer."""
+    """The rank that it waits for is on another machine as far as it knows, and may just be slow to
+    answer.
+    """
 
     def body(rank: Rank) -> None:
         watchdog_module._SIGNALLED_IDLE_SECONDS = 0.5
@@ -668,7 +681,9 @@ def test_a_rank_whose_agent_has_died_ends(start):
 
 @pytest.mark.parametrize("is_elastic", [True, False])
 def test_a_rank_may_finish_long_before_the_others(start, is_elastic):
-    """Rank 0 takes the store with it, without torchrun. That its process is no more is no reason to end."""
+    """Rank 0 takes the store with it, without torchrun. That its process is no more is no reason to
+    end.
+    """
 
     def body(rank: Rank) -> None:
         rank.train(rank.ready, iterations=5)
@@ -924,7 +939,9 @@ exit_process(code)
 def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(
     tmp_path, monkeypatch, how, launcher
 ):
-    """The agent keeps its store, so that the new ranks could take the old ones' addresses for each other's."""
+    """The agent keeps its store, so that the new ranks could take the old ones' addresses for each
+    other's.
+    """
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "train.py"

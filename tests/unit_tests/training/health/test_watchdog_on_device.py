@@ -1,7 +1,8 @@
-"""Whom the watchdog blames where collectives are asynchronous: rank 1 sleeps, and rank 0's host stops somewhere else.
+"""Whom the watchdog blames where collectives are asynchronous: rank 1 sleeps, and rank 0's host
+stops somewhere else.
 
-On the simulated accelerator, with the engine that trains. Nobody is ended: each rank's watchdog is asked, from a
-thread, what it would say in a roll call while the main thread stands still.
+On the simulated accelerator, with the engine that trains. Nobody is ended: each rank's watchdog is
+asked, from a thread, what it would say in a roll call while the main thread stands still.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _DEADLINE_SECONDS = 20.0
 
 
 class _Drill:
-    """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its watchdog."""
+    """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its
+    watchdog.
+    """
 
     needs_collective = (
         False  # whether rank 1 stands only once a collective of its device is not over
@@ -53,12 +56,15 @@ class _Drill:
         self._watchdog._idle = 2 * _STILL_SECONDS
 
     def run(self, way: Callable[[], object], then: Callable[[], object] = lambda: None) -> Record:
-        """What the watchdog says while the main thread stands still. `then` is done once both ranks' have spoken."""
+        """What the watchdog says while the main thread stands still. `then` is done once both
+        ranks' have spoken.
+        """
         said: list[Record] = []
 
         def look() -> None:
             self._wait_until_main_stands()
-            # On a busy machine the thread that walks from event to event may take its time to come to the last one.
+            # On a busy machine the thread that walks from event to event may take its time to come
+            # to the last one.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(issued_collectives, "_LOOK_SECONDS", 30.0)
                 said.append(self._watchdog._record(None))
@@ -105,7 +111,9 @@ class _Drill:
 
 
 def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
-    """(what this rank says while rank 1 sleeps before its part of `where`, whether all comes to an end after that)."""
+    """(what this rank says while rank 1 sleeps before its part of `where`, whether all comes to an
+    end after that).
+    """
     import tests.simulated_accelerator.device as sim
     from tests.simulated_accelerator.engines import batches, forward_step, make_engine
 
@@ -137,7 +145,9 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
 @pytest.mark.parametrize("case", ["zero3", pytest.param("fsdp2", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(where, case):
-    """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to the host."""
+    """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to
+    the host.
+    """
     number = time.monotonic_ns()
     (waiting, is_over), (sleeping, _) = run_ranks(
         2, _sleep_before, where, number, case, device="sim"
@@ -152,7 +162,9 @@ def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(w
 
 
 def _be_stuck_on_the_device(number: int) -> Record:
-    """What this rank says while a kernel on the device of rank 1 does not end, and both hosts read the loss."""
+    """What this rank says while a kernel on the device of rank 1 does not end, and both hosts read
+    the loss.
+    """
     import tests.simulated_accelerator.device as sim
     from tests.simulated_accelerator.engines import batches, forward_step, make_engine
 

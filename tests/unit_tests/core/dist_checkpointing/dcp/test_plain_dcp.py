@@ -79,7 +79,8 @@ def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
     [
         (
             [],
-            "as model.<name> or under any other prefix, got nothing, where the model has layers.0.weight",
+            "as model.<name> or under any other prefix, got nothing, where the model has "
+            "layers.0.weight",
         ),
         (["other.weight", "step"], "got other.weight, step, where the model has layers.0.weight"),
         (

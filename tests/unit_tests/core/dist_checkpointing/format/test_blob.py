@@ -190,7 +190,9 @@ plain_values = st.recursive(
 
 
 def with_parts_of_its_own(value: object) -> object:
-    """An equal value; strings are other objects than in the one given, and each is an object of its own."""
+    """An equal value; strings are other objects than in the one given, and each is an object of its
+    own.
+    """
     if isinstance(value, str):
         return "".join(list(value))
     if isinstance(value, list | tuple):

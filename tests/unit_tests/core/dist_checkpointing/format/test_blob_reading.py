@@ -260,7 +260,8 @@ FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "a raw pickle": (lambda: b"\x80\x02N.", "no archive"),
     "the format before 1.6": (
         lambda: saved(ONES, _use_new_zipfile_serialization=False),
-        "no archive .*_use_new_zipfile_serialization=False: load it with torch.load and save it again",
+        "no archive .*_use_new_zipfile_serialization=False: load it with torch.load and save it "
+        "again",
     ),
     "a name of 2000 characters": (
         lambda: _append(saved(ONES), "x" * 2000),

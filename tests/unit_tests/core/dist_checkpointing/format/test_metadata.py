@@ -1,4 +1,6 @@
-"""`.metadata` as vanilla DCP reads and writes it, as someone with bad intentions might write it, and with holes."""
+"""`.metadata` as vanilla DCP reads and writes it, as someone with bad intentions might write it,
+and with holes.
+"""
 
 from __future__ import annotations
 
@@ -758,7 +760,8 @@ def assert_coverage_is_that_of_counting(shape: Sequence[int], boxes: Sequence[Bo
     with pytest.raises(CheckpointDamagedError) as caught:
         check_coverage(metadata_of(shape, boxes), SOURCE)
     assert str(caught.value) == (
-        f"Expected each element of model.w in one chunk in {SOURCE}, got the one at {first} in {times[first]}."
+        f"Expected each element of model.w in one chunk in {SOURCE}, got the one at {first} in "
+        f"{times[first]}."
     )
     return False
 

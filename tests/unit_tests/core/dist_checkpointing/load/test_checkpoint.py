@@ -67,7 +67,9 @@ PLAIN = {"optimizer.param_groups": GROUPS, "rng.0.python": {"state": [1, 2, 3]}}
 
 
 class CountingStore(LocalStore):
-    """Remembers what has been read of data files, block by block or not: (path, offset, number of bytes)."""
+    """Remembers what has been read of data files, block by block or not: (path, offset, number of
+    bytes).
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -440,7 +442,9 @@ def test_errors_of_the_system_that_are_no_damage_are_not_called_so(
 
 
 def _mark_again(folder: Path, **changed: Any) -> None:
-    """Writes the marker anew for files that a test has exchanged, so that only what lies behind it can notice."""
+    """Writes the marker anew for files that a test has exchanged, so that only what lies behind it
+    can notice.
+    """
     old = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
     files = {}
     for name, record in old.files.items():

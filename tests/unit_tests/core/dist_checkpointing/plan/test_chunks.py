@@ -39,7 +39,9 @@ shapes = st.lists(
 
 @st.composite
 def flat_shards(draw: st.DrawFn) -> FlatShards:
-    """Random layouts on random meshes, whose ranks need not be in order, cut on some of the last axes."""
+    """Random layouts on random meshes, whose ranks need not be in order, cut on some of the last
+    axes.
+    """
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     ranks = draw(st.permutations(range(math.prod(mesh_shape))))
     num_cut = draw(st.integers(0, len(mesh_shape)))

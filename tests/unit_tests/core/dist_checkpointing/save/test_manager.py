@@ -1,4 +1,6 @@
-"""`CheckpointManager` on local folders and a remote store; what it keeps. Crashes are in test_nothing_half.py."""
+"""`CheckpointManager` on local folders and a remote store; what it keeps. Crashes are in
+test_nothing_half.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`DCPState` handed to vanilla DCP: save, destroy, load, for every engine, with and without optimizer."""
+"""`DCPState` handed to vanilla DCP: save, destroy, load, for every engine, with and without
+optimizer.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,9 @@ def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent():
 
 
 def _other_messages() -> None:
-    """A point-to-point message of somebody else is under way on the same group and of the same size."""
+    """A point-to-point message of somebody else is under way on the same group and of the same
+    size.
+    """
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     foreign, received = torch.full((2,), -1.0), torch.empty(2)
     send = dist.isend(foreign, peer)

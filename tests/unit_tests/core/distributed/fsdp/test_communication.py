@@ -83,7 +83,9 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The collectives of one group: after a step, in every forward, backward and microbatch, in a step's last."""
+    """The collectives of one group: after a step, in every forward, backward and microbatch, in a
+    step's last.
+    """
 
     refresh: Sequence[Collective] = ()
     forward: Sequence[Collective] = ()
@@ -106,7 +108,8 @@ def planned(
 ) -> Plan:
     """What a strategy cannot do without, where every axis of the mesh has two ranks."""
     compute, sent, main = (dtype.itemsize for dtype in DTYPES[dtypes][:3])
-    # Sums, of microbatches or of ranks, go out as the policy says, and are not rounded to the compute dtype again.
+    # Sums, of microbatches or of ranks, go out as the policy says, and are not rounded to the
+    # compute dtype again.
     summed = DTYPES[dtypes][3].resolve(DTYPES[dtypes][0]).grad_comm_dtype.itemsize
     half, quarter = numel // 2, numel // 4
     whole = numel * (summed if is_scoped else sent)
@@ -130,7 +133,9 @@ def planned(
 
 
 class Wire(TorchDispatchMode):
-    """Sees every operation of torch.distributed in the threads where it is entered, and how much they send."""
+    """Sees every operation of torch.distributed in the threads where it is entered, and how much
+    they send.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +155,9 @@ class Wire(TorchDispatchMode):
 
 @dataclass
 class Traffic:
-    """What goes out while it is watched: by calls of `collectives`, and whatever a thread really sends."""
+    """What goes out while it is watched: by calls of `collectives`, and whatever a thread really
+    sends.
+    """
 
     calls: Counter[Collective] = field(default_factory=Counter)
     lane: Wire = field(default_factory=Wire)
@@ -167,7 +174,9 @@ class Traffic:
 
 @contextmanager
 def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
-    """Everything that goes out inside; of collectives that are made of others, only the outer ones count as calls."""
+    """Everything that goes out inside; of collectives that are made of others, only the outer ones
+    count as calls.
+    """
     traffic, lane = Traffic(), context.gather_lane
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     originals = {
@@ -311,7 +320,9 @@ def test_where_every_microbatch_counts_as_a_last_one_every_one_is_reduced_over_a
 
 
 def _sends_notes() -> None:
-    """A whole layer that is not used, or frozen: its ranks tell each other that there is nothing to reduce."""
+    """A whole layer that is not used, or frozen: its ranks tell each other that there is nothing to
+    reduce.
+    """
     trained = Trained("optim_grads", "fp32")
     plan = trained.plan
     trained.evaluate()
@@ -332,7 +343,9 @@ def test_where_there_is_nothing_to_reduce_only_a_note_goes_out():
 
 
 def _sees() -> None:
-    """That nothing was seen means something: what these tests look with sees what goes out beside the engine."""
+    """That nothing was seen means something: what these tests look with sees what goes out beside
+    the engine.
+    """
     trained = Trained("optim", "fp32")
     with watched(trained.context, trained.mesh) as traffic:
         dist.all_reduce(torch.ones(4))

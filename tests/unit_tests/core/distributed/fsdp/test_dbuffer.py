@@ -38,7 +38,9 @@ def distributed(placement, mesh: DeviceMesh | None = None, seed: int = 0) -> DBu
 
 
 def assert_holds(buffer: DBuffer, expected: list[torch.Tensor]) -> None:
-    """Every rank's rows of every tensor are those that the layout says, with the values of `expected`."""
+    """Every rank's rows of every tensor are those that the layout says, with the values of
+    `expected`.
+    """
     for index, whole in enumerate(expected):
         chunk = buffer.chunk(index)
         rows = whole[chunk.first_row : chunk.first_row + chunk.num_rows]
@@ -129,7 +131,9 @@ def test_a_mesh_of_two_axes_goes_through_every_transition():
 
 
 def _every_transition(mesh_shape: tuple[int, ...]) -> int:
-    """From every placement a buffer can have to every one without partial sums, with and without `out`."""
+    """From every placement a buffer can have to every one without partial sums, with and without
+    `out`.
+    """
     mesh = init_device_mesh("cpu", mesh_shape)
     size = dist.get_world_size()
     kinds = (Replicate(), Partial("sum"), Partial("avg"), Flat())
@@ -212,7 +216,9 @@ def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows():
 
 
 def _on_another_device() -> None:
-    """The mesh says it is of another kind of device than the buffer, as a host buffer beside a GPU mesh is."""
+    """The mesh says it is of another kind of device than the buffer, as a host buffer beside a GPU
+    mesh is.
+    """
     mesh = line()
     buffer = DBuffer(mesh, [Flat()], SHAPES, torch.float32, "cpu")
     mesh._device_type = "xla"

@@ -1,4 +1,6 @@
-"""Prefetching weights that are still being updated in host memory, on lanes that issue work at once, as streams do."""
+"""Prefetching weights that are still being updated in host memory, on lanes that issue work at
+once, as streams do.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class IssuingLane:
 
 
 class Delivery:
-    """An update of a group's weights on a host lane that goes on once it is let, or fails after a while."""
+    """An update of a group's weights on a host lane that goes on once it is let, or fails after a
+    while.
+    """
 
     def __init__(self, group: FsdpParameterGroup) -> None:
         self._go = threading.Event()
@@ -115,7 +119,9 @@ def _does_not_hold_up(strategy: str) -> list[bool | None]:
 def test_a_prefetch_whose_delivery_is_pending_does_not_keep_the_module_before_from_being_issued(
     strategy,
 ):
-    """Each delivery ends only after the layer before has run: a thread that waits for it earlier waits in vain."""
+    """Each delivery ends only after the layer before has run: a thread that waits for it earlier
+    waits in vain.
+    """
     assert run_ranks(2, _does_not_hold_up, strategy) == [[True] * (NUM_LAYERS - 1)] * 2
 
 

@@ -102,7 +102,9 @@ def shard(
 
 
 def settle(context: FsdpContext) -> None:
-    """Waits for what is under way, where a test ends in the middle: the next model's messages take the same ways."""
+    """Waits for what is under way, where a test ends in the middle: the next model's messages take
+    the same ways.
+    """
     context.gather_lane.enqueue(lambda: None).wait()
 
 
@@ -186,7 +188,9 @@ def assert_resting(model: nn.Module) -> None:
 
 
 def outcome_of(call: Callable[[], Any]) -> str:
-    """What a call comes to, for the process that started the ranks to judge: they live on when it is not expected."""
+    """What a call comes to, for the process that started the ranks to judge: they live on when it
+    is not expected.
+    """
     try:
         return str(call())
     except Exception as error:
@@ -330,7 +334,9 @@ Moment = tuple[str, int, set[int]]
 
 
 def record_unsharded(model: Stack) -> list[Moment]:
-    """Notes, in the middle of every forward and backward: the phase, the layer, which layers are unsharded."""
+    """Notes, in the middle of every forward and backward: the phase, the layer, which layers are
+    unsharded.
+    """
     moments: list[Moment] = []
 
     def look(module: Watched) -> None:
@@ -599,7 +605,9 @@ def test_stepping_between_forward_and_backward_is_an_error_as_in_plain_autograd(
 
 
 def compute_weights(model: Stack) -> list[torch.Tensor]:
-    """What the layers that run compute with, whole; the own rows are those of the main weights, rounded."""
+    """What the layers that run compute with, whole; the own rows are those of the main weights,
+    rounded.
+    """
     found: list[torch.Tensor] = []
 
     def look(module: Watched) -> None:
@@ -706,7 +714,9 @@ def test_an_optimizer_of_fp32_main_weights_takes_bf16_gradients(strategy):
 
 
 def _keeps_whole_weights(strategy: str, dtype: torch.dtype, is_skipped: bool) -> str:
-    """Weights that were brought, and stay for a backward that never comes or for a module that is skipped."""
+    """Weights that were brought, and stay for a backward that never comes or for a module that is
+    skipped.
+    """
     model = Stack(dtype=dtype)
     context = shard(*model.layers, strategy=strategy, reshard_after_forward=is_skipped)
     if is_skipped:
@@ -821,7 +831,9 @@ class Fragile(nn.Module):
 
 
 def fragile(has_root: bool) -> nn.Sequential:
-    """Fragile modules in all layers and between them; the root has parameters of its own where `has_root`."""
+    """Fragile modules in all layers and between them; the root has parameters of its own where
+    `has_root`.
+    """
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(DIM, DIM), Fragile(), nn.Linear(DIM, DIM)) for _ in range(3)]
     rest = [nn.Linear(DIM, DIM)] if has_root else []
@@ -908,7 +920,8 @@ def lane_threads() -> list[threading.Thread]:
 
 
 def _deleted(strategy: str) -> None:
-    # The models of other tests have looked at themselves, in cycles through autograd that take several rounds to end.
+    # The models of other tests have looked at themselves, in cycles through autograd that take
+    # several rounds to end.
     for _ in range(4):
         gc.collect()
     for thread in lane_threads():
@@ -1042,7 +1055,8 @@ def _evaluated(strategy: str, dtype: torch.dtype) -> None:
         with mode():
             assert torch.equal(model(x), plain(x))
         assert_resting(model)
-        # What requires a gradient gets one where it is wanted, also after weights came in inference mode.
+        # What requires a gradient gets one where it is wanted, also after weights came in inference
+        # mode.
         _write(model, "copy_")
         with torch.no_grad():
             for parameter in plain.parameters():
@@ -1156,7 +1170,8 @@ def _mistakes_with_contexts() -> None:
     child(own_batch())
     _raises(
         RuntimeError,
-        r"Expected every fully_shard before the first forward, got one of Sequential after 1 has run\.",
+        r"Expected every fully_shard before the first forward, got one of Sequential after 1 has "
+        r"run\.",
         lambda: fully_shard(nn.Sequential(linear(), child), mesh, placements),
     )
     child = linear()
@@ -1164,7 +1179,8 @@ def _mistakes_with_contexts() -> None:
         fully_shard(child, mesh, placements)
         _raises(
             RuntimeError,
-            r"Expected one fully_shard_context at a time, got one in another; it does not support nesting\.",
+            r"Expected one fully_shard_context at a time, got one in another; it does not support "
+            r"nesting\.",
             lambda: fully_shard_context("cpu").__enter__(),
         )
         _raises(

@@ -81,7 +81,9 @@ def test_tensors_do_not_overlap_and_every_rank_boundary_falls_between_rows(shape
 @settings(max_examples=300, deadline=None)
 @given(shapes=SHAPES, dp_size=st.integers(1, 5))
 def test_padding_stays_small(shapes, dp_size):
-    """Less than a unit behind each large tensor and for each small one's alignment, and the last rounding."""
+    """Less than a unit behind each large tensor and for each small one's alignment, and the last
+    rounding.
+    """
     layout = GlobalLayout.build(shapes, dp_size)
     alignment = math.lcm(*(row_numel(shape) for shape in shapes))
     assert layout.size - sum(math.prod(shape) for shape in shapes) < alignment * (

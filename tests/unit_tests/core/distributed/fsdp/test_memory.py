@@ -36,7 +36,9 @@ ZERO_3 = "optim_grads_params"
 
 
 class Pieces(NamedTuple):
-    """Into how many pieces the ranks cut each kind of buffer, where every axis of the mesh has two ranks."""
+    """Into how many pieces the ranks cut each kind of buffer, where every axis of the mesh has two
+    ranks.
+    """
 
     parameter: int
     gradient: int
@@ -97,12 +99,14 @@ class Sizes:
         # Compute weights that are whole at rest are those in use too.
         self.unsharded_weight = numel * case.compute.itemsize if pieces.parameter > 1 else 0
         self.unsharded_gradient = numel * case.sent.itemsize
-        # Gradients that are reduced over an axis later are summed up beside the main ones, where there is such an axis.
+        # Gradients that are reduced over an axis later are summed up beside the main ones, where
+        # there is such an axis.
         is_deferred = case.name not in ("optim_grads", "optim_grads_params")
         self.partial_gradient = (
             numel // pieces.gradient * case.main_grads.itemsize if is_deferred else 0
         )
-        # Where no axis is reduced before the last microbatch, a single one goes into the main ones at once.
+        # Where no axis is reduced before the last microbatch, a single one goes into the main ones
+        # at once.
         self.partial_gradient_of_one = self.partial_gradient if pieces.gradient > 1 else 0
 
 
@@ -121,7 +125,9 @@ class Layer(nn.Linear):
 
 
 class Model(nn.Module):
-    """Layers of one size; with parameters before and behind them that belong to the model where `is_nested`."""
+    """Layers of one size; with parameters before and behind them that belong to the model where
+    `is_nested`.
+    """
 
     def __init__(self, case: Case, *, is_nested: bool = False, device: str = "cpu") -> None:
         super().__init__()
@@ -195,7 +201,8 @@ def only_new_objects() -> Iterator[None]:
 def live_bytes() -> int:
     """Of the storages of all live tensors, each counted once, but for the smallest.
 
-    Numbers that ranks have exchanged may be in the hands of the backend's own threads for a moment more.
+    Numbers that ranks have exchanged may be in the hands of the backend's own threads for a moment
+    more.
     """
     storages: dict[int, int] = {}
     for value in gc.get_objects():
@@ -367,7 +374,9 @@ def test_sums_over_microbatches_stay_where_they_are(name):
 
 @contextmanager
 def live_peaks(model: Model) -> Iterator[list[int]]:
-    """All live bytes in the middle of every layer's forward and backward, and whenever a lane sends a piece."""
+    """All live bytes in the middle of every layer's forward and backward, and whenever a lane sends
+    a piece.
+    """
     peaks: list[int] = []
     original = dist.isend
 
@@ -401,7 +410,8 @@ def _live_peaks(case: Case) -> None:
         engine = 2 * (
             layer.unsharded_weight + layer.unsharded_gradient + layer.partial_gradient_of_one
         )
-        # A weight's gradient in the hands of autograd, and the pieces that one reduction sends and receives.
+        # A weight's gradient in the hands of autograd, and the pieces that one reduction sends and
+        # receives.
         passing = DIM * DIM * case.compute.itemsize + numel * case.sent.itemsize
         for _ in range(2):
             with live_peaks(model) as peaks:
@@ -420,7 +430,9 @@ def test_nothing_else_of_size_is_alive_in_a_step_but_pieces_on_their_way(case):
 
 
 class Allocations(TorchDispatchMode):
-    """Remembers the storages of some size that operations of this thread bring about, without keeping them."""
+    """Remembers the storages of some size that operations of this thread bring about, without
+    keeping them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,7 +510,8 @@ def _drawn(case: Case) -> None:
         gc.collect()
         assert live_bytes() == resting == engine_bytes(groups_of(model))
     assert len(seen) == NUM_LAYERS + 2
-    # The last layer of all is drawn beside the shards of all; every one before beside those of fewer.
+    # The last layer of all is drawn beside the shards of all; every one before beside those of
+    # fewer.
     assert all(live - whole <= resting for live, whole in seen)
     assert seen[0][0] < sizes[0].resting + sizes[1].resting + seen[0][1]
     assert resting - SMALL_BYTES < seen[-1][0] - seen[-1][1] <= resting

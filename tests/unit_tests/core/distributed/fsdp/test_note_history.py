@@ -45,7 +45,9 @@ def without_notes() -> Iterator[None]:
 
 
 class Pair(nn.Module):
-    """Two parameters, of which the second is not always used, and both do not always get a gradient."""
+    """Two parameters, of which the second is not always used, and both do not always get a
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +187,8 @@ def test_a_gradient_that_only_some_ranks_have_is_named_with_its_group_and_the_ra
     those = "ranks 0, 2, 3 were" if strategy == "hsdp" else "rank 0 was"
     for message in run_ranks(num_ranks(strategy), _one_parameter_differs, strategy):
         assert (
-            f"got: {those} about to reduce the gradients of b; rank 1 was about to reduce the gradients of b, "
+            f"got: {those} about to reduce the gradients of b; rank 1 was about to reduce the "
+            "gradients of b, "
             "which has none for b.second. The gradients"
         ) in message
 
@@ -198,7 +201,8 @@ def _a_whole_group_differs(strategy: str) -> str:
         for is_last in (False, True):
             with microbatch(context, is_last=is_last):
                 backward(model)
-        # The next step's collectives are still each other's: the rank without gradients has joined in the reduction.
+        # The next step's collectives are still each other's: the rank without gradients has joined
+        # in the reduction.
         clear_gradients(model)
         model.b.learns = True
         backward(model)
@@ -218,7 +222,9 @@ def test_a_rank_without_any_gradient_of_a_group_joins_the_others_reductions_and_
 
 
 def _trained(strategy: str, uses: Sequence[tuple[bool, bool]]) -> list[list[torch.Tensor | None]]:
-    """The gradients after a step of microbatches where b (learns, uses its second parameter) or not, twice."""
+    """The gradients after a step of microbatches where b (learns, uses its second parameter) or
+    not, twice.
+    """
     model = Pairs()
     context = shard(model, strategy)
     found = []
@@ -260,7 +266,9 @@ def test_gradients_that_all_ranks_lack_are_none_and_the_others_the_same_bits_as_
 
 
 def _own_sums_differ(strategy: str) -> list[torch.Tensor]:
-    """One rank uses a parameter in the first microbatch, the other in the second; both are reduced together."""
+    """One rank uses a parameter in the first microbatch, the other in the second; both are reduced
+    together.
+    """
     model = Pairs()
     context = shard(model, strategy)
     for number in range(2):

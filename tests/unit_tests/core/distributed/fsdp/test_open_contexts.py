@@ -1,4 +1,6 @@
-"""`fully_shard(module, mesh)` as FSDP2 has it: no context, no placements; the first forward completes the model."""
+"""`fully_shard(module, mesh)` as FSDP2 has it: no context, no placements; the first forward
+completes the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training with `fully_shard` gives the numbers of training unsharded, on one rank, with the same global batch."""
+"""Training with `fully_shard` gives the numbers of training unsharded, on one rank, with the same
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ class Run:
         return torch.optim.AdamW(parameters, lr=1e-2)
 
     def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The tokens and labels of a rank in a microbatch. The same in every step, so only learning changes losses."""
+        """The tokens and labels of a rank in a microbatch. The same in every step, so only learning
+        changes losses.
+        """
         generator = torch.Generator().manual_seed(number * self.world_size + rank)
         text = torch.randint(VOCAB, (2, 9), generator=generator)
         device = rank_device()
@@ -148,7 +152,9 @@ class Run:
 
 
 def gpt_on_meta(**changes: Any) -> GPTModel:
-    """Two layers, and an embedding that is also the output projection, unless changes say otherwise."""
+    """Two layers, and an embedding that is also the output projection, unless changes say
+    otherwise.
+    """
     values = {
         "ffn_hidden_size": 24,
         "attention_dropout": 0.0,
@@ -181,7 +187,9 @@ def sharded_gpt(sharding: str, dtype: torch.dtype, **changes: Any) -> tuple[GPTM
 
 @cache
 def losses_on_one_rank(run: Run) -> list[float]:
-    """Of an unsharded model. In bf16 it computes with weights that are refreshed from fp32 ones in every step."""
+    """Of an unsharded model. In bf16 it computes with weights that are refreshed from fp32 ones in
+    every step.
+    """
     main = gpt()
     model = copy.deepcopy(main).to(run.dtype)
     optimizer = run.make_optimizer(main.parameters())
@@ -262,7 +270,9 @@ def train_sharded_gpt(run: Run, model: GPTModel, context: FsdpContext) -> list[f
 
 
 def parity_cases() -> Iterator[Any]:
-    """All of them. Four ranks on few cores take their time: of theirs, only some are run by default."""
+    """All of them. Four ranks on few cores take their time: of theirs, only some are run by
+    default.
+    """
     for world_size, dtype, optimizer, num_microbatches in itertools.product(
         (2, 4), (FP32, BF16), ("sgd", "adamw"), (1, 3)
     ):
@@ -541,7 +551,9 @@ def _train_alike(setting: Setting, build: Build) -> None:
 
 
 def train_alike(build: Build, sharding: str) -> None:
-    """A step of two microbatches, with and without gradients of inputs, then one that begins with gradients of zero."""
+    """A step of two microbatches, with and without gradients of inputs, then one that begins with
+    gradients of zero.
+    """
     alone, sharded = built(build), built(build)
     before = {name: parameter.detach().clone() for name, parameter in alone.parameters().items()}
     context = shard(sharded, sharding)
@@ -1038,7 +1050,8 @@ def test_a_skip_connection_whose_tensor_has_later_uses(setting):
     assert_trains_as_on_one_rank(setting, build)
 
 
-# Of three-dimensional inputs a linear layer's output is a view, whose history an in-place change rewrites.
+# Of three-dimensional inputs a linear layer's output is a view, whose history an in-place change
+# rewrites.
 two_and_three_dimensional = pytest.mark.parametrize(
     "shape", [(NUM_ROWS, WIDTH), (1, NUM_ROWS, WIDTH)], ids=["2d", "3d"]
 )
@@ -1514,7 +1527,9 @@ class Accumulating:
             parameter.grad = parameter.grad * 2
 
     def check(self, *factors: float, other: dict[str, Sequence[float]] | None = None) -> None:
-        """The gradients are those of the microbatches, each as often as `factors` say, or `other` for a parameter."""
+        """The gradients are those of the microbatches, each as often as `factors` say, or `other`
+        for a parameter.
+        """
         expected = {}
         for name in self.subject.parameters():
             own = (other or {}).get(name, factors)

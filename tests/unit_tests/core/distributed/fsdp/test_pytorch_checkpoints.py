@@ -1,4 +1,6 @@
-"""Checkpoints as a user of FSDP2 writes them, with PyTorch's helpers alone; only the import of fully_shard differs."""
+"""Checkpoints as a user of FSDP2 writes them, with PyTorch's helpers alone; only the import of
+fully_shard differs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Layers whose rows torch.chunk would cut otherwise, and a tensor with a row for each of two dims."""
+    """Layers whose rows torch.chunk would cut otherwise, and a tensor with a row for each of two
+    dims.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +229,8 @@ def _one_layer(folder: str) -> None:
         {name: tensor.full_tensor() for name, tensor in layer.state_dict().items()}, expected
     )
 
-    # What became of a copy of the state dict, of one on its way to the CPU, of one that was averaged.
+    # What became of a copy of the state dict, of one on its way to the CPU, of one that was
+    # averaged.
     for number, changed in enumerate(
         [
             copy.deepcopy(layer.state_dict()),

@@ -35,7 +35,9 @@ MESHES = [
 
 
 def on_meshes(function: Callable[..., None]) -> Callable[..., None]:
-    """A test that calls the function with whole tensors and distributed ones, on the ranks of each mesh."""
+    """A test that calls the function with whole tensors and distributed ones, on the ranks of each
+    mesh.
+    """
 
     def on_ranks(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
         function(*distributed(mesh_shape, placements))

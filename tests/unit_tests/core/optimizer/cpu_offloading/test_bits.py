@@ -33,7 +33,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.ranks import random_delays, rank_device, run_ranks
 
-DIM = 32  # so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
+# so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
+DIM = 32
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 50
 AVG = Partial("avg")

@@ -1,4 +1,6 @@
-"""`HybridDeviceOptimizer` over gradients that are not in `.grad`: read where it is told to, and never passed over."""
+"""`HybridDeviceOptimizer` over gradients that are not in `.grad`: read where it is told to, and
+never passed over.
+"""
 
 from __future__ import annotations
 

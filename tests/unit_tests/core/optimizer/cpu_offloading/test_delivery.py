@@ -1,4 +1,6 @@
-"""Who updates a group's main weights, and what becomes of that when something fails or is let go of."""
+"""Who updates a group's main weights, and what becomes of that when something fails or is let go
+of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`HybridDeviceOptimizer` as a `torch.optim.Optimizer`: for plain modules, PyTorch's FSDP2 and FSDP groups alike."""
+"""`HybridDeviceOptimizer` as a `torch.optim.Optimizer`: for plain modules, PyTorch's FSDP2 and FSDP
+groups alike.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ CLASSES = {
 
 
 def reference(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The class itself; FusedAdam for AdamW, which torch rounds otherwise at the ends of odd shards."""
+    """The class itself; FusedAdam for AdamW, which torch rounds otherwise at the ends of odd
+    shards.
+    """
     cls, options = CLASSES[name]
     if name == "AdamW":
         return FusedAdam(model.parameters(), **options)
@@ -305,7 +309,9 @@ def test_a_race_between_the_update_and_the_next_forward_is_not_taken_for_a_write
 
 
 def _slow_host_update() -> None:
-    """The host lane writes main weights between a group's forward and its backward, which look whether somebody has."""
+    """The host lane writes main weights between a group's forward and its backward, which look
+    whether somebody has.
+    """
     may_write = threading.Event()
 
     class Slow(SGD):
@@ -1209,7 +1215,9 @@ def test_what_the_device_side_refuses_leaves_the_host_side_where_it_is():
 
 
 def _bad_gradients(fraction: float, order: int) -> None:
-    """Of a group's parameter, or of a plain one before or behind the groups: on either side, first or last."""
+    """Of a group's parameter, or of a plain one before or behind the groups: on either side, first
+    or last.
+    """
 
     def spoil(parameter: nn.Parameter, kind: str) -> tuple[type[Exception], str]:
         own = parameter.grad

@@ -85,7 +85,9 @@ class Layers(nn.Module):
 def _steps(
     pins_grads: bool, gate: threading.Event | None = None, seen: list[str] | None = None
 ) -> list[torch.Tensor]:
-    """Weights after steps; gradients come down only while `gate` is open, which it is after each backward."""
+    """Weights after steps; gradients come down only while `gate` is open, which it is after each
+    backward.
+    """
     original = GroupLink.fetch_early
 
     def fetch_early(self: GroupLink, *args: Any) -> None:

@@ -1,4 +1,6 @@
-"""At fraction 1 the device side keeps compute weights and gradients, the host side what the plan says, to the byte."""
+"""At fraction 1 the device side keeps compute weights and gradients, the host side what the plan
+says, to the byte.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def slabs_mapped() -> Iterator[list[range]]:
 
 
 def fp32_on_device(numel: int, slabs: Sequence[range]) -> list[tuple[int, ...]]:
-    """The shapes of live fp32 tensors with storages of `numel` elements or more, but for those in the host's slabs."""
+    """The shapes of live fp32 tensors with storages of `numel` elements or more, but for those in
+    the host's slabs.
+    """
     found = []
     for value in gc.get_objects():
         if (
@@ -228,7 +232,9 @@ class Uneven(nn.Module):
 
 
 def arrays_nbytes(arrays: Sequence[tuple[int, int]]) -> int:
-    """Of arrays of (elements, bytes an element), one behind the other, each from the next cache line on."""
+    """Of arrays of (elements, bytes an element), one behind the other, each from the next cache
+    line on.
+    """
     end = 0
     for numel, itemsize in arrays:
         end = -(-end // CACHE_LINE) * CACHE_LINE + numel * itemsize
@@ -391,7 +397,8 @@ def test_a_refused_pin_leaves_nothing_pinned_or_mapped_while_the_error_is_handle
 
 
 def test_plain_parameters_take_whole_cache_lines():
-    # Every parameter begins at a multiple of 64 elements: 30 -> 64, 5 -> 64, 35 -> 64, 7 -> 64, 21 -> 64, 3 -> 64.
+    # Every parameter begins at a multiple of 64 elements: 30 -> 64, 5 -> 64, 35 -> 64, 7 -> 64, 21
+    # -> 64, 3 -> 64.
     optimizer = HybridDeviceOptimizer(Uneven().float().parameters(), 1.0)
     assert optimizer.host_bytes == 6 * 64 * (4 + 4 + 4) + 6 * 64 * 4
     rounded = HybridDeviceOptimizer(Uneven().parameters(), 1.0, param_update_in_fp32=True)
@@ -414,7 +421,9 @@ WARM_UP = 50
 
 
 def _grown_bytes(num_steps: int, leak_bytes: int) -> int:
-    """By how much resident memory grows in the steps after the first ones, while every step keeps some more."""
+    """By how much resident memory grows in the steps after the first ones, while every step keeps
+    some more.
+    """
     model = Model(WIDE)
     context = shard(model, "optim_grads_params")
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **FORWARD)
@@ -486,7 +495,9 @@ def allocations_of_lanes(least_bytes: int) -> Iterator[dict[str, Counter[int]]]:
 def _allocated(
     strategy: str, make: Callable[[Any], torch.optim.Optimizer], main_grads: torch.dtype
 ) -> dict[str, Counter[int]]:
-    """Of each step after the second: in the main thread outside and inside of step(), and on the lanes."""
+    """Of each step after the second: in the main thread outside and inside of step(), and on the
+    lanes.
+    """
     model = Model()
     context = shard(model, strategy, main_grads=main_grads)
     optimizer = make(model.parameters())

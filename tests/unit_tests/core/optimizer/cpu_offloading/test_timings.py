@@ -262,7 +262,9 @@ def slow(owner: type, name: str, after: threading.Event | None = None) -> Iterat
 
 
 def _waits() -> None:
-    """Each lane in turn is slow: the computation is seen to wait for that one, and not for the one before."""
+    """Each lane in turn is slow: the computation is seen to wait for that one, and not for the one
+    before.
+    """
     is_waiting = threading.Event()
     original = FsdpParameterGroup.wait_unsharded
 
@@ -315,7 +317,8 @@ def _traffic() -> None:
     train(model, optimizer, 3)
     timings = optimizer.timings()
     numel = sum(local_tensor(parameter).numel() for parameter in model.parameters())
-    # Per element: gradient and new weight in bf16, main weight and both moments in fp32 and both ways.
+    # Per element: gradient and new weight in bf16, main weight and both moments in fp32 and both
+    # ways.
     assert timings.host_bytes == 28 * numel
     assert timings.host_bytes_per_second == timings.host_bytes / timings.host
     sgd = torch.optim.SGD

@@ -1,7 +1,8 @@
-"""The GPU kernel without a GPU: its numbers in Triton's interpreter, and the instructions it is compiled to.
+"""The GPU kernel without a GPU: its numbers in Triton's interpreter, and the instructions it is
+compiled to.
 
-No test here has run on a GPU. The interpreter shows what the kernel computes if every operation is the one that it is
-written as; the PTX shows that it is.
+No test here has run on a GPU. The interpreter shows what the kernel computes if every operation is
+the one that it is written as; the PTX shows that it is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
 def load(name: str) -> ModuleType:
-    """A copy of the module made while Triton is there: without a GPU, the module itself leaves it alone."""
+    """A copy of the module made while Triton is there: without a GPU, the module itself leaves it
+    alone.
+    """
     assert "triton" in sys.modules
     spec = importlib.util.spec_from_file_location(name, device_adam_as_imported.__file__)
     assert spec is not None
@@ -63,7 +66,9 @@ FORMS = [
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x * y + z of fp32 arrays, rounded once: exact products, sums in fp64 rounded to odd, then to fp32."""
+    """x * y + z of fp32 arrays, rounded once: exact products, sums in fp64 rounded to odd, then to
+    fp32.
+    """
     product, addend = (
         x.astype(np.float64) * y.astype(np.float64),
         np.broadcast_to(z, x.shape).astype(np.float64),
@@ -190,7 +195,8 @@ def test_a_piece_that_no_kernel_takes_is_refused(interpreted):
 def test_the_exact_fma_of_these_tests_rounds_once():
     ones = np.ones(2, np.float32)
     x = np.float32(1 + 2**-12) * ones
-    # The square is 1 + 2**-11 + 2**-24, which rounds to 1 + 2**-11; what is left is lost when rounding twice.
+    # The square is 1 + 2**-11 + 2**-24, which rounds to 1 + 2**-11; what is left is lost when
+    # rounding twice.
     assert (fused_multiply_add(x, x, -np.float32(1 + 2**-11) * ones) == np.float32(2**-24)).all()
     assert (np.float32(x * x) - np.float32(1 + 2**-11) == 0).all()
 

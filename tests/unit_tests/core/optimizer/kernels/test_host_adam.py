@@ -66,7 +66,9 @@ def copied(piece: AdamPiece) -> AdamPiece:
 
 
 def split(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bf16 weight, remainder) whose sum of bits is that of the fp32 values; written apart from the code under test."""
+    """(bf16 weight, remainder) whose sum of bits is that of the fp32 values; written apart from the
+    code under test.
+    """
     integers = full.view(torch.int32).long() & 0xFFFFFFFF
     remainder = integers & 0xFFFF
     remainder = torch.where(remainder >= 0x8000, remainder - 0x10000, remainder)
