@@ -132,7 +132,9 @@ def install(pair: Pair, python: str, folder: Path) -> Path:
 
 
 def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
-    """Tests one pair: whether it passed (None: there is no such Python), and what to say about it."""
+    """Tests one pair: whether it passed (None: there is no such Python), and what to say
+    about it.
+    """
     python = find_python(pair.python)
     if python is None:
         return None, f"not tested, no python{pair.python} on PATH or in pyenv"

@@ -173,7 +173,9 @@ class Device:
             self._driver.make_current(self.index)
 
     def peak_memory_bytes(self) -> int:
-        """The most memory this rank has held: allocated on the accelerator, or resident on the CPU."""
+        """The most memory this rank has held: allocated on the accelerator, or resident on
+        the CPU.
+        """
         if self.is_accelerator:
             return self._driver.peak_memory_bytes(self.index)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,6 @@
-"""DTensors as an optimizer, an engine and a checkpoint see them: the local part, and partial sums."""
+"""DTensors as an optimizer, an engine and a checkpoint see them: the local part, and partial
+sums.
+"""
 
 from __future__ import annotations
 

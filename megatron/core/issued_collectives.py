@@ -61,7 +61,9 @@ class Outstanding(NamedTuple):
 
 
 class _Record:
-    """A collective that was issued, or is just being issued: then there is no event behind it yet."""
+    """A collective that was issued, or is just being issued: then there is no event behind it
+    yet.
+    """
 
     def __init__(self, number: int, name: str, device: Device) -> None:
         self.number = number

@@ -224,7 +224,9 @@ class ThreadEvent:
         return self._is_done.is_set()
 
     def wait_quietly(self, seconds: float | None = None) -> bool:
-        """Waits, at most so long, and leaves an error to others. Returns whether the event is done."""
+        """Waits, at most so long, and leaves an error to others. Returns whether the event is
+        done.
+        """
         return self._is_done.wait(seconds)
 
 

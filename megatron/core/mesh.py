@@ -1,4 +1,6 @@
-"""Parallel degrees -> `DeviceMesh`. A mesh is passed to whoever needs it; none is kept in a global."""
+"""Parallel degrees -> `DeviceMesh`. A mesh is passed to whoever needs it; none is kept in a
+global.
+"""
 
 from __future__ import annotations
 

@@ -255,7 +255,9 @@ class ModuleEngine:
         self._materialize(model)
 
     def _reshard(self) -> None:
-        """After a forward that no backward has followed: frees whole weights that are kept for one."""
+        """After a forward that no backward has followed: frees whole weights that are kept
+        for one.
+        """
 
     def _materialize(self, model: nn.Module) -> None:
         on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -345,7 +347,9 @@ def build_engine(
 def _counted(
     microbatches: Sequence[Batch] | Iterator[Batch], number: int | None
 ) -> tuple[Iterator[Batch], int]:
-    """(an iterator, how many to take of it). ValueError if that is not said, or there are too few."""
+    """(an iterator, how many to take of it). ValueError if that is not said, or there are too
+    few.
+    """
     if isinstance(microbatches, Sequence):
         count = len(microbatches) if number is None else number
         if not 0 < count <= len(microbatches):

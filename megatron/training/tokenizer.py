@@ -391,7 +391,9 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
 
 
 def _expect_regular_files(folder: Path) -> None:
-    """ConfigError for a folder with anything in it but files and folders: a library would open it."""
+    """ConfigError for a folder with anything in it but files and folders: a library would
+    open it.
+    """
     if not folder.is_dir():
         raise ConfigError(f"--tokenizer-model: expected a file or a folder, got {folder}.")
     for path in folder.iterdir():

@@ -253,7 +253,9 @@ KINDS: dict[str, Callable[[Recipe, Path, Path], dict[int, Run]]] = {
 
 
 def check(recipe: Recipe, folder: Path, data_prefix: Path) -> None:
-    """Runs a recipe and holds it against its golden values and its world sizes against each other."""
+    """Runs a recipe and holds it against its golden values and its world sizes against each
+    other.
+    """
     runs = KINDS[recipe.kind](recipe, folder, data_prefix)
     golden = json.loads(recipe.golden_path.read_text())
     for size, run in runs.items():

@@ -307,7 +307,9 @@ def weights_of(root: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of iteration 2, and nothing else, as our own tool makes a checkpoint of a file."""
+    """The weights of iteration 2, and nothing else, as our own tool makes a checkpoint of a
+    file.
+    """
     root = tmp_path_factory.mktemp("imported")
     assert checkpoint.main(["convert", str(saved / "iter_0000002"), str(root / "all.pt")]) == 0
     state = torch.load(root / "all.pt", weights_only=True)
@@ -324,7 +326,9 @@ def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a program with PyTorch FSDP2 saves it, an optimizer beside it: no file of ours."""
+    """The same as a program with PyTorch FSDP2 saves it, an optimizer beside it: no file of
+    ours.
+    """
     root = tmp_path_factory.mktemp("plain")
     pretrain("--exit-interval", 2, "--ckpt-format", "torch_dcp", "--save", root / "dcp")
     weights = {
@@ -459,7 +463,9 @@ def test_a_checkpoint_that_is_named_itself_is_the_one_that_is_loaded(saved, tmp_
 
 
 def test_this_runs_weight_decay_holds_over_the_checkpoints(saved, tmp_path):
-    """The optimizer's groups are saved with their constants; loading must not silently undo a flag."""
+    """The optimizer's groups are saved with their constants; loading must not silently undo a
+    flag.
+    """
     both = ["--load", saved, "--ckpt-step", 2]
     pretrain(*both, "--weight-decay", "0.01", "--save", tmp_path / "same")
     pretrain(*both, "--weight-decay", "0.9", "--save", tmp_path / "other")

@@ -370,7 +370,9 @@ def trains(job: Job, world_size: int, least: int) -> bool:
 
 
 def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
-    """Kills one launcher: its rank ends by itself, and the other machine goes on alone, to the end."""
+    """Kills one launcher: its rank ends by itself, and the other machine goes on alone, to
+    the end.
+    """
     (orphan,) = children(goes.pid)
     lost_at = time.time()
     goes.kill()

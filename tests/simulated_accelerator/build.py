@@ -90,7 +90,9 @@ def _cache() -> Path:
 
 
 def _build(library: Path) -> None:
-    """Compiles into a folder of its own and renames the result: others see all of it, or nothing."""
+    """Compiles into a folder of its own and renames the result: others see all of it, or
+    nothing.
+    """
     compiler = _compiler()
     if compiler is None:
         raise BuildError("Expected g++, got none.")

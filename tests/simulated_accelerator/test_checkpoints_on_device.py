@@ -105,7 +105,9 @@ def test_saves_of_every_way_to_train_hold_what_there_was(tmp_path: Path, name: s
 
 
 def _resume(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, bool]:
-    """Whether an engine that has gone on, and one that is new, go the same way from a checkpoint."""
+    """Whether an engine that has gone on, and one that is new, go the same way from a
+    checkpoint.
+    """
     import tests.simulated_accelerator.device as sim
 
     sim.configure(behaviour.settings())

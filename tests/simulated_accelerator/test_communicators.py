@@ -1,4 +1,6 @@
-"""Collectives on the simulated accelerator: work on streams, in order, over any number of groups."""
+"""Collectives on the simulated accelerator: work on streams, in order, over any number of
+groups.
+"""
 
 from __future__ import annotations
 

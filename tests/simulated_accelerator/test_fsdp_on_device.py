@@ -98,7 +98,9 @@ def test_a_gradient_that_only_some_ranks_have_is_named_on_the_device(strategy):
 
 
 def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.Event, list[bool]]:
-    """Delivers weights of 2 once the event is set; the list then says whether it was set in time."""
+    """Delivers weights of 2 once the event is set; the list then says whether it was set in
+    time.
+    """
     go, was_let = threading.Event(), list[bool]()
     host, h2d = device.host_lane("test host"), device.lane("test h2d")
 

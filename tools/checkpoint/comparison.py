@@ -1,4 +1,6 @@
-"""How two checkpoints differ, key by key, piece by piece: no tensor is ever in memory as a whole."""
+"""How two checkpoints differ, key by key, piece by piece: no tensor is ever in memory as a
+whole.
+"""
 
 from __future__ import annotations
 

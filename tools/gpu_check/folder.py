@@ -25,7 +25,9 @@ class ResultFolder:
     """See the module's docstring."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder, and removes what an earlier run has left under the names of this one."""
+        """Makes the folder, and removes what an earlier run has left under the names of this
+        one.
+        """
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         for name in _RESERVED:

@@ -62,7 +62,9 @@ def host(findings: Findings) -> None:
 
 
 def _order(findings: Findings, accelerator: Accelerator, pause_seconds: float) -> None:
-    """Work on one lane that waits for another's sees what the other wrote, though that comes late."""
+    """Work on one lane that waits for another's sees what the other wrote, though that comes
+    late.
+    """
     device = accelerator.device
     first, second = device.lane("first"), device.lane("second")
     values = torch.zeros(1000, device=accelerator.torch_device)

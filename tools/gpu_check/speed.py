@@ -357,7 +357,9 @@ def _batches(shape: Shape, number: int) -> list[Batch]:
 def _trace(
     findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]
 ) -> None:
-    """A profile of two steps of one microbatch each, compressed, and the kernels that take longest."""
+    """A profile of two steps of one microbatch each, compressed, and the kernels that take
+    longest.
+    """
     batches = _batches(shape, 1)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if accelerator.kind == "cuda":

@@ -1,4 +1,6 @@
-"""Small models in every configuration of the engine: what the stages of one and of two ranks train."""
+"""Small models in every configuration of the engine: what the stages of one and of two ranks
+train.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +200,9 @@ def build(
     num_ranks: int,
     **options: Any,
 ) -> ModuleEngine:
-    """An engine with a model of these sizes, whose weights are the same whatever the configuration."""
+    """An engine with a model of these sizes, whose weights are the same whatever the
+    configuration.
+    """
     model = TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,

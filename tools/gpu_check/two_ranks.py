@@ -1,4 +1,6 @@
-"""Two ranks that share one GPU: which backend carries them, and every configuration of the engine."""
+"""Two ranks that share one GPU: which backend carries them, and every configuration of the
+engine.
+"""
 
 from __future__ import annotations
 

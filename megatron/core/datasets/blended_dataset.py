@@ -56,7 +56,9 @@ class BlendOrder:
             )
 
     def locate(self, index: int) -> Located:
-        """Which sample of which dataset is sample `index` of the blend. O(D log D) for D datasets."""
+        """Which sample of which dataset is sample `index` of the blend. O(D log D) for D
+        datasets.
+        """
         _, dataset, sample = self._upcoming(index)[0]
         return Located(dataset, sample)
 

@@ -83,7 +83,9 @@ class GPTDatasetConfig:
 
     @property
     def blend(self) -> list[BlendPart]:
-        """The datasets with their weights; one of weight 1 for a single PREFIX, none for mock data."""
+        """The datasets with their weights; one of weight 1 for a single PREFIX, none for mock
+        data.
+        """
         given = self.data_path or ()
         if len(given) <= 1:
             return [BlendPart(1.0, prefix) for prefix in given]

@@ -33,7 +33,9 @@ _LONGEST = (1 << 31) - 1  # tokens of a sequence: its length is an int32
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron stores token ids in: uint16 for a vocabulary below 65500, otherwise int32."""
+    """The dtype Megatron stores token ids in: uint16 for a vocabulary below 65500, otherwise
+    int32.
+    """
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -130,7 +132,9 @@ class IndexedDataset:
         return self._tokens.array(begin, length, self.dtype)
 
     def gather_lengths(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Lengths of the given sequences: int64 [n] -> int32 [n]; negative indices are not allowed."""
+        """Lengths of the given sequences: int64 [n] -> int32 [n]; negative indices are not
+        allowed.
+        """
         self._index.check_size()
         # The 34-byte header leaves the lengths unaligned, which sends numpy's indexing down a path
         # three times as slow; as 4-byte blobs they are aligned.

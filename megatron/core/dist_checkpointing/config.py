@@ -131,7 +131,9 @@ class CheckpointConfig:
         )
 
     def resolve(self, default_format: str) -> CheckpointConfig:
-        """With the format chosen, if none was named. ConfigError for flags that it does not honour."""
+        """With the format chosen, if none was named. ConfigError for flags that it does not
+        honour.
+        """
         config = replace(self, ckpt_format=self.ckpt_format or default_format)
         if config.ckpt_format == TORCH_DCP:
             is_folder = (

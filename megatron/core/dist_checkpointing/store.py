@@ -70,7 +70,9 @@ class Store(Protocol):
 
     @property
     def is_rename_atomic(self) -> bool:
-        """Whether checkpoints are published by rename, or by their markers. See [Note: publishing]."""
+        """Whether checkpoints are published by rename, or by their markers. See [Note:
+        publishing].
+        """
 
     def folders(self) -> list[str]:
         """The names of all folders, drafts among them, sorted; none if there is no root yet."""

@@ -78,7 +78,9 @@ class FusedWeight:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are zero."""
+    """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are
+    zero.
+    """
 
     def __init__(
         self,

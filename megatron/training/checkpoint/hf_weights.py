@@ -319,7 +319,9 @@ def _original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[str, str]:
-    """The tensor to load each entry from, by its key. CheckpointError for weights of another model."""
+    """The tensor to load each entry from, by its key. CheckpointError for weights of another
+    model.
+    """
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
     wanted = _names_of(model, contents)

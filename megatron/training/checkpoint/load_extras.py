@@ -229,7 +229,9 @@ def _loss_scaler(own: LossScaler | None, info: RecoverInfo, source: str) -> Loss
 
 
 def _read_like(checkpoint: ReadableCheckpoint, key: str, own: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, in new memory. CheckpointError if it has another dtype or shape than `own`."""
+    """A whole tensor, in new memory. CheckpointError if it has another dtype or shape than
+    `own`.
+    """
     entry = checkpoint.metadata.state_dict_metadata[key]
     got = "plain data"
     if isinstance(entry, TensorStorageMetadata):

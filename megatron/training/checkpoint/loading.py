@@ -156,7 +156,9 @@ def load_run(
 
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:
-    """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process group."""
+    """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process
+    group.
+    """
     if format_of(store, name) == FSDP_DTENSOR:
         checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
         load_entries(

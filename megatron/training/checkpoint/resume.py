@@ -396,7 +396,9 @@ class RecoverHandler:
             self._note(self._finish())
 
     def dump_last(self, engine: ModuleEngine, info: RecoverInfo) -> None:
-        """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it came to nothing."""
+        """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it came to
+        nothing.
+        """
         self._note(self._begin(engine, info))
         failure = self._finish()
         self._note(failure)

@@ -83,7 +83,9 @@ class Injection:
 
     @classmethod
     def parse(cls, spec: str) -> Injection:
-        """ConfigError, with what was expected, for whatever is unknown, missing or out of bounds."""
+        """ConfigError, with what was expected, for whatever is unknown, missing or out of
+        bounds.
+        """
         kind, _, rest = spec.partition(":")
         _expect(kind in KINDS, f"KIND:key=value,... with a kind among {', '.join(KINDS)}", spec)
         known = (*_COMMON, *KINDS[kind])
@@ -151,7 +153,9 @@ class _Armed:
     last_iteration: int | None = None
 
     def take(self, phase: str, iteration: int) -> bool:
-        """Whether to strike now: once, or if it slows down, once in each iteration, so many times."""
+        """Whether to strike now: once, or if it slows down, once in each iteration, so many
+        times.
+        """
         limit = self.injection.times if self.injection.kind == "slow" else 1
         is_spent = iteration == self.last_iteration or (
             limit is not None and self.num_taken >= limit
@@ -236,13 +240,17 @@ class Injections:
 
 
 def hang_for_ever() -> NoReturn:
-    """What a rank does that hangs by injection. A name of its own, since reports of a hang name it."""
+    """What a rank does that hangs by injection. A name of its own, since reports of a hang
+    name it.
+    """
     while True:
         time.sleep(3600.0)
 
 
 def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
-    """ConfigError if faults are to be injected into a run one of whose paths looks like production."""
+    """ConfigError if faults are to be injected into a run one of whose paths looks like
+    production.
+    """
     for path in paths if config.inject else ():
         expect(
             not looks_like_production(path),

@@ -160,7 +160,9 @@ class _Words:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], rank: int) -> _Words:
-        """ValueError, KeyError or TypeError for anything else, and for the words of another rank."""
+        """ValueError, KeyError or TypeError for anything else, and for the words of another
+        rank.
+        """
         record = None if content["record"] is None else Record.from_json(content["record"])
         if record is not None and record.rank != rank:
             raise ValueError(f"Expected the words of rank {rank}, got those of rank {record.rank}.")
@@ -414,7 +416,9 @@ class RollCall:
         )
 
     def _judge_alone(self, record: Record) -> Verdict | None:
-        """What this rank can tell without a store: its own state, and the processes on its machine."""
+        """What this rank can tell without a store: its own state, and the processes on its
+        machine.
+        """
         if not (record.needs_all or record.error is not None or record.is_stuck):
             return None
         absent = [

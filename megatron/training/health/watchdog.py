@@ -216,7 +216,9 @@ class Watchdog:
         self._roll_call.close()
 
     def mark(self, phase: str, iteration: int) -> None:
-        """Progress: a phase of an iteration begins. For the main thread; costs nothing to speak of."""
+        """Progress: a phase of an iteration begins. For the main thread; costs nothing to
+        speak of.
+        """
         last = self._mark
         num_marks = last.num_marks + 1 if iteration == last.iteration else 0
         self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))

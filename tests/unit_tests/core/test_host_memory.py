@@ -62,7 +62,9 @@ def resident_bytes() -> int:
 
 
 def mappings_of(address: int) -> list[str]:
-    """The line of this process's mappings that holds an address; none if nothing is mapped there."""
+    """The line of this process's mappings that holds an address; none if nothing is mapped
+    there.
+    """
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return [

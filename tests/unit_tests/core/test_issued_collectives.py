@@ -19,7 +19,9 @@ from megatron.core.lanes import Event, ThreadEvent
 
 
 class HandMoved(Device):
-    """A device whose events are done when a test says so, in the order in which they were recorded."""
+    """A device whose events are done when a test says so, in the order in which they were
+    recorded.
+    """
 
     recorded: list[ThreadEvent]
 
@@ -203,7 +205,9 @@ def test_collectives_of_a_device_leave_one(device, monkeypatch):
 
 
 def _collectives_that_leave_no_record(tree: ast.AST) -> list[str]:
-    """Calls of collectives, but for those of messages between two ranks, which the CPU alone has."""
+    """Calls of collectives, but for those of messages between two ranks, which the CPU alone
+    has.
+    """
     recorded: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.With) and any(

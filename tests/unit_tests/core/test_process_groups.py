@@ -54,8 +54,8 @@ class Failing:
 
 def _group(name: str, backend: object) -> SimpleNamespace:
     return SimpleNamespace(
-        group_desc=name, _device_types=[CPU], _get_backend=lambda device: backend
-    )  # noqa: ARG005
+        group_desc=name, _device_types=[CPU], _get_backend=lambda _device: backend
+    )
 
 
 @pytest.mark.parametrize(

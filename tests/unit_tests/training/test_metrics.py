@@ -69,7 +69,9 @@ def now():
 
 @pytest.fixture
 def shown(caplog, monkeypatch):
-    """The lines that the metrics log, also if an earlier test has configured the project's logger."""
+    """The lines that the metrics log, also if an earlier test has configured the project's
+    logger.
+    """
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     caplog.set_level(logging.INFO, logger="megatron")
     return caplog

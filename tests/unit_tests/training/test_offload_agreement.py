@@ -46,7 +46,9 @@ TOTAL = sum(parameter.numel() for parameter in Model().parameters())
 
 
 def _figures(name: str) -> list[tuple[int, ...]]:
-    """At each fraction: elements asked for, planned, held, and main weights reported, in elements."""
+    """At each fraction: elements asked for, planned, held, and main weights reported, in
+    elements.
+    """
     asked: list[HostNeed] = []
     original = distrib_optimizer.check_memory_on_all_ranks
 

@@ -103,11 +103,11 @@ def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(CudaDriver, "collective_backend", "gloo")
     monkeypatch.setattr(
-        CudaDriver, "prepare_collectives", lambda self: done.append(dist.is_initialized())
-    )  # noqa: ARG005
+        CudaDriver, "prepare_collectives", lambda _self: done.append(dist.is_initialized())
+    )
     monkeypatch.setattr(
-        process_groups, "set_timeout", lambda device, timeout: done.append(timeout.total_seconds())
-    )  # noqa: ARG005
+        process_groups, "set_timeout", lambda _device, timeout: done.append(timeout.total_seconds())
+    )
     monkeypatch.setattr(process_groups, "connect", done.append)
     with process_group(Launch(), Device("cuda"), timeout_minutes=1.0, watched_seconds=watched):
         pass
@@ -212,7 +212,9 @@ def test_a_start_that_is_not_signed_with_the_secret_is_not_joined_and_the_error_
 
 
 def test_what_is_invented_beside_a_start_does_not_keep_its_ranks_from_agreeing():
-    """Somebody writes until the ranks have overwritten it; what stays at the end is not believed."""
+    """Somebody writes until the ranks have overwritten it; what stays at the end is not
+    believed.
+    """
     store = dist.HashStore()
     for key in ("start/welcome", "start/hello/1", "start/ready/1"):
         store.set(key, '{"name": "theirs", "to": []}')

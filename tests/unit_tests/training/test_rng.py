@@ -118,7 +118,9 @@ def test_every_state_that_there_can_be_is_accepted():
     ],
 )
 def test_a_state_that_no_generator_gives_is_refused_before_one_takes_it(name, change, message):
-    """With such a position numpy reads where there is nothing: the process would end with a signal."""
+    """With such a position numpy reads where there is nothing: the process would end with a
+    signal.
+    """
     seed_all(5, rank=0)
     own = rng_state(Device("cpu"))
     torch.rand(3)

@@ -330,7 +330,9 @@ class _SavePlanner(DefaultSavePlanner):
 
 @contextmanager
 def _no_word_about_single_process() -> Iterator[None]:
-    """Without a process group DCP works alone, which is meant so here, and warns of it each time."""
+    """Without a process group DCP works alone, which is meant so here, and warns of it each
+    time.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"

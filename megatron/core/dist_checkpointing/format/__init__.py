@@ -1,1 +1,3 @@
-"""What the files of a checkpoint look like: names, manifests, blobs and DCP metadata. Bytes only."""
+"""What the files of a checkpoint look like: names, manifests, blobs and DCP metadata. Bytes
+only.
+"""

@@ -178,7 +178,9 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a checkpoint published. It names every other file of it, `files_of(world_size)`."""
+    """What makes a checkpoint published. It names every other file of it,
+    `files_of(world_size)`.
+    """
 
     save_id: str
     iteration: int

@@ -266,7 +266,9 @@ class _RecordReader:
         return key
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
-        """What a blank record that stands for an object of `kind` holds, if that is what it should."""
+        """What a blank record that stands for an object of `kind` holds, if that is what it
+        should.
+        """
         if type(record) is not Record or record.kind is not kind:
             self._fail(f"a {kind.__name__}", f"a {_kind_name(record)}")
         state = record.state

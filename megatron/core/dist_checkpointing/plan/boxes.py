@@ -108,7 +108,9 @@ class Range(NamedTuple):
 
 
 def range_of(box: Box, whole: Sequence[int]) -> Range:
-    """Where all of a box lies in a contiguous tensor of sizes `whole`. The box must have elements."""
+    """Where all of a box lies in a contiguous tensor of sizes `whole`. The box must have
+    elements.
+    """
     strides = row_major_strides(whole)
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return Range(box, start, _span(box.sizes, strides))

@@ -36,7 +36,9 @@ from megatron.core.optimizer.state_units import StateUnit
 
 
 class Stored(NamedTuple):
-    """A state as it is kept: its values are `tensor`, or the fp32 products of `tensor` and `scale`."""
+    """A state as it is kept: its values are `tensor`, or the fp32 products of `tensor` and
+    `scale`.
+    """
 
     tensor: torch.Tensor
     scale: torch.Tensor | None = None

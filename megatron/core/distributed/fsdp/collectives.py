@@ -59,7 +59,9 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the ranks' parts become one: (sum or mean) / divisor, put into the result or added to it."""
+    """How the ranks' parts become one: (sum or mean) / divisor, put into the result or added
+    to it.
+    """
 
     is_average: bool
     divisor: float = 1.0

@@ -401,7 +401,9 @@ def is_backward_running() -> bool:
 
 @waits_for_ranks
 def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
-    """ValueError unless the ranks of every axis that does not cut main weights hold the same ones."""
+    """ValueError unless the ranks of every axis that does not cut main weights hold the same
+    ones.
+    """
     axes = {
         (group.mesh, axis): [
             other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)

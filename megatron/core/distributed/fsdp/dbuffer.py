@@ -484,7 +484,9 @@ def _reduction(
 
 
 def _check_move(axis: int, old: Placement, new: Placement) -> None:
-    """NotImplementedError unless a redistribution can take an axis from one placement to the other."""
+    """NotImplementedError unless a redistribution can take an axis from one placement to the
+    other.
+    """
     is_possible = old == new or (
         isinstance(new, Shard)
         if isinstance(old, Replicate)

@@ -303,7 +303,9 @@ class GroupGradients:
                     ours.copy_(theirs)
 
     def _tell(self, axes: Iterable[int]) -> None:
-        """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce here."""
+        """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce
+        here.
+        """
         if self._exchanges_notes:
             for axis in axes:
                 collectives.compare_notes(self._note(()), self._mesh.get_group(axis))

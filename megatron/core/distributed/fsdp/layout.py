@@ -151,7 +151,9 @@ class GlobalLayout:
         return piece
 
     def chunks(self, piece: FlatRange) -> list[Chunk]:
-        """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left out."""
+        """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left
+        out.
+        """
         offsets, tensors = self._by_offset
         # The tensor that begins last before the piece may reach into it; those before that one end
         # before it begins.

@@ -281,7 +281,9 @@ class FsdpParameterGroup:
 
     @property
     def awaits_delivery(self) -> bool:
-        """Whether the next `unshard` comes after an update of the main weights by their deliverer."""
+        """Whether the next `unshard` comes after an update of the main weights by their
+        deliverer.
+        """
         return self._delivery is not None
 
     def reserve(self) -> None:

@@ -410,7 +410,9 @@ def _evenly(value: Any) -> Any:
 
 
 def _on_all_rows(func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation on whole tensors, as one process would, and puts back what it has written."""
+    """Runs an operation on whole tensors, as one process would, and puts back what it has
+    written.
+    """
     mesh = next(iter(uneven_among(args, kwargs))).device_mesh
     tensors = {id(tensor): tensor for tensor in tensors_among(args, kwargs)}
     wholes = {number: _whole_argument(tensor, func) for number, tensor in tensors.items()}

@@ -310,7 +310,9 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTen
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """The whole of any DTensor, as a plain tensor without a graph. Called by all ranks of the mesh."""
+    """The whole of any DTensor, as a plain tensor without a graph. Called by all ranks of the
+    mesh.
+    """
     if isinstance(tensor, UnevenRows):
         return gathered(tensor)
     if all(placement.is_replicate() for placement in tensor._spec.placements):

@@ -200,7 +200,9 @@ class TensorLink:
         main_dtype: torch.dtype,
         use_decoupled_grad: bool = False,
     ) -> None:
-        """`use_decoupled_grad`: gradients may have other dtypes than parameters; they go in fp32."""
+        """`use_decoupled_grad`: gradients may have other dtypes than parameters; they go in
+        fp32.
+        """
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.slots = []
         self.numel = 0

@@ -29,7 +29,9 @@ LAUNCHING_CORES = 2  # for each rank
 
 
 class HostThreads(NamedTuple):
-    """The threads of one rank; `cores` is None where they may run on any that the process may use."""
+    """The threads of one rank; `cores` is None where they may run on any that the process may
+    use.
+    """
 
     number: int
     cores: Collection[int] | None

@@ -36,7 +36,9 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The side of every group, in forward order: first those of the device, then those of the host."""
+    """The side of every group, in forward order: first those of the device, then those of the
+    host.
+    """
 
     groups: tuple[PlannedGroup, ...]
 
@@ -86,7 +88,9 @@ class OffloadPlan:
 
     @property
     def host_fraction(self) -> float:
-        """The share of all elements that is on the host, as planned; 0 where there are no elements."""
+        """The share of all elements that is on the host, as planned; 0 where there are no
+        elements.
+        """
         return self.host_numel / self.total_numel if self.total_numel else 0.0
 
     def table(self) -> str:

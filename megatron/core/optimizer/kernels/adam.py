@@ -79,7 +79,9 @@ class AdamStep:
     def of(
         cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool
     ) -> AdamStep:
-        """From the options of a parameter group. ValueError for those that mean another algorithm."""
+        """From the options of a parameter group. ValueError for those that mean another
+        algorithm.
+        """
         others = [name for name in _OTHER_ALGORITHMS if options.get(name)]
         if others:
             raise ValueError(

@@ -241,7 +241,9 @@ class Ticket:
 
 @functools.cache
 def shared_host_adam(process: int) -> HostAdam:
-    """One pool of default settings for whoever needs none of their own; `process` is os.getpid()."""
+    """One pool of default settings for whoever needs none of their own; `process` is
+    os.getpid().
+    """
     del process
     return HostAdam()
 

@@ -154,7 +154,9 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _halved(rows: torch.Tensor) -> torch.Tensor:
-    """Sums of rows whose length is a power of two: the halves are added until one element is left."""
+    """Sums of rows whose length is a power of two: the halves are added until one element is
+    left.
+    """
     while rows.shape[1] > _NARROW:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]

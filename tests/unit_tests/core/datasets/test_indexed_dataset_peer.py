@@ -1,4 +1,6 @@
-"""Token files against megatron-core itself, in an environment of its own (`MEGATRON_PEER_PYTHON`)."""
+"""Token files against megatron-core itself, in an environment of its own
+(`MEGATRON_PEER_PYTHON`).
+"""
 
 from __future__ import annotations
 

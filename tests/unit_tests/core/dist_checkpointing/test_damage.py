@@ -1,4 +1,6 @@
-"""A checkpoint that is not what was written is never taken for one that is: it is refused by name."""
+"""A checkpoint that is not what was written is never taken for one that is: it is refused by
+name.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def blob(folder: Path, key: str) -> tuple[Path, int, int]:
 
 
 def exchange(folder: Path, key: str, content: bytes) -> None:
-    """Puts other bytes in the place of a blob, at the end of its file, and has `.metadata` say so."""
+    """Puts other bytes in the place of a blob, at the end of its file, and has `.metadata`
+    say so.
+    """
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     info = metadata.storage_data[MetadataIndex(key)]
     file = folder / info.relative_path

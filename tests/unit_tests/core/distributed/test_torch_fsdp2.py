@@ -82,7 +82,9 @@ def _gradients(compute_dtype: torch.dtype) -> list[torch.Tensor]:
     ("compute_dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 def test_gradients_are_the_mean_over_ranks_in_fp32(compute_dtype, tolerance):
-    """Layers compute in the compute dtype; what they are given in fp32 (rotary angles) stays fp32."""
+    """Layers compute in the compute dtype; what they are given in fp32 (rotary angles) stays
+    fp32.
+    """
     model = make_model()
     sum(model(inputs(rank)).square().mean() / 2 for rank in range(2)).backward()
     expected = [parameter.grad for parameter in model.parameters()]

@@ -403,7 +403,9 @@ def test_gradients_on_the_cpu_and_on_a_device_are_measured_apart():
 
 
 def _norm_of_a_group(kind: str) -> None:
-    """With padding full of junk, and with a stale gradient in the buffer that nobody has any more."""
+    """With padding full of junk, and with a stale gradient in the buffer that nobody has any
+    more.
+    """
     mesh, placements = _mesh_and_placements(kind)
     model, expected = Tied(), Tied()
     with fully_shard_context("cpu"):

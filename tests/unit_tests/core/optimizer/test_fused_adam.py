@@ -59,7 +59,9 @@ def train(
     last: int,
     **options: Any,
 ) -> None:
-    """Steps number `first` up to, not including, `last`, with gradients of the parameters' dtype."""
+    """Steps number `first` up to, not including, `last`, with gradients of the parameters'
+    dtype.
+    """
     for number in range(first, last):
         for index, parameter in enumerate(owned):
             parameter.grad = gradient(index, number, parameter, parameter.dtype)

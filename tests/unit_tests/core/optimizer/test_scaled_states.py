@@ -129,7 +129,9 @@ def test_what_a_step_has_stored_is_loaded_as_it_is_and_so_are_parts_of_it(kind, 
 
 
 def _check_every_largest(dtype: torch.dtype, is_weight: bool, every: int) -> None:
-    """Every number of the format is the largest once, beside the least, under two kinds of scale."""
+    """Every number of the format is the largest once, beside the least, under two kinds of
+    scale.
+    """
     representable = finite_numbers(dtype)
     least = representable[:3].float()
     for index in range(0, len(representable), every):

@@ -355,7 +355,9 @@ def test_other_dtypes_are_converted(tmp_path):
 
 
 class Net(nn.Module):
-    """No GPT: two names for one weight, a buffer, a scalar, several dtypes, more columns than rows."""
+    """No GPT: two names for one weight, a buffer, a scalar, several dtypes, more columns than
+    rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,8 +380,9 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(model.state_dict()) - {"second.weight"}
         assert all(
-            torch.equal(file.get_tensor(name), model.state_dict()[name]) for name in file.keys()
-        )  # noqa: SIM118
+            torch.equal(file.get_tensor(name), model.state_dict()[name])
+            for name in file.keys()  # noqa: SIM118, it is no dict
+        )
     content = (tmp_path / "net/model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

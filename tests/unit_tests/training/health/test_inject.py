@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -304,9 +305,9 @@ def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_p
         store.make_folder(draft)
         sink = store.open_data(f"{draft}/__0_0.distcp")
         for write in (
-            lambda: sink.write(memoryview(b"data")),
-            lambda: store.write(f"{draft}/.metadata", b"data"),
-        ):  # noqa: B023
+            partial(sink.write, memoryview(b"data")),
+            partial(store.write, f"{draft}/.metadata", b"data"),
+        ):
             if is_full:
                 with pytest.raises(OSError, match="No space left on device") as caught:
                     write()

@@ -397,7 +397,9 @@ def test_a_hung_rank_is_named_with_its_place_and_all_end(start, fault, place):
 
 
 def test_a_rank_that_does_not_even_answer_is_the_one_that_hangs(start):
-    """It holds Python's lock, so that its watchdog cannot run; nobody but the launcher can end it."""
+    """It holds Python's lock, so that its watchdog cannot run; nobody but the launcher can
+    end it.
+    """
     job = start(on(1, lambda: in_c(holds_gil=True)), world_size=3, hang_timeout_seconds=TIMEOUT)
     job.wait_until_ready()
     assert job.end(0, 2, within=TIMEOUT + BOUND) == [ExitCode.HANG] * 2

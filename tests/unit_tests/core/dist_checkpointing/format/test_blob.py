@@ -65,7 +65,9 @@ def nbytes_that_torch_saves(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Of 0 to 4 dimensions, sizes of every magnitude, and those where an integer takes a byte more."""
+    """Of 0 to 4 dimensions, sizes of every magnitude, and those where an integer takes a byte
+    more.
+    """
     edges = [n + step for n in (1 << 8, 1 << 16, 1 << 31) for step in (-1, 0, 1)]
     size = st.integers(0, 40).flatmap(lambda bits: st.integers(0, 1 << bits)) | st.sampled_from(
         edges

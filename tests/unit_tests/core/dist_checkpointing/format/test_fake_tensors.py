@@ -54,7 +54,9 @@ def test_a_fake_tensor_has_a_size_and_no_memory_on_any_thread():
 
 
 def threads_that_enter(monkeypatch, version: str) -> list[threading.Thread]:
-    """The threads that enter a mode, in order, when this one wants to with that version of torch."""
+    """The threads that enter a mode, in order, when this one wants to with that version of
+    torch.
+    """
     threads = []
 
     class Noting(FakeTensorMode):

@@ -33,7 +33,9 @@ KEYS = st.text(min_size=1, max_size=12)
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Manifests of tensors of different sizes, scalars and plain data, laid out as a writer would."""
+    """Manifests of tensors of different sizes, scalars and plain data, laid out as a writer
+    would.
+    """
     records, end = [], 0
     for key in draw(st.lists(KEYS, max_size=5)):
         if draw(st.booleans()):

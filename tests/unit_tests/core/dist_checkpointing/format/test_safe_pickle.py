@@ -72,7 +72,9 @@ def test_altered_bytes_end_in_a_value_or_a_checkpoint_error(value, place, change
 
 
 def doublings(count: int, join: bytes) -> bytes:
-    """A tuple of a tuple twice, of a tuple twice, and so on: 2 ** count values in 5 * count bytes."""
+    """A tuple of a tuple twice, of a tuple twice, and so on: 2 ** count values in 5 * count
+    bytes.
+    """
     return b")" + b"".join(b"q%ch%c" % (i, i) + join for i in range(count))
 
 

@@ -39,7 +39,9 @@ class Layer(nn.Linear):
 
 
 class IssuingLane:
-    """Does its work in the thread that queues it, and so waits there for what the work comes after."""
+    """Does its work in the thread that queues it, and so waits there for what the work comes
+    after.
+    """
 
     def __init__(self) -> None:
         self._lane = InlineLane(Device("cpu"))

@@ -94,7 +94,9 @@ def test_padding_stays_small(shapes, dp_size):
 @settings(max_examples=300, deadline=None)
 @given(shapes=SHAPES, mesh=meshes())
 def test_every_row_is_owned_exactly_once_by_each_set_of_ranks_that_cuts(shapes, mesh):
-    """Against brute force: every rank's rows, read off a list of the buffer's elements one by one."""
+    """Against brute force: every rank's rows, read off a list of the buffer's elements one by
+    one.
+    """
     mesh_shape, is_sharded = mesh
     layout = GlobalLayout.build(shapes, math.prod(mesh_shape))
     elements: list[tuple[int, int] | None] = [None] * layout.size

@@ -233,7 +233,9 @@ def test_what_users_of_fsdp2_do_works_or_is_refused_by_name():
 
 
 def _gradients_of_somebody_else() -> None:
-    """A gradient that somebody has distributed evenly, before a backward of the model adds to it."""
+    """A gradient that somebody has distributed evenly, before a backward of the model adds to
+    it.
+    """
     model, plain = net(), net()
     fully_shard(model)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

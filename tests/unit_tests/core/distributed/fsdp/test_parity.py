@@ -105,7 +105,9 @@ def assert_at_rest(modules: Sequence[nn.Module]) -> None:
 
 
 def assert_cut_as_placed(modules: Sequence[nn.Module]) -> None:
-    """Every rank holds the share of weights that its placements say: it has not simply everything."""
+    """Every rank holds the share of weights that its placements say: it has not simply
+    everything.
+    """
     for group in groups_of(modules):
         for buffer, placements in (
             (group.model_weight, group.placements.parameter),
@@ -1475,7 +1477,9 @@ def test_gradients_reduced_in_bf16_differ_from_those_in_fp32_by_rounding_alone()
 
 @pytest.mark.parametrize(("divisor", "numbers"), [(3.0, [0]), (4.0, [0, 1, 2])])
 def test_grad_divisor_divides_gradients_exactly(divisor, numbers):
-    """Sums of more than one microbatch are divided part by part, which is exact for a power of two."""
+    """Sums of more than one microbatch are divided part by part, which is exact for a power
+    of two.
+    """
 
     def body(sharding: str) -> None:
         undivided = gradients_under(sharding, FP32, numbers)

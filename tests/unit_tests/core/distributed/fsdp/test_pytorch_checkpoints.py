@@ -76,7 +76,9 @@ def build(
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, first: int, number: int
 ) -> list[float]:
-    """Losses, averaged over the ranks, of steps that see the same samples on any number of ranks."""
+    """Losses, averaged over the ranks, of steps that see the same samples on any number of
+    ranks.
+    """
     losses = []
     share = BATCH // dist.get_world_size()
     rows = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)

@@ -14,6 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1296,9 +1297,7 @@ def _external_writes(sharding: str) -> None:
     assert not same(expected, run(lambda parameters: FusedAdam(parameters, lr=0.02), writes=False))
     for fraction in (0.5, 1.0):
         for settings in OVERLAPS:
-            make = lambda parameters: HybridDeviceOptimizer(
-                parameters, fraction, lr=0.02, **settings
-            )  # noqa: B023, E731
+            make = partial(HybridDeviceOptimizer, offload_fraction=fraction, lr=0.02, **settings)
             assert same(run(make), expected)
 
 

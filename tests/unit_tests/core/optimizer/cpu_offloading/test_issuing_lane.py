@@ -25,7 +25,9 @@ PATIENCE = 20.0  # seconds
 
 
 class IssuedAtOnce:
-    """A lane as an accelerator's, of copies that block: work is done by the thread that queues it."""
+    """A lane as an accelerator's, of copies that block: work is done by the thread that
+    queues it.
+    """
 
     def __init__(self) -> None:
         self.threads: list[str] = []

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -524,9 +525,8 @@ def _allocated(
 def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
     without = _allocated(strategy, FusedAdam, main_grads)
     for settings in ({}, FORWARD):
-        found = _allocated(
-            strategy, lambda p: HybridDeviceOptimizer(p, 1.0, **settings), main_grads
-        )  # noqa: B023
+        make = partial(HybridDeviceOptimizer, offload_fraction=1.0, **settings)
+        found = _allocated(strategy, make, main_grads)
         lanes = ["optimizer d2h", "optimizer host", "optimizer h2d"]
         assert set(lanes) <= found.keys()
         assert [found[name] for name in ("step", *lanes)] == [Counter()] * 4
