@@ -194,6 +194,7 @@ def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_
     assert latest_iteration(open_store(tmp_path)) > 0
 
 
+@pytest.mark.wide  # test_recovery.py does the same, restarted by torchrun
 def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(
     tmp_path,
 ):

@@ -394,7 +394,7 @@ def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
 LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-@pytest.mark.parametrize("phase", ["forward", "save"])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.wide), "save"])
 def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, phase):
     """In a step, whose collectives fail then; or in a save, where ranks wait for each other's files
     alone.

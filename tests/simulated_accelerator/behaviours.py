@@ -52,9 +52,12 @@ _ALL = (
 )
 
 few_behaviours = pytest.mark.parametrize("behaviour", _FEW, ids=str)
-# The same in `make test`, all of them in `make test-all`.
-all_behaviours = pytest.mark.parametrize(
-    "behaviour",
-    [*_FEW, *(pytest.param(other, marks=pytest.mark.wide) for other in _ALL if other not in _FEW)],
-    ids=str,
-)
+
+
+def all_behaviours(*by_default: Behaviour) -> pytest.MarkDecorator:
+    """Parametrises with every behaviour; all but the given ones are left to `make test-all`."""
+    return pytest.mark.parametrize(
+        "behaviour",
+        [pytest.param(each, marks=() if each in by_default else pytest.mark.wide) for each in _ALL],
+        ids=str,
+    )

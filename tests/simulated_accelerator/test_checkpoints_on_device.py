@@ -17,7 +17,12 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.engine import SaveLoadMeta
 from tests.ranks import run_ranks
 from tests.simulated_accelerator import engines
-from tests.simulated_accelerator.behaviours import LANES_LAST, Behaviour, all_behaviours
+from tests.simulated_accelerator.behaviours import (
+    DEFAULT_LAST,
+    LANES_LAST,
+    Behaviour,
+    all_behaviours,
+)
 from tests.simulated_accelerator.engines import CASES
 
 pytestmark = pytest.mark.sim
@@ -85,7 +90,7 @@ def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> d
     return wrong
 
 
-@all_behaviours
+@all_behaviours(DEFAULT_LAST)
 def test_a_save_beside_the_training_holds_what_there_was_when_it_began(
     tmp_path: Path, behaviour: Behaviour
 ):
@@ -135,7 +140,7 @@ def _resume(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, bo
     return same
 
 
-@all_behaviours
+@all_behaviours(LANES_LAST)
 def test_going_on_from_a_checkpoint_gives_the_same_losses(tmp_path: Path, behaviour: Behaviour):
     results = run_ranks(2, _resume, str(tmp_path), SOME, behaviour, device="sim", timeout=LIMIT)
     assert results == [dict.fromkeys(SOME, True)] * 2

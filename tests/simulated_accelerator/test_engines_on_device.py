@@ -135,7 +135,7 @@ def check(
         assert all(step.recorded_streams == 0 for step in steps), name
 
 
-@all_behaviours
+@all_behaviours(LANES_LAST)
 def test_training_on_the_device_gives_the_numbers_of_the_cpu_with_one_wait_a_step(
     behaviour, expected
 ):

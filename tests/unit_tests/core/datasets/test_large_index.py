@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 _PIECE = 1 << 20
 _MEASURE = """
@@ -94,6 +95,7 @@ def _measure(folder: Path, num_documents: int) -> dict[str, Any]:
     return measured
 
 
+@pytest.mark.wide
 def test_an_index_of_one_gigabyte_is_cut_in_seconds_and_in_the_memory_of_a_small_one(
     tmp_path: Path,
 ) -> None:

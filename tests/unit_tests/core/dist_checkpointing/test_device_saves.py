@@ -130,7 +130,7 @@ def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-@all_behaviours
+@all_behaviours(LANES_LAST, DEFAULT_LAST)
 def test_a_save_of_states_on_the_device_is_what_there_was(tmp_path, moments, behaviour):
     run_ranks(1, _saves_what_there_was, MOMENTS[moments], behaviour, tmp_path, device="sim")
 
