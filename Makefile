@@ -9,6 +9,10 @@ TORCH := $(shell grep '^torch==' requirements/constraints.txt)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # One thread a rank: ranks that share cores slow each other down otherwise.
 RUN := OMP_NUM_THREADS=1
+# Files of tests side by side: many tests wait, for a timeout, a disk or another rank. Each has pools of ranks of its
+# own, and takes up to 5 GiB.
+WORKERS ?= 2
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # Where `make test-matrix` makes its environments.
 MATRIX_DIR ?= .venv-matrix
@@ -55,13 +59,13 @@ generate: pretrain
 	$(BIN)/python tools/generate.py --load runs/gpt_cpu
 
 test: install
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python $(PYTEST)
 
 test-fast: install
-	$(RUN) $(BIN)/python -m pytest $(shell sed 's/\#.*//' tests/fast_tests.txt)
+	$(RUN) $(BIN)/python $(PYTEST) $(shell sed 's/\#.*//' tests/fast_tests.txt)
 
 test-all: install peer
-	$(RUN) $(BIN)/python -m pytest -m ''
+	$(RUN) $(BIN)/python $(PYTEST) -m ''
 
 # Another project of the same import name needs an environment of its own.
 .venv-peer/.installed: requirements/peer.txt

@@ -26,6 +26,8 @@ CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 FAST_TESTS = ROOT / "tests" / "fast_tests.txt"
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 
+SIDE_BY_SIDE = ["--numprocesses", "2", "--dist", "loadfile"]  # as the Makefile's
+
 # torch decides which triton it runs with; its CPU builds leave that open.
 FOLLOWS_TORCH = ("torch", "triton")
 
@@ -167,9 +169,8 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
         return False, f"expected torch {pair.torch}, got {described}"
 
     start = time.monotonic()
-    tests = subprocess.run(
-        [environment_python, "-m", "pytest", "-q", *lines_of(FAST_TESTS)], cwd=ROOT, check=False
-    )
+    command = [environment_python, "-m", "pytest", "-q", *SIDE_BY_SIDE, *lines_of(FAST_TESTS)]
+    tests = subprocess.run(command, cwd=ROOT, check=False)
     word = "passed" if tests.returncode == 0 else f"failed (pytest ended with {tests.returncode})"
     return tests.returncode == 0, f"{word} in {time.monotonic() - start:.0f} s, torch {described}"
 
