@@ -3,6 +3,7 @@
 from __future__ import annotations
 import __future__
 
+import ast
 import inspect
 import re
 import textwrap
@@ -105,7 +106,8 @@ def recorded_lanes() -> Iterator[dict[str, torch.Stream]]:
 
 
 def _edited(function: Any, removal: Removal) -> Any:
-    source = textwrap.dedent(inspect.getsource(function))
+    # As Python would write it: without line breaks inside of statements, and without comments.
+    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
     for pattern, instead in removal.edits.items():
         source, count = re.subn(pattern, instead, source)
         assert count == 1, (

@@ -923,6 +923,8 @@ def lane_threads() -> list[threading.Thread]:
 
 
 def _deleted(strategy: str) -> None:
+    # What the first step of a process imports leaves frames in cycles, and what they refer to.
+    _trained(strategy, with_root=True)
     # The models of other tests have looked at themselves, in cycles through autograd that take
     # several rounds to end.
     for _ in range(4):
@@ -937,7 +939,10 @@ def _deleted(strategy: str) -> None:
         gc.enable()
 
 
-def _deletes(strategy: str, with_root: bool) -> None:
+def _trained(
+    strategy: str, with_root: bool
+) -> tuple[nn.Module, FsdpContext, torch.optim.Optimizer]:
+    """A model after two steps."""
     model = nn.Sequential(Stack(dtype=torch.bfloat16), nn.Linear(DIM, DIM, dtype=torch.bfloat16))
     context = shard(*model[0].layers, *[model] * with_root, strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -946,6 +951,11 @@ def _deletes(strategy: str, with_root: bool) -> None:
         loss_of(model(own_batch(dtype=torch.bfloat16))).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model, context, optimizer
+
+
+def _deletes(strategy: str, with_root: bool) -> None:
+    model, context, optimizer = _trained(strategy, with_root)
     (thread,) = lane_threads()
     references = [weakref.ref(value) for value in (*_buffers(model), model, model[0].layers[0])]
     del optimizer
