@@ -33,27 +33,10 @@ TIMEOUT = 240.0  # seconds
 # can strike in them.
 MODEL = [
     *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "256",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "16",
-        "--mock-data",
-    ),
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --mock-data"
+    ).split(),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "8191", "--num-workers", "0"),
-    *(
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--eval-iters",
-        "0",
-        "--log-interval",
-        "1",
-    ),
+    *"--micro-batch-size 2 --global-batch-size 4 --eval-iters 0 --log-interval 1".split(),
     *("--lr", "1e-2", "--lr-decay-style", "cosine"),
 ]
 OFFLOADED = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]

@@ -22,27 +22,10 @@ from tools.checkpoint import command as checkpoint
 
 SETTINGS = [
     *(
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "16",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "16",
-        "--mock-data",
-    ),
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data"
+    ).split(),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "63", "--num-workers", "0"),
-    *(
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "4",
-        "--eval-iters",
-        "1",
-    ),
+    *"--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1".split(),
     *("--lr", "1e-2", "--lr-decay-style", "cosine"),
 ]
 
@@ -262,10 +245,7 @@ def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
     pretrain(
         "--load",
         saved,
-        "--finetune",
-        "--lr",
-        "0",
-        "--save",
+        *"--finetune --lr 0 --save".split(),
         tmp_path / "tuned",
         "--metrics-jsonl",
         metrics,
@@ -552,16 +532,7 @@ def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path, 
 
 def test_a_loss_that_is_not_finite_ends_the_run_only_if_asked_to(tmp_path):
     """A learning rate that is absurd makes the second loss infinite or NaN."""
-    absurd = [
-        "--lr",
-        "1e30",
-        "--optimizer",
-        "sgd",
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        "0",
-    ]
+    absurd = "--lr 1e30 --optimizer sgd --lr-decay-style constant --clip-grad 0".split()
     pretrain(*absurd, "--metrics-jsonl", tmp_path / "metrics.jsonl")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-3])
     assert (last["iteration"], last["loss"]) == (4, None)

@@ -253,10 +253,7 @@ def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked
     tmp_path,
 ):
     flags = [
-        "--async-save",
-        "--async-save-busy",
-        "skip",
-        "--save",
+        *"--async-save --async-save-busy skip --save".split(),
         tmp_path / "saved",
         "--save-interval",
         1,
@@ -272,16 +269,7 @@ def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked
 
 def test_a_run_that_ends_in_an_error_gives_up_its_save_and_tells_that_error(tmp_path):
     """With an absurd learning rate, the second loss is not finite."""
-    absurd = [
-        "--lr",
-        "1e30",
-        "--optimizer",
-        "sgd",
-        "--lr-decay-style",
-        "constant",
-        "--clip-grad",
-        "0",
-    ]
+    absurd = "--lr 1e30 --optimizer sgd --lr-decay-style constant --clip-grad 0".split()
     flags = [
         *absurd,
         "--check-for-nan-in-loss",

@@ -61,13 +61,9 @@ def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
 
 def test_the_offloaded_optimizers_times_are_reported_where_they_are_asked_for(tmp_path):
     """The bytes of each state always are, and once."""
-    offload = [
-        "--bf16",
-        "--optimizer-cpu-offload",
-        "--overlap-cpu-optimizer-d2h-h2d",
-        "--log-interval",
-        "2",
-    ]
+    offload = (
+        "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --log-interval 2"
+    ).split()
     losses = []
     for level, num_reports in (("1", 2), ("0", 0)):
         metrics = tmp_path / f"{level}.jsonl"
@@ -137,15 +133,7 @@ def test_a_mistake_that_only_one_rank_sees_is_said_by_that_rank(monkeypatch, cap
     assert capsys.readouterr().err == "pretrain_gpt.py: --lr: expected a number >= 0, got -1.0.\n"
 
 
-LONG = [
-    "--train-iters",
-    "100000",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "0",
-    "--exit-signal-handler",
-]
+LONG = "--train-iters 100000 --log-interval 1 --eval-iters 0 --exit-signal-handler".split()
 
 
 @contextmanager
@@ -201,16 +189,7 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_
     """The run is killed, started again by the same command, and its losses are the uninterrupted
     run's.
     """
-    flags = [
-        "--train-iters",
-        "30",
-        "--lr-decay-iters",
-        "30",
-        "--eval-iters",
-        "0",
-        "--save-interval",
-        "10",
-    ]
+    flags = "--train-iters 30 --lr-decay-iters 30 --eval-iters 0 --save-interval 10".split()
     whole = tmp_path / "whole.jsonl"
     assert (
         run(

@@ -23,14 +23,7 @@ from tests.ranks import run_ranks
 # Longer than any test. The second save is the first of which it is known how long one takes.
 FLAGS = [
     *SETTINGS,
-    "--train-iters",
-    "100000",
-    "--eval-iters",
-    "0",
-    "--save-interval",
-    "20",
-    "--save-keep-last",
-    "2",
+    *"--train-iters 100000 --eval-iters 0 --save-interval 20 --save-keep-last 2".split(),
 ]
 ALONE = [sys.executable]
 

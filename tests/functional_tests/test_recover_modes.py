@@ -378,14 +378,9 @@ def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_a
             patch.setattr(pretrain_gpt, "forward_step", forward_step)
             return pretrain_gpt.run(argv).code
 
-    flags = [
-        "--exit-signal-handler",
-        "--exit-signal-grace-seconds",
-        "1e-9",
-        "--async-save",
-        "--save-interval",
-        "2",
-    ]
+    flags = (
+        "--exit-signal-handler --exit-signal-grace-seconds 1e-9 --async-save --save-interval 2"
+    ).split()
     assert run_ranks(1, body, [*SETTINGS, *flags, "--save", str(tmp_path)]) == [
         ExitCode.PREEMPTED_UNSAVED
     ]

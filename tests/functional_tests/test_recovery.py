@@ -299,12 +299,7 @@ RESIZED = [
     *SETTINGS,
     *NO_DROPOUT,
     *OFFLOADED,
-    "--train-iters",
-    "24",
-    "--save-interval",
-    "2",
-    "--log-interval",
-    "1",
+    *"--train-iters 24 --save-interval 2 --log-interval 1".split(),
 ]
 
 

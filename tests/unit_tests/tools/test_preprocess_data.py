@@ -97,10 +97,7 @@ def test_suffixes_choose_the_files_of_a_folder(tmp_path: Path) -> None:
     _preprocess(
         "--input",
         tmp_path / "in",
-        "--suffix",
-        ".py",
-        ".md",
-        "--output-prefix",
+        *"--suffix .py .md --output-prefix".split(),
         tmp_path / "out",
         *BYTES,
     )
@@ -117,10 +114,7 @@ def test_each_json_key_makes_a_dataset(tmp_path: Path, capsys: pytest.CaptureFix
     _preprocess(
         "--input",
         corpus,
-        "--json-keys",
-        "text",
-        "title",
-        "--output-prefix",
+        *"--json-keys text title --output-prefix".split(),
         tmp_path / "out",
         *BYTES,
     )
@@ -167,10 +161,7 @@ def test_a_key_given_twice_is_refused_and_what_stands_is_left(
         _preprocess(
             "--input",
             corpus,
-            "--json-keys",
-            "text",
-            "text",
-            "--output-prefix",
+            *"--json-keys text text --output-prefix".split(),
             tmp_path / "out",
             *BYTES,
         )
@@ -318,10 +309,7 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(
             [
                 "--input",
                 "{folder}/a.txt",
-                "--train-tokenizer",
-                "--vocab-size",
-                "300",
-                "--tokenizer-model",
+                *"--train-tokenizer --vocab-size 300 --tokenizer-model".split(),
                 "{folder}/none",
             ],
             "--tokenizer-model: expected a file to write for --train-tokenizer, got the folder",

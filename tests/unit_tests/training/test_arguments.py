@@ -19,17 +19,7 @@ from megatron.training.arguments import (
 )
 
 MINIMAL = [
-    *(
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "8",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "16",
-        "--mock-data",
-    ),
+    *("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data").split(),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "31"),
     *("--micro-batch-size", "1", "--train-iters", "4", "--lr", "0.1"),
 ]
@@ -147,12 +137,9 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             "expected --num-distributed-optimizer-instances of at least 2",
         ),
         (
-            [
-                "--num-distributed-optimizer-instances",
-                "2",
-                "--data-parallel-sharding-strategy",
-                "optim",
-            ],
+            (
+                "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy optim"
+            ).split(),
             "expected --data-parallel-sharding-strategy optim_grads_params, got 'optim'",
         ),
         (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank(s), got 2"),

@@ -329,36 +329,12 @@ def test_a_bad_loss_counts_as_an_overflow_even_if_all_gradients_are_finite():
 
 GPT = [
     *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "16",
-        "--mock-data",
-    ),
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data"
+    ).split(),
     *(
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "31",
-        "--hidden-dropout",
-        "0",
-        "--attention-dropout",
-        "0",
-    ),
-    *(
-        "--micro-batch-size",
-        "2",
-        "--train-iters",
-        "40",
-        "--lr",
-        "0.01",
-        "--normalization",
-        "RMSNorm",
-    ),
+        "--tokenizer-type NullTokenizer --vocab-size 31 --hidden-dropout 0 --attention-dropout 0"
+    ).split(),
+    *"--micro-batch-size 2 --train-iters 40 --lr 0.01 --normalization RMSNorm".split(),
 ]
 
 

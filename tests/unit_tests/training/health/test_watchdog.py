@@ -954,10 +954,7 @@ def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(
         "-m",
         "torch.distributed.run",
         *launcher,
-        "--nproc-per-node",
-        "3",
-        "--max-restarts",
-        "1",
+        *"--nproc-per-node 3 --max-restarts 1".split(),
     ]
     command += ["--master-port", str(free_port())] if "static" in launcher else []
     command += [str(script), how, str(tmp_path / "events"), "1.0" if how == "hang" else "60.0"]
