@@ -1,4 +1,5 @@
-"""`run_ranks(world_size, function, *args)`: runs a test's body on ranks of its own.
+"""Runs tests on ranks of their own: `@on_ranks(2)` above a test, or `run_ranks(2, function, *args)`
+in one that does something before or after.
 
 A pool of ranks per world size lives as long as the test session: each is a process with a gloo
 group of that size, and runs the functions it is handed. Importing torch anew would cost every test
@@ -15,6 +16,8 @@ function themselves; tests for other world sizes are skipped.
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import os
 import sys
 import tempfile
@@ -67,6 +70,27 @@ def run_ranks(
         _pools.pop((world_size, device), None)
         pool.kill()
         raise
+
+
+def on_ranks(
+    world_size: int, *, timeout: float = DEFAULT_TIMEOUT, device: str = "cpu"
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of what every rank of a process group of `world_size` is to do.
+
+    The test's parameters and fixtures are sent to the ranks, so they must be picklable.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        names = list(inspect.signature(body).parameters)
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            arguments = [given[name] for name in names]
+            run_ranks(world_size, body, *arguments, timeout=timeout, device=device)
+
+        return test
+
+    return decorate
 
 
 def prepare_simulator() -> None:
