@@ -37,7 +37,7 @@ from megatron.core.optimizer.cpu_offloading.host_arrays import (
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
-from megatron.core.optimizer.cpu_offloading.units import Owner, Unit, place, sharded_owner
+from megatron.core.optimizer.cpu_offloading.units import THE_MODEL, build_plan, units_of
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
@@ -233,6 +233,7 @@ def build_optimizer(
     *,
     scales_loss: bool = False,
     records_timings: bool = False,
+    plan: OffloadPlan | None = None,
 ) -> DistributedOptimizer:
     """The optimizer that `config` names over `model`'s parameters, sharded already.
 
@@ -242,6 +243,8 @@ def build_optimizer(
         scales_loss: whether the model computes in fp16.
         records_timings: whether an offloaded optimizer records what `DistributedOptimizer.timings`
             tells.
+        plan: what `plan_offload` answered before the model was sharded; default: the optimizer
+            makes one.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -254,7 +257,7 @@ def build_optimizer(
     choice = _choice(config, is_on_cpu)
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
-        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings)
+        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings, plan)
     elif choice == "native":
         optimizer = FusedAdam(
             groups,
@@ -275,41 +278,46 @@ def build_optimizer(
     )
 
 
-def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module, int]:
-    """The units of a model whose optimizer states `build_optimizer` will keep in host memory,
-    before it is sharded.
+def plan_offload(
+    model: nn.Module, config: OptimizerConfig, *, by_module: bool = True
+) -> OffloadPlan | None:
+    """Which groups of a model will be in host memory, made once, before the model is sharded.
 
-    Main weights that are on the host from the start never need the device's memory.
+    Args:
+        by_module: the entries of `sharding_units(model)`, and what they leave, go as a whole, as
+            our engine has them; else each tensor goes by itself.
 
     Returns:
-        Some of `sharding_units(model)`, and `model` for what they leave, with their global element
-        counts.
+        For `offloaded_modules`, `check_host_memory_for` and `build_optimizer`; None without
+        offloading.
     """
-    owners = {
-        id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()
-    }
-
-    def owner_of(parameter: nn.Parameter, _: str) -> Owner:
-        return Owner(owners.get(id(parameter), model), "")
-
-    offloaded = _offloaded(model, config, owner_of)
-    return {owners.get(id(unit.parameters[0]), model): unit.global_numel for unit in offloaded}
-
-
-def offloaded_numel(model: nn.Module, config: OptimizerConfig) -> int:
-    """The elements that `build_optimizer` will offload, of a model without FSDP groups."""
-    return sum(unit.global_numel for unit in _offloaded(model, config, sharded_owner))
-
-
-def _offloaded(
-    model: nn.Module,
-    config: OptimizerConfig,
-    owner_of: Callable[[nn.Parameter, str], Owner],
-) -> list[Unit]:
     if not config.optimizer_cpu_offload:
-        return []
+        return None
+    modules = {
+        id(parameter): name
+        for name, unit in _named_units(model).items()
+        for parameter in unit.parameters()
+    }
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    return place(groups, config.optimizer_offload_fraction, owner_of).on_host
+    units = units_of(
+        groups, lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None
+    )
+    return build_plan(units, config.optimizer_offload_fraction)
+
+
+def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
+    """The modules whose main weights are in host memory from the start, so that they never need
+    the device's: some of `sharding_units(model)`, and `model` for what they leave.
+    """
+    if plan is None:
+        return set()
+    modules = {**_named_units(model), THE_MODEL: model}
+    return {modules[group.name] for group in plan.groups if group.is_on_host}
+
+
+def _named_units(model: nn.Module) -> dict[str, nn.Module]:
+    units = set(sharding_units(model))
+    return {name: module for name, module in model.named_modules() if module in units}
 
 
 def check_host_memory_for(
@@ -355,6 +363,7 @@ def _build_hybrid(
     lr: float,
     num_local_ranks: int,
     records_timings: bool,
+    plan: OffloadPlan | None,
 ) -> HybridDeviceOptimizer:
     cls = torch.optim.SGD if config.optimizer == "sgd" else None
     return HybridDeviceOptimizer(
@@ -374,6 +383,7 @@ def _build_hybrid(
         num_host_threads=config.cpu_optimizer_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
+        plan=plan,
         **_options(config, lr),
     )
 

@@ -69,13 +69,14 @@ from megatron.core.optimizer.cpu_offloading.timings import (
 )
 from megatron.core.optimizer.cpu_offloading.units import (
     Unit,
+    build_plan,
     check_dtypes,
+    check_plan,
     check_sides,
     device_of,
     links_of,
     mesh_of,
-    place,
-    sharded_owner,
+    units_of,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.gradient_source import (
@@ -226,6 +227,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_host_threads: int | None = None,
         num_local_ranks: int | None = None,
         records_timings: bool = False,
+        plan: OffloadPlan | None = None,
         **kwargs: Any,
     ) -> None:
         """Plans, allocates the host side and moves what belongs there. All ranks of the mesh do it
@@ -258,12 +260,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
             num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
             records_timings: clocks for `timings`.
+            plan: of these parameters, if there is one already, which `offload_fraction` then does
+                not count for.
             kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other
                 classes than AdamW are theirs: not in the slabs, nor counted before.
 
         Raises:
-            ValueError: for a fraction outside 0 to 1, parameters on several devices, dtypes that
-                AdamW does not take.
+            ValueError: for a fraction outside 0 to 1, a plan of other parameters, parameters on
+                several devices, dtypes that AdamW does not take.
             NotImplementedError: for decoupled gradients with other classes than AdamW.
             HostMemoryError: on all ranks, before anything is allocated, if one machine's memory
                 does not suffice.
@@ -298,7 +302,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._timings: TimingRecorder | None = None
         if records_timings:
             self._timings = TimingRecorder(self._device, has_lanes=overlap_cpu_optimizer_d2h_h2d)
-        self.plan, on_device, on_host = place(self.param_groups, offload_fraction, sharded_owner)
+        units = units_of(self.param_groups)
+        self.plan = build_plan(units, offload_fraction) if plan is None else plan
+        check_plan(self.plan, units)
+        on_host = [unit for n, unit in enumerate(units) if self.plan.is_on_host(n)]
+        on_device = units[: len(units) - len(on_host)]
         check_sides(on_device)
         links = links_of(on_host, param_update_in_fp32, use_decoupled_grad)
         if self._is_flat:

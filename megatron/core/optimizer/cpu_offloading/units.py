@@ -1,13 +1,14 @@
-"""What the plan keeps together, on which side, and the buckets that it becomes on the host.
+"""The groups that the plan puts on one side or the other, and the buckets that the host's become.
 
-`place` is the one computation of who goes where. It is asked before a model is sharded, for the
-main weights that begin in host memory and for what that memory must hold, and again by the
-optimizer: the caller says which parameters belong together, everything else is the same.
+A model is planned once, before it is sharded: main weights that begin in host memory, what that
+memory must hold, and the optimizer all go by this plan. Sharding replaces parameters, so the
+optimizer finds its groups anew and holds them against the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,22 +28,16 @@ _BUCKET_NUMEL = (
 )  # elements of a bucket of single tensors: enough that a pass costs more than starting it
 
 
-class Owner(NamedTuple):
-    """What parameters belong to. `key` tells owners apart; `name` is for messages and the plan."""
-
-    key: Hashable
-    name: str
+THE_MODEL = "the model"  # the name of the module that has no other
 
 
 class Unit(NamedTuple):
-    """The parameters of one owner: of one FSDP module, in all of its groups, or a single tensor."""
+    """Parameters that are on one side together: one FSDP module's, whatever their dtypes, or a
+    single tensor.
+    """
 
-    owner: Owner
+    name: str
     parameters: list[nn.Parameter]
-
-    @property
-    def name(self) -> str:
-        return self.owner.name
 
     @property
     def groups(self) -> list[FsdpParameterGroup]:
@@ -53,14 +48,6 @@ class Unit(NamedTuple):
     @property
     def global_numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
-
-
-class Placed(NamedTuple):
-    """The units on each side, in the order of forward."""
-
-    plan: OffloadPlan
-    on_device: list[Unit]
-    on_host: list[Unit]
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> Device:
@@ -75,17 +62,24 @@ def device_of(parameters: Sequence[nn.Parameter]) -> Device:
     return Device(device.type, device.index or 0)
 
 
-def place(
+def sharded_module(parameter: nn.Parameter) -> str | None:
+    """The name of a parameter's FSDP module; None for any other tensor."""
+    group = group_of(parameter)
+    return None if group is None else group.name or THE_MODEL
+
+
+def units_of(
     param_groups: Sequence[Mapping[str, Any]],
-    fraction: float,
-    owner_of: Callable[[nn.Parameter, str], Owner],
-) -> Placed:
-    """Plans which units go to the host, from parameter groups as optimizers have them.
+    module_of: Callable[[nn.Parameter], str | None] = sharded_module,
+) -> list[Unit]:
+    """What goes to one side as a whole, from parameter groups as optimizers have them.
 
     Args:
-        fraction: see `OffloadPlan.build`.
-        owner_of: what a parameter, with its name in its group, belongs to. Units are in the order
-            of the first parameter of each.
+        module_of: the name of the FSDP module that a parameter belongs to, or will belong to; None
+            if it stays by itself.
+
+    Returns:
+        The units in the order of the first parameter of each.
     """
     units: dict[Hashable, Unit] = {}
     for number, options in enumerate(param_groups):
@@ -95,25 +89,27 @@ def place(
             group = group_of(parameter)
             if group is not None and not group.requires_grad:
                 continue  # it has no room for gradients, and never will
-            owner = owner_of(parameter, name)
-            units.setdefault(owner.key, Unit(owner, [])).parameters.append(parameter)
 
-    plan = OffloadPlan.build([(unit.name, unit.global_numel) for unit in units.values()], fraction)
-    sides: dict[bool, list[Unit]] = {False: [], True: []}
-    for index, unit in enumerate(units.values()):
-        sides[plan.is_on_host(index)].append(unit)
-    return Placed(plan, on_device=sides[False], on_host=sides[True])
+            module = module_of(parameter)
+            key = id(parameter) if module is None else module
+            units.setdefault(key, Unit(module or name, [])).parameters.append(parameter)
+    return list(units.values())
 
 
-def sharded_owner(parameter: nn.Parameter, name: str) -> Owner:
-    """The FSDP module of a parameter, or the parameter itself.
+def build_plan(units: Sequence[Unit], fraction: float) -> OffloadPlan:
+    """The plan of these units; see `OffloadPlan.build`."""
+    return OffloadPlan.build([(unit.name, unit.global_numel) for unit in units], fraction)
 
-    A module, not a group: the weights of a module begin on one side, whatever their dtypes.
-    """
-    group = group_of(parameter)
-    if group is None:
-        return Owner(id(parameter), name)
-    return Owner(group.name, group.name or "the model")
+
+def check_plan(plan: OffloadPlan, units: Sequence[Unit]) -> None:
+    """ValueError unless a plan is of these units."""
+    planned = [(group.name, group.numel) for group in plan.groups]
+    for expected, unit in zip_longest(planned, units):
+        got = None if unit is None else (unit.name, unit.global_numel)
+        if got != expected:
+            raise ValueError(
+                f"Expected the parameters that were planned, {expected} next, got {got}."
+            )
 
 
 def links_of(units: Sequence[Unit], in_fp32: bool, use_decoupled_grad: bool) -> list[DeviceLink]:
