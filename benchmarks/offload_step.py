@@ -38,7 +38,7 @@ from megatron.core.distributed.units import sharding_units
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
@@ -106,8 +106,8 @@ def break_down(
     watch = Stopwatch()
     wrapped = [
         watch.wrap(HostAdam, "run", "host pass"),
-        watch.wrap(GroupLink, "fetch", "gradients down"),
-        watch.wrap(GroupLink, "send", "weights up"),
+        watch.wrap(FsdpBucket, "fetch", "gradients down"),
+        watch.wrap(FsdpBucket, "send", "weights up"),
     ]
     dist.barrier()
     for _ in range(num_steps):

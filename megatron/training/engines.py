@@ -30,10 +30,10 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
-    check_host_memory_for,
     offloaded_modules,
     plan_offload,
 )
+from megatron.core.optimizer.host_preflight import check_host_memory_for
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf

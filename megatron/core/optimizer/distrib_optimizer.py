@@ -10,19 +10,17 @@ same coefficient undoes that; what it says of gradients is of the unscaled ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES
-from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
@@ -30,14 +28,10 @@ from megatron.core.optimizer.clip_grads import (
     scale_grads,
 )
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.host_arrays import (
-    check_memory_on_all_ranks,
-    shares_memory,
-)
+from megatron.core.optimizer.cpu_offloading.groups import THE_MODEL, build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
-from megatron.core.optimizer.cpu_offloading.units import THE_MODEL, build_plan, units_of
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
@@ -298,11 +292,11 @@ def plan_offload(
         for name, unit in _named_units(model).items()
         for parameter in unit.parameters()
     }
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    units = units_of(
-        groups, lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None
+    groups = groups_of(
+        parameter_groups(model.named_parameters(), config.weight_decay),
+        lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
     )
-    return build_plan(units, config.optimizer_offload_fraction)
+    return build_plan(groups, config.optimizer_offload_fraction)
 
 
 def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
@@ -318,43 +312,6 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:
     units = set(sharding_units(model))
     return {name: module for name, module in model.named_modules() if module in units}
-
-
-def check_host_memory_for(
-    numel: int,
-    config: OptimizerConfig,
-    grad_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    num_local_ranks: int,
-    mesh: DeviceMesh,
-) -> None:
-    """Refuses, before there are any weights, what `build_optimizer` would refuse once there are.
-    All ranks together.
-
-    Args:
-        numel: elements that a rank will have on the host, but for padding.
-        grad_dtype, weight_dtype: of gradients and compute weights as they travel.
-
-    Raises:
-        HostMemoryError: see `HybridDeviceOptimizer`.
-    """
-    needs = {
-        "main weights": DTYPES[config.main_params_dtype].itemsize,
-        "gradients": grad_dtype.itemsize,
-    }
-    if config.optimizer == "adam":
-        needs["moments"] = (
-            DTYPES[config.exp_avg_dtype].itemsize + DTYPES[config.exp_avg_sq_dtype].itemsize
-        )
-    elif config.sgd_momentum:
-        needs["momentum"] = torch.float32.itemsize
-    if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
-        needs["compute weights"] = weight_dtype.itemsize
-    check_memory_on_all_ranks(
-        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()],
-        num_local_ranks,
-        mesh,
-    )
 
 
 def _build_hybrid(

@@ -11,8 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from megatron.core.device import Device
 from megatron.core.lanes import ClockSpan, Event, RelayedEvent, Span
@@ -94,6 +95,10 @@ class StepTimings:
         Lanes that are threads wait by themselves, which keeps nobody else: see `Event.synchronize`.
         """
         return _Awaited(self, updated)
+
+    def before_use(self, updated: RelayedEvent) -> Callable[[], None] | None:
+        """What a thread calls that is about to wait for an update and its way up."""
+        return partial(self.wait, updated)
 
     @property
     def is_complete(self) -> bool:
@@ -198,3 +203,44 @@ class TimingRecorder:
             for name, value in self._ended.popleft().sums().items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
             self._num_steps += 1
+
+
+class NoTimings:
+    """A recorder that records nothing, and each of its steps."""
+
+    @property
+    def coming(self) -> NoTimings:
+        return self
+
+    def begin(self) -> NoTimings:
+        return self
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+    def collect(self) -> None:
+        """There is nothing to tell."""
+
+    def timed(
+        self,
+        lane: str,  # noqa: ARG002 (as StepTimings has it)
+        work: Callable[[], object],
+        host_bytes: int = 0,  # noqa: ARG002
+    ) -> Callable[[], object]:
+        return work
+
+    def waiting(self, lane: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def wait(self, updated: RelayedEvent) -> None:
+        updated.wait()
+
+    def awaited(self, updated: RelayedEvent) -> Event:
+        return updated
+
+    def before_use(self, updated: RelayedEvent) -> None:
+        """Nobody wants to know how long the wait takes."""
+
+
+Recorder: TypeAlias = TimingRecorder | NoTimings
+StepRecorder: TypeAlias = StepTimings | NoTimings
