@@ -27,6 +27,10 @@ class StateMemory:
             WeakKeyDictionary()
         )
 
+    def __reduce__(self) -> tuple[type[StateMemory], tuple[()]]:
+        # A copy of a parameter has no group, so a copy of its optimizer shares no buffers.
+        return StateMemory, ()
+
     def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A state, uninitialised, on the device of the parameter's local tensor.
 

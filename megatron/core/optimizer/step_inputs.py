@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.optimizer.gradient_source import gradient_of
+from megatron.core.optimizer.te_parity import gradient_of
 
 IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
 

@@ -37,13 +37,13 @@ from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSetting
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
-from megatron.core.optimizer.gradient_source import check_not_elsewhere, clear_gradients
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.state_loading import check_like, states_by_parameter
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES, StepInputs
+from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
 
 
 class HybridStep(NamedTuple):
