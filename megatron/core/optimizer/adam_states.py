@@ -3,7 +3,7 @@
     step           scalar, fp32, on the CPU: the steps that p has taken, those with a gradient
     exp_avg        like p, in exp_avg_dtype
     exp_avg_sq     like p, in exp_avg_sq_dtype
-    master_param   with master weights, of a 16-bit p: its fp32 value, or the remainder of it, like p
+    master_param   with master weights, of a 16-bit p: its fp32 value or the remainder, like p
 
 If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in
 fp16 and fp8 have a scale for each (local) tensor, which is kept here (see [Note: scales]).
@@ -57,6 +57,7 @@ class AdamStates:
         tensors = {
             name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()
         }
+
         self._scales[parameter] = {
             name: scaled_states.new_scale(local_tensor(tensor).device)
             for name, tensor in tensors.items()
@@ -70,6 +71,7 @@ class AdamStates:
         """Makes the states those of a parameter that has taken no step."""
         for name, tensor in states.items():
             local_tensor(tensor).zero_()
+            # Of its fp32 value a parameter that was never stepped lacks nothing.
             if name == _MASTER and tensor.dtype != torch.int16:
                 self.store(parameter, states, name, local_tensor(parameter).detach().float())
 
@@ -82,12 +84,14 @@ class AdamStates:
         if scale is not None:
             is_weight = name == _MASTER
             scaled_states.restore(own, scale, values.to(own.device), is_weight=is_weight)
+        # A state dict of this very optimizer shares its memory.
         elif own.data_ptr() != values.data_ptr():
             own.copy_(values)
 
     def install(self, parameter: torch.Tensor, states: States, loaded: States) -> None:
         """Takes over loaded states, which are known to fit."""
         for name, value in loaded.items():
+            # Counts may be numbers, in TransformerEngine's dicts, and lie on the CPU here.
             if name == STEP:
                 states[STEP].fill_(float(value))
             else:
@@ -98,6 +102,7 @@ class AdamStates:
         state: torch.Tensor = states[name]
         if state.dtype in (torch.float32, torch.int16):
             return state
+
         scale, local = self.scale_of(parameter, name), local_tensor(state)
         return like(parameter, local.float() if scale is None else scaled_states.read(local, scale))
 

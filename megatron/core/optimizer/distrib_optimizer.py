@@ -1,5 +1,4 @@
-"""`DistributedOptimizer`: the only optimizer that the training loop sees, whatever stands behind
-it.
+"""`DistributedOptimizer`: the only optimizer that the training loop sees.
 
 It knows the norm of all ranks' gradients, clips by a coefficient that the optimizer takes in as it
 reads gradients, and steps nothing where the norm is not finite. In fp16 it scales the loss, and the
@@ -38,6 +37,7 @@ from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
 
+# Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
     from transformer_engine.pytorch.optimizers import FusedAdam as TEFusedAdam
 except ImportError:
@@ -52,6 +52,14 @@ class PlannedStep(Protocol):
     """The optimizer's step, of which only the factor of the gradients is missing."""
 
     def __call__(self, *, grad_scale: float) -> object: ...
+
+
+class _Planning(Protocol):
+    """`FusedAdam` and `HybridDeviceOptimizer`: each steps by a plan that it has made."""
+
+    def plan_step(self) -> Any: ...
+
+    def step(self, *, grad_scale: float, planned: Any) -> object: ...
 
 
 class DistributedOptimizer:
@@ -109,7 +117,7 @@ class DistributedOptimizer:
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run the backward of: scaled, or `loss` itself without a scaler.
+        """The loss whose backward to run: scaled, or `loss` itself without a scaler.
 
         Args:
             loss: scalar, fp32: in fp16 the product would overflow.
@@ -125,37 +133,34 @@ class DistributedOptimizer:
         return global_grad_norm(self._parameters()) / self.loss_scale
 
     def num_zeros(self) -> torch.Tensor | None:
-        """How many elements of all gradients are zero; see `global_num_zeros`. None unless it is
-        asked for.
-        """
+        """How many elements of all gradients are zero; None unless `counts_zeros` was set."""
         return global_num_zeros(self._parameters()) if self._counts_zeros else None
 
     def plan_step(self) -> PlannedStep | None:
-        """What `step` can know before the norm: for callers with nothing else to do until the
-        device has told it.
+        """What `step` can know before the norm, for callers that wait for the device to tell it.
 
         Steps nothing. None where `step` has to find all of it out itself.
 
         Raises:
             ValueError, RuntimeError: for gradients that the optimizer cannot step with.
         """
-        if isinstance(self.optimizer, FusedAdam):
-            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
-        if isinstance(self.optimizer, HybridDeviceOptimizer):
-            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
-        return None
+        if not isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
+            return None
+
+        optimizer: _Planning = self.optimizer
+        return partial(optimizer.step, planned=optimizer.plan_step())
 
     def step(self, grad_norm: float, planned: PlannedStep | None = None) -> bool:
-        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler learns how it
-        went.
+        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler is told.
 
         Args:
             grad_norm: the same on every rank. Not finite: the gradients are not to be used.
             planned: what `plan_step` has answered since the gradients are there.
 
         Returns:
-            Whether it did: with a norm that is not finite, nothing is stepped.
+            Whether it stepped: with a norm that is not finite, it does not.
         """
+        # These gradients have the present scale; the next backward has the next one.
         loss_scale, is_finite = self.loss_scale, math.isfinite(grad_norm)
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
@@ -166,15 +171,15 @@ class DistributedOptimizer:
     def _step_scaled(
         self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
     ) -> None:
-        """Steps with gradients that are `loss_scale` times too large, and are left so where the
-        optimizer can.
-        """
+        """Steps with gradients that are `loss_scale` times too large."""
         scale = 1.0
         if self._clip_grad > 0:
             scale = float(
                 clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad)
             )
         scale /= loss_scale
+
+        # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
         if planned is not None:
             planned(grad_scale=scale)
         elif isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
@@ -193,8 +198,9 @@ class DistributedOptimizer:
             self.optimizer.synchronize()
 
     def state_memory(self, model: nn.Module) -> dict[str, StateBytes]:
-        """The bytes of each state of this rank; see `state_memory`. Allocates AdamW's states, where
-        there are none yet.
+        """The bytes of each state of this rank; see `state_memory`.
+
+        Allocates AdamW's states, which are then counted too.
 
         Args:
             model: whose parameters these are.
@@ -204,15 +210,14 @@ class DistributedOptimizer:
         return state_memory(model, self.optimizer)
 
     def timings(self) -> OffloadTimings | None:
-        """What the offloaded optimizer's lanes took in the steps completed since the last call, on
-        this rank.
+        """What the offloaded optimizer's lanes took in the steps completed since the last call.
 
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to
         record.
         """
-        return (
-            self.optimizer.timings() if isinstance(self.optimizer, HybridDeviceOptimizer) else None
-        )
+        if not isinstance(self.optimizer, HybridDeviceOptimizer):
+            return None
+        return self.optimizer.timings()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
@@ -249,6 +254,7 @@ def build_optimizer(
         parameter.device.type == "cpu" for group in groups for parameter in group["params"]
     )
     choice = _choice(config, is_on_cpu)
+
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
         optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings, plan)
@@ -263,7 +269,9 @@ def build_optimizer(
     else:
         optimizer = _other_optimizer(model, groups, config, lr, choice)
         if any(group_of(parameter) for group in groups for parameter in group["params"]):
+            # These know nothing of main gradients in another dtype than their parameters.
             fully_shard_optimizer(optimizer)
+
     return DistributedOptimizer(
         optimizer,
         config.clip_grad,
@@ -287,6 +295,7 @@ def plan_offload(
     """
     if not config.optimizer_cpu_offload:
         return None
+
     modules = {
         id(parameter): name
         for name, unit in _named_units(model).items()
@@ -305,6 +314,7 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
     """
     if plan is None:
         return set()
+
     modules = {**_named_units(model), THE_MODEL: model}
     return {modules[group.name] for group in plan.groups if group.is_on_host}
 
@@ -356,6 +366,7 @@ def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
     choice = config.gpu_optimizer
     if choice == "auto":
         return "torch" if config.optimizer == "sgd" else "native"
+
     if choice in ("te", "apex") and is_on_cpu:
         raise ConfigError(
             f"--gpu-optimizer: expected auto, native or torch on the CPU, got {choice}."
@@ -368,6 +379,7 @@ def _other_optimizer(
 ) -> torch.optim.Optimizer:
     if choice == "torch":
         return build_torch_optimizer(model, config, lr)
+
     cls: type[torch.optim.Optimizer] | None = {"te": TEFusedAdam, "apex": ApexFusedAdam}[choice]
     if cls is None:
         package = {"te": "TransformerEngine", "apex": "NVIDIA's Apex"}[choice]

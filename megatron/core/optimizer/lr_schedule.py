@@ -63,11 +63,13 @@ class LRScheduleConfig:
             f"at most --lr {self.lr}",
             self.lr_warmup_init,
         )
+
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError(
                 "--lr-warmup-fraction: expected it alone, without --lr-warmup-iters, "
                 f"got {self.lr_warmup_fraction} and {self.lr_warmup_iters}."
             )
+
         is_wsd = self.lr_decay_style == "WSD"
         expect(
             is_wsd == (self.lr_wsd_decay_iters is not None),
@@ -84,9 +86,7 @@ class LRScheduleConfig:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A resolved schedule: `schedule(iteration)` is the learning rate of that iteration, the first
-    being 0.
-    """
+    """A resolved schedule: `schedule(iteration)` is that iteration's learning rate, from 0 on."""
 
     peak: float
     least: float
@@ -99,13 +99,16 @@ class LRSchedule:
 
     @classmethod
     def build(cls, config: LRScheduleConfig, train_iters: int) -> LRSchedule:
-        """Resolves the defaults that depend on the run's length. ConfigError if the phases do not
-        fit.
+        """Resolves the defaults that depend on the run's length.
+
+        Raises:
+            ConfigError: if the phases do not fit into it.
         """
         decay_iters = config.lr_decay_iters or train_iters
         warmup_iters = config.lr_warmup_iters
         if config.lr_warmup_fraction is not None:
             warmup_iters = int(config.lr_warmup_fraction * decay_iters)
+
         most = f"at most the {decay_iters} decay iterations"
         expect(warmup_iters <= decay_iters, "--lr-warmup-iters", most, warmup_iters)
         if config.lr_wsd_decay_iters is not None:
@@ -116,6 +119,7 @@ class LRSchedule:
                 f"{warmup_iters} of warm-up",
                 config.lr_wsd_decay_iters,
             )
+
         is_wsd = config.lr_decay_style == "WSD"
         return cls(
             peak=config.lr,
@@ -157,7 +161,7 @@ class LRSchedule:
             for name in ("wsd_style", "wsd_iters"):
                 _check(state[name] is None, name, f"null for the style {style}", state[name])
 
-        # What `build` has made sure of, and `__call__` relies on.
+        # `build` has made sure of this, and `__call__` divides by the phases' lengths.
         peak = state["peak"]
         for name in ("least", "warmup_init"):
             _check(state[name] <= peak, name, f"at most peak, {peak}", state[name])
@@ -178,12 +182,14 @@ class LRSchedule:
         step = iteration + 1
         if self.warmup_iters and step <= self.warmup_iters:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_iters
+
         if self.style == "constant":
             return self.peak
         if step >= self.decay_iters:
             return self.least
         if self.style == "WSD":
             return self._stable_then_decay(step)
+
         done = (step - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
         return self._between(self.style, done)
 
@@ -197,12 +203,11 @@ class LRSchedule:
     def _stable_then_decay(self, step: int) -> float:
         if self.wsd_iters is None or self.wsd_style is None:
             raise RuntimeError(f"Expected a WSD schedule with its last phase, got {self}.")
+
         start = self.decay_iters - self.wsd_iters
-        return (
-            self.peak
-            if step <= start
-            else self._between(self.wsd_style, (step - start) / self.wsd_iters)
-        )
+        if step <= start:
+            return self.peak
+        return self._between(self.wsd_style, (step - start) / self.wsd_iters)
 
     def _between(self, style: str, done: float) -> float:
         """From `peak` at 0 to `least` at 1."""

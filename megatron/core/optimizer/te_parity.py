@@ -48,6 +48,7 @@ def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place
     read = _attribute(use_decoupled_grad)
     if gradient_of(parameter, use_decoupled_grad) is not None:
         return
+
     for name in _ATTRIBUTES:
         if getattr(parameter, name, None) is not None:
             raise ValueError(
@@ -69,6 +70,7 @@ def clear_gradients(
         if set_to_none:
             setattr(parameter, _attribute(use_decoupled_grad), None)
         else:
+            # In place, for programs that keep the tensor itself, as captured graphs do.
             local_tensor(gradient).detach().zero_()
 
 

@@ -3,10 +3,10 @@ allocated once.
 
 Four slabs, of which two may be pinned, since only they are copied from and to the device:
 
-    gradients         on their way down                                             pinned with `pins_grads`
-    compute weights   on their way up; none where they share the gradients' memory  pinned with `pins_params`
-    main weights      which a model goes on using when its optimizer is gone        never pinned
-    states            moments, and widened gradients                                never pinned
+    gradients         pinned with `pins_grads`    on their way down
+    compute weights   pinned with `pins_params`   on their way up; none where gradients make room
+    main weights      never pinned                a model keeps them when its optimizer is deleted
+    states            never pinned                moments, and widened gradients
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.

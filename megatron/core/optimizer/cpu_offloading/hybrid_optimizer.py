@@ -1,8 +1,8 @@
 """`HybridDeviceOptimizer`: an optimizer of which a part, or all, lives in host memory.
 
-    backward, last microbatch   gradients of a group are reduced     d2h: copied down, 2 bytes an element in bf16
-    step                        buckets in forward order             host: one pass over a bucket's flat arrays
-                                                                     h2d: its compute weights copied up
+    backward, last microbatch   d2h: a group's gradients are copied down once they are reduced
+    step                        host: one pass over a bucket's flat arrays, in forward order
+                                h2d: its compute weights are copied up
     next forward                a group's gather waits for its own weights, and for nothing else
 
 The host side takes the last groups of the network: their gradients come first in backward, and
@@ -427,8 +427,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             optimizer.load(index, states)
 
     def _collect_states(self) -> None:
-        # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state as
-        # not initialised, and would take a step to create one.
+        # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state
+        # as not initialised, and would take a step to create one.
         states: dict[torch.Tensor, Any] = {
             slot.parameter: optimizer.states(index)
             for optimizer in self._host_side.optimizers

@@ -9,7 +9,7 @@ arithmetic: all ranks compute the same one, at any world size. With 10 elements 
 fraction of 0.5:
 
     group    embedding   layers.0   layers.1   layers.2   head
-    side     device      device     host       host       host      30 of 50 elements, the least that is half or more
+    side     device      device     host       host       host    30 of 50: half or more
 """
 
 from __future__ import annotations
