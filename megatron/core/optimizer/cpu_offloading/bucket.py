@@ -100,9 +100,7 @@ class Bucket(ABC):
         """From here on, fetches gradients as soon as they are reduced, if anything tells when."""
 
     def keep_main_weight(self, stepped: Sequence[Slot]) -> None:  # noqa: B027
-        """Before an update: takes over what others have written to the parameters since the last
-        one.
-        """
+        """Before an update: takes over what others wrote to the parameters since the last one."""
 
     @abstractmethod
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
@@ -122,11 +120,13 @@ class Bucket(ABC):
     def queue_fetch(
         self, lane: Lane, work: Callable[[], object], after: Sequence[Event] = ()
     ) -> Event:
-        """Queues work that writes to `grad`, whose memory new weights may still be leaving."""
+        """Queues work that writes to `grad`."""
+        # New weights, which share its memory, may still be on their way up.
         return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
 
     def take_reads(self) -> list[Event]:
         """Hands over what the next update waits for."""
+        # A new list: what is handed over must not grow while it is waited for.
         reads, self.reads = self.reads, []
         return reads
 

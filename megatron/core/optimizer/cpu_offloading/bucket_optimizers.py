@@ -87,9 +87,7 @@ class BucketOptimizer(ABC):
 
 
 class FlatAdam(BucketOptimizer):
-    """AdamW over the whole bucket: one pass that reads gradients and writes states and compute
-    weights.
-    """
+    """AdamW in one pass over the bucket, from gradients to states and compute weights."""
 
     def __init__(
         self,
@@ -105,6 +103,7 @@ class FlatAdam(BucketOptimizer):
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
+        # Every parameter counts its own steps: only those with a gradient are stepped.
         counters = [self._states[each.number]["step"] for each in stepped]
         steps = [
             AdamStep.of(each.options, int(counter) + 1, 1.0, self._adam_w_mode)
@@ -166,9 +165,7 @@ class WrappedOptimizer(BucketOptimizer):
         options: dict[str, Any],
         widened: torch.Tensor | None,
     ) -> None:
-        """`widened` is memory for the bucket's gradients in the dtype of its main weights, if they
-        have another.
-        """
+        """`widened`: memory for gradients in the main weights' dtype, if they have another."""
         super().__init__(bucket)
         self._widened = None if widened is None else widened.view(bucket.main_dtype)
         self._parameters = [self._view(slot) for slot in bucket.slots]

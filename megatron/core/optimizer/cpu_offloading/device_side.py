@@ -10,12 +10,16 @@ import torch
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
-from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, defaults_of
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.step_inputs import IDENTITIES
-from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
+from megatron.core.optimizer.torch_optimizer import (
+    defaults_of,
+    init_torch_states,
+    load_torch_states,
+)
 
 _ParamGroups = Sequence[Mapping[str, Any]]
 

@@ -29,7 +29,6 @@ from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
 _BUCKET_NUMEL = 4 << 20
 
-
 THE_MODEL = "the model"  # the name of the module that has no other
 
 
@@ -119,6 +118,7 @@ def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:
         ValueError: for a plan of other groups, and for main weights in host memory of a group that
             is planned on the device.
     """
+    # By names and sizes, since sharding replaces the parameters that were planned.
     planned = [(group.name, group.numel) for group in plan.groups]
     for expected, group in zip_longest(planned, groups):
         got = None if group is None else (group.name, group.global_numel)
@@ -130,6 +130,8 @@ def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:
     sides = Sides([], [])
     for index, group in enumerate(groups):
         (sides.on_host if plan.is_on_host(index) else sides.on_device).append(group)
+
+    # The device's optimizer could not update main weights that were made in host memory.
     for group in sides.on_device:
         if any(fsdp_group.is_on_host for fsdp_group in group.fsdp_groups):
             raise ValueError(
@@ -158,6 +160,7 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             buckets.append(TensorBucket(parameters, names, main_dtype, settings.use_decoupled_grad))
             run.clear()
 
+    # FSDP groups end a run, so that buckets stay in the order of forward.
     for group in groups:
         size = sum(local_tensor(p).numel() for other in run for p in other.parameters)
         is_other = bool(run) and group.parameters[0].dtype != run[0].parameters[0].dtype
@@ -169,19 +172,15 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             own = [p for p in group.parameters if group_of(p) is fsdp_group]
             buckets.append(FsdpBucket(fsdp_group, own))
     end_run()
-    if settings.host_is_flat:
-        _check_adam_dtypes(buckets)
-    return buckets
 
-
-def _check_adam_dtypes(buckets: Sequence[Bucket]) -> None:
-    for bucket in buckets:
+    for bucket in buckets if settings.host_is_flat else ():
         for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(
                     f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for "
                     f"{bucket.name}."
                 )
+    return buckets
 
 
 def mesh_of(groups: Sequence[OffloadGroup]) -> DeviceMesh | None:

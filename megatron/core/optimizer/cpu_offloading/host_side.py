@@ -24,7 +24,7 @@ from megatron.core.optimizer.cpu_offloading.bucket_optimizers import (
     WrappedOptimizer,
 )
 from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
-from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, known_to
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.timings import (
     D2H,
     H2D,
@@ -37,6 +37,7 @@ from megatron.core.optimizer.cpu_offloading.timings import (
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.torch_optimizer import known_to
 
 
 class Lanes(NamedTuple):

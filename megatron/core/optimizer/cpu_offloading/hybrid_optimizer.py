@@ -175,9 +175,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The states of all parameters by name, once the updates under way have ended. Their dicts
-        are not copies.
-        """
+        """The states of all parameters by name, not copies, once updates under way have ended."""
         if self._is_complete:
             self.synchronize()
             self._collect_states()
@@ -261,21 +259,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         clear_gradients(self._parameters(), self.use_decoupled_grad, set_to_none)
 
     def synchronize(self) -> None:
-        """Waits until all updates have ended and their weights are on the device. Raises what
-        failed there.
-        """
+        """Waits until all updates have ended and their weights are up. Raises what failed there."""
         self._host_side.synchronize()
 
     def state_units(self) -> list[StateUnit]:
-        """Those of the device side, and each bucket, as what may be read while the others are being
-        updated.
-        """
+        """Those of the device side, and one for each bucket."""
         on_host = self._host_side.state_units(self)
         return self._device_side.state_units() + on_host
 
     def timings(self) -> OffloadTimings | None:
-        """Means over the steps that have been completed since the last call; None if there are
-        none, or no records.
+        """Means over the steps completed since the last call; None if nothing was recorded.
 
         With `overlap_step_with_forward` the last step is not among them: the forward still waits
         for it.
@@ -283,27 +276,23 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return self._host_side.timings.collect()
 
     def reload_parameters(self) -> None:
-        """Takes over the values that parameters have, after something wrote to them that no version
-        counter shows.
+        """Takes over the parameters' values, after a write that no version counter shows.
 
-        Other writes are noticed, those by `load_state_dict` too; but not those through `.data`, nor
-        those by foreach operations on plain DTensors (FSDP2's, and those of `no_shard`).
+        Such are writes through `.data`, and those by foreach operations on plain DTensors (FSDP2's,
+        and those of `no_shard`). Others are noticed, those by `load_state_dict` too.
         """
         self._host_side.wait_until_free()
         for bucket in self._host_side.buckets:
             bucket.reload()
 
     def init_state(self) -> None:
-        """Allocates the states that are not there yet, without stepping. On the host, AdamW's are
-        from the start.
-        """
+        """Allocates the states that are not there yet, without stepping."""
         self._host_side.init_states()
         self._device_side.init_states()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies the states of `state_dict()` into the memory where they belong, and takes the
-        groups' options over.
+        """Copies states into the memory where they belong, and takes the groups' options over.
 
         Raises:
             ValueError: for other groups, states, shapes or dtypes than this optimizer's; nothing is
@@ -328,9 +317,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while the optimizer is made. NotImplementedError later: the sides are planned
-        once.
-        """
+        """As torch's, while the optimizer is made; later NotImplementedError: it has planned."""
         if self._is_complete:
             raise NotImplementedError(
                 "Expected all parameters when the optimizer is made, got another group."
@@ -347,16 +334,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory on this rank: main weights, AdamW's moments, gradients and weights
-        on their way.
-        """
+        """Of this rank: main weights, AdamW's moments, gradients and weights on their way."""
         return sum(self._host_side.nbytes_by_state.values())
 
     def host_bytes_by_state(self) -> dict[str, int]:
         """Bytes of host memory by what they are for; what aligns an array counts with it.
 
-        The sum is `host_bytes`, and the states of other optimizers than AdamW, as far as there are
-        any yet.
+        The sum is `host_bytes`, and the states of other optimizers than AdamW allocated so far.
         """
         return self._host_side.all_nbytes_by_state()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.adam import MOMENT_DTYPES
+from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
 # What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
@@ -100,6 +99,7 @@ class HybridSettings(NamedTuple):
 
     def device_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """The device side's class, and all of its options."""
+        # FusedAdam in the place of torch's AdamW: both sides must give the same bits.
         options = known_to(self.device_cls, self.options)
         if not is_flat_adam(self.device_cls, options):
             return self.device_cls, options
@@ -128,15 +128,3 @@ def is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -
     return cls is FusedAdam or (
         cls is torch.optim.AdamW and not set(others).difference(_IMPLEMENTATIONS)
     )
-
-
-def defaults_of(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class gives its groups."""
-    return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
-
-
-def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class takes."""
-    known = inspect.signature(cls).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    return {name: value for name, value in options.items() if takes_any or name in known}

@@ -1,7 +1,7 @@
 """Adam over flat arrays on a GPU, in Triton: one launch for each piece.
 
-The bits are those of [Note: arithmetic] in adam.py. Without Triton, or without a GPU, importing this
-is fine and stepping a GPU tensor is an error.
+The bits are those of [Note: arithmetic] in adam.py. Without Triton, or without a GPU, importing
+this is fine and stepping a GPU tensor is an error.
 
 [Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on
 where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is
