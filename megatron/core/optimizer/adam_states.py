@@ -121,6 +121,7 @@ class AdamStates:
             return {**arrays, "weight": own}
         if master.tensor.dtype == torch.int16:
             return {**arrays, "weight": own, "remainder": master}
+        # The master is updated, and the parameter takes its rounding.
         return {**arrays, "weight": master, "out": own}
 
     def check(
@@ -142,6 +143,7 @@ class AdamStates:
                 f"{gradient.dtype}."
             )
 
+        # Kernels write by address: a state that does not fit would have its neighbours overwritten.
         device, dtypes = local_tensor(parameter).device, self.dtypes_of(parameter)
         tensors = {"gradient": gradient, **{name: states[name] for name in dtypes}}
         for name, tensor in tensors.items():

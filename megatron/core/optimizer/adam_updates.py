@@ -90,6 +90,7 @@ def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
 
     It is the array's own tensor if that is so already.
     """
+    # Both moments go to fp32, though one alone may be what kernels do not take: they must be alike.
     tensor = array.tensor
     if array.scale is not None:
         tensor = scaled_states.read(tensor, array.scale)

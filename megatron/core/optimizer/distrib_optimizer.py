@@ -89,10 +89,9 @@ class DistributedOptimizer:
             NotImplementedError: for an optimizer that reads decoupled gradients, whose norm nothing
                 here would take.
         """
-        if (
-            isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer))
-            and optimizer.use_decoupled_grad
-        ):
+        # The norm is taken of .grad, and would say nothing of what is stepped.
+        ours = optimizer if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) else None
+        if ours is not None and ours.use_decoupled_grad:
             raise NotImplementedError(
                 "Expected an optimizer of .grad, got use_decoupled_grad=True."
             )
@@ -172,11 +171,11 @@ class DistributedOptimizer:
         self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
     ) -> None:
         """Steps with gradients that are `loss_scale` times too large."""
+        # In fp64: our kernels round the factor once, to fp32.
         scale = 1.0
         if self._clip_grad > 0:
-            scale = float(
-                clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad)
-            )
+            norm = torch.tensor(grad_norm, dtype=torch.float64)
+            scale = float(clip_coefficient(norm, self._clip_grad))
         scale /= loss_scale
 
         # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
@@ -320,6 +319,7 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
 
 
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:
+    # A module that stands in several places has the first of its names, as the engine gives it.
     units = set(sharding_units(model))
     return {name: module for name, module in model.named_modules() if module in units}
 
@@ -363,6 +363,7 @@ def _options(config: OptimizerConfig, lr: float) -> dict[str, Any]:
 
 def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
     """`--gpu-optimizer` with `auto` resolved. ConfigError for one that cannot do what is asked."""
+    # SGD is torch's on both sides; there is no other.
     choice = config.gpu_optimizer
     if choice == "auto":
         return "torch" if config.optimizer == "sgd" else "native"

@@ -254,6 +254,7 @@ class FusedAdam(torch.optim.Optimizer):
                 event.synchronize()
             carry_out(batch.updates, grad_scale, self._run)
 
+        # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
@@ -315,6 +316,7 @@ class FusedAdam(torch.optim.Optimizer):
         expected = torch.int16 if dtypes[state_name] == torch.int16 else torch.float32
         check_state(state_name, unscaled_state, param, expected)
 
+        # A reader on another thread must not see half of it.
         self._revision += 1
         self._holds.wait()
         if not self.state.get(param):
@@ -340,6 +342,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
 
+        # All of it first: a dict that is refused must change nothing.
         states = checked_states(self.param_groups, state_dict, self._states.dtypes_of)
         self._revision += 1
         self._holds.wait()
@@ -390,6 +393,7 @@ class FusedAdam(torch.optim.Optimizer):
         return planned
 
     def _run(self, pieces: Sequence[AdamPiece]) -> None:
+        # Parameters may be on both at once. The host's threads start when they are first needed.
         on_host = [piece for piece in pieces if piece.weight.device.type == "cpu"]
         on_device = [piece for piece in pieces if piece.weight.device.type != "cpu"]
         if on_host:

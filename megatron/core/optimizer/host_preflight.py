@@ -48,6 +48,7 @@ def check_host_memory_for(
         )
     elif config.sgd_momentum:
         needs["momentum"] = torch.float32.itemsize
+    # Elsewhere new weights are written over the gradients that they came from.
     if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
         needs["compute weights"] = weight_dtype.itemsize
     check_memory_on_all_ranks(
@@ -78,6 +79,7 @@ def check_memory_on_all_ranks(
     """
     if num_local_ranks is None:
         num_local_ranks = local_world_size()
+    # Each rank looks at its own machine, whose limits nobody else can read.
     failure = None
     try:
         check_host_memory(needs, num_local_ranks=num_local_ranks)

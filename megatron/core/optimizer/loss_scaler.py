@@ -107,6 +107,7 @@ class DynamicLossScaler:
 
         if self.growth_tracker + 1 < self.window:
             return dataclasses.replace(self, growth_tracker=self.growth_tracker + 1)
+        # Without an upper bound, as in Megatron: an overflow brings it down again.
         return dataclasses.replace(
             self,
             scale=self.scale * GROWTH_FACTOR,
@@ -124,6 +125,7 @@ class DynamicLossScaler:
 
     def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
         """See `LossScaler`. From a constant scaler's state it begins anew."""
+        # A constant scaler has nothing to hand over.
         if state == {}:
             return self
         if not isinstance(state, dict) or state.keys() != self.state().keys():

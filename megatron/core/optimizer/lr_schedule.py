@@ -144,6 +144,7 @@ class LRSchedule:
         if not isinstance(state, dict) or state.keys() != set(names):
             raise ValueError(f"Expected the fields {', '.join(names)}, got {reprlib.repr(state)}.")
 
+        # A file may hold anything: each field is checked before others are compared with it.
         for name in ("peak", "least", "warmup_init"):
             _check(_is_rate(state[name]), name, "a finite number >= 0", state[name])
         for name in ("decay_iters", "warmup_iters"):
@@ -187,6 +188,7 @@ class LRSchedule:
             return self.peak
         if step >= self.decay_iters:
             return self.least
+        # The warm-up counts as a part of the decay's iterations, as in Megatron.
         if self.style == "WSD":
             return self._stable_then_decay(step)
 

@@ -68,7 +68,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             has_main = _MASTER in states.get(parameter, {}) or (
                 hybrid is not None and hybrid.holds(parameter)
             )
-            # FSDP2's shards are cast, and gathered, to be computed with.
+            # FSDP2's shards are cast and gathered before they compute.
             is_main = isinstance(parameter, DTensor) and not has_main
             counter.add(MAIN if is_main else COMPUTE, parameter)
             if parameter.grad is not None:

@@ -61,6 +61,7 @@ def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
 
 def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
     """All of an optimizer that updates in `step` itself."""
+    # Nothing has to be waited for: what `step` issued comes before what this thread issues next.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
 

@@ -59,11 +59,13 @@ class StepHolds:
             for hold in self._holds
             if not hold.event.is_done()
         ]
+        # Parameters that are held several times are stepped with the last of their holds.
         last = {
             parameter: number
             for number, (_, parameters) in enumerate(held)
             for parameter in parameters
         }
+        # By the number of the hold; -1 is what nobody reads.
         batches: dict[int, list[_Step]] = {}
         for step in steps:
             batches.setdefault(last.get(id(step.parameter), -1), []).append(step)

@@ -104,6 +104,7 @@ class MasterWeights:
         is_narrow = parameter.dtype.itemsize == 2
         if not (self.is_kept and is_narrow) or group_of(parameter) is not None:
             return None
+        # fp16 has other exponents than fp32: no remainder of 16 bits completes it.
         if self.as_remainders and parameter.dtype == torch.bfloat16:
             return torch.int16
         return self.dtype

@@ -106,6 +106,7 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     finally:
+        # After an error too: no optimizer may be left with a rate of zero.
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for group, own in zip(optimizer.param_groups, options, strict=True):

@@ -225,6 +225,7 @@ class WrappedOptimizer(BucketOptimizer):
         self, slots: Sequence[tuple[int, Slot]], options: Sequence[Options], grad_scale: float
     ) -> None:
         bucket = self.bucket
+        # Parameters without a gradient are not stepped, whatever they had in the last step.
         for parameter in self._parameters:
             parameter.grad = None
         for (index, slot), values in zip(slots, options, strict=True):

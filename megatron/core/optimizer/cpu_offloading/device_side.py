@@ -45,6 +45,7 @@ class DeviceSide:
         cls, options = settings.device_class()
         mine = {id(parameter) for group in groups for parameter in group.parameters}
         known = defaults_of(cls, options)
+        # Groups without a parameter on this side stay, so that both sides' groups go by place.
         own_groups = [
             {name: value for name, value in group.items() if name in known}
             | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}

@@ -209,6 +209,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             else:
                 place = f"a parameter of shape {tuple(parameter.shape)}"
                 check_not_elsewhere(parameter, self.use_decoupled_grad, place)
+        # An optimizer made later for the same parameters updates them now.
         for bucket in self._host_side.buckets:
             bucket.check(self)
 
@@ -393,6 +394,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _load_states(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Loads states, once all are known to fit."""
+        # FusedAdam checks its own as it loads them, first of all.
         on_device: dict[torch.Tensor, Mapping[str, Any]] = {}
         on_host = []
         for parameter, states in saved.items():

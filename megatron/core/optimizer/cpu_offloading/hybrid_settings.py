@@ -87,6 +87,7 @@ class HybridSettings(NamedTuple):
                 f"Expected options of {names[0]} or {names[1]}, got {', '.join(unknown)}."
             )
 
+        # A group has one value of each option, for both sides.
         host = defaults_of(self.host_cls, sides[0])
         device = defaults_of(self.device_cls, sides[1])
         for name in host.keys() & device.keys():

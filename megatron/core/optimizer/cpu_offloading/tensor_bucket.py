@@ -82,6 +82,7 @@ class TensorBucket(Bucket):
         for slot in stepped:
             target = local_tensor(slot.parameter).detach()
             target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
+            # This write must not look like somebody else's.
             self._versions[id(slot.parameter)] = _version(slot.parameter)
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:

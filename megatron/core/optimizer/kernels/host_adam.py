@@ -173,6 +173,7 @@ class HostAdam:
         Raises:
             As `run` does.
         """
+        # The library trusts addresses, types and lengths.
         for piece in pieces:
             piece.check()
             if piece.weight.device.type != "cpu":
@@ -214,6 +215,7 @@ class HostAdam:
         if library is None:
             return torch_adam.squared_norm(tensor)
 
+        # A copy where the tensor is strided: the library reads flat memory.
         flat = tensor.detach().contiguous()
         result = ctypes.c_double()
         body, kind = _BODIES[self._body], _TYPES[flat.dtype]
@@ -274,6 +276,7 @@ def available_bodies() -> list[str]:
 @functools.cache
 def _library(path: Path) -> ctypes.CDLL | None:
     """The library with its signatures, or None where it was not built or is another version's."""
+    # A library of another version has other structs, and must not be called.
     try:
         library = ctypes.CDLL(str(path))
         if library.host_adam_version() != _VERSION:
