@@ -126,13 +126,13 @@ class HostSide:
         gradients: Mapping[nn.Parameter, torch.Tensor | None],
         options: Mapping[nn.Parameter, Options],
     ) -> list[BucketStep]:
-        """What is to be done for the parameters that have a gradient. Both are of every one."""
+        """What is to be done for the parameters that have a gradient; both mappings are of all."""
         planned = []
         for optimizer in self.optimizers:
             stepped = [
                 Stepped(index, slot, gradient, options[slot.parameter])
                 for index, slot in enumerate(optimizer.bucket.slots)
-                if (gradient := gradients[slot.parameter]) is not None
+                if (gradient := gradients.get(slot.parameter)) is not None
             ]
             if stepped:
                 planned.append(optimizer.prepare(stepped))
