@@ -43,12 +43,12 @@ class AdamStates:
         self._memory = StateMemory()
 
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
-        """Those of a parameter's states, but for `step`."""
+        """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
         return self._moments if master is None else {**self._moments, _MASTER: master}
 
     def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-        """What a state's values are multiplied with to be read; None if it has no scale."""
+        """The factor by which a state's stored numbers are read; None if it has no scale."""
         return self._scales[parameter].get(name)
 
     def allocate(self, parameter: torch.Tensor) -> States:

@@ -56,7 +56,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The L2 norm of all gradients, every element counted once however it is sharded or replicated.
 
     One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a
-    one-axis mesh. Parameters without a gradient count as zero, on ranks that have none of them too;
+    one-axis mesh. Parameters without a gradient count as zero, even where a rank has no gradient;
     at least one must be given.
 
     Returns:
@@ -143,7 +143,7 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
 
 
 def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> torch.Tensor:
-    """What `measure` says of at least one tensor, on any devices. See [Note: runs].
+    """Applies `measure` to at least one tensor, on any devices. See [Note: runs].
 
     Where the CPU and a device both have some, the result is on the device: torch hands a scalar of
     the CPU's to the kernel by value, and nothing waits. Devices come in the order of first
@@ -160,7 +160,7 @@ def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> to
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor of gradients that brings their norm to `max_norm` at most. Scalar, at most 1."""
-    # Megatron's and torch's epsilon, so that clipped runs compare.
+    # The epsilon is Megatron's and torch's, to be comparable with them.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

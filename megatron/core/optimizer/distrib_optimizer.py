@@ -112,7 +112,7 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What `scale_loss` multiplies with: 1 without a scaler. `step` changes it."""
+        """The factor that `scale_loss` applies: 1 without a scaler. `step` changes it."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -136,9 +136,9 @@ class DistributedOptimizer:
         return global_num_zeros(self._parameters()) if self._counts_zeros else None
 
     def plan_step(self) -> PlannedStep | None:
-        """What `step` can know before the norm, for callers that wait for the device to tell it.
+        """Plans the next step, while the caller waits for the device to compute the norm.
 
-        Steps nothing. None where `step` has to find all of it out itself.
+        Steps nothing. None for optimizers that cannot plan.
 
         Raises:
             ValueError, RuntimeError: for gradients that the optimizer cannot step with.
@@ -209,7 +209,7 @@ class DistributedOptimizer:
         return state_memory(model, self.optimizer)
 
     def timings(self) -> OffloadTimings | None:
-        """What the offloaded optimizer's lanes took in the steps completed since the last call.
+        """How long the offloaded optimizer's lanes took in the steps completed since the last call.
 
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to
         record.
@@ -308,8 +308,9 @@ def plan_offload(
 
 
 def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
-    """The modules whose main weights are in host memory from the start, so that they never need
-    the device's: some of `sharding_units(model)`, and `model` for what they leave.
+    """The modules whose main weights are in host memory from the start.
+
+    They are some of `sharding_units(model)`, and `model` for what these leave.
     """
     if plan is None:
         return set()

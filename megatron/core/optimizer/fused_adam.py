@@ -91,11 +91,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     Raises:
         NotImplementedError: for amsgrad and for capturable.
-        ValueError: for a dtype or constant that is none of these; for remainders without fp32
-            master weights.
+        ValueError: for another dtype or constant; for remainders without fp32 master weights.
     """
 
-    recuts_states_on_load = True  # so that nobody else has to look, before every step
+    recuts_states_on_load = True  # tells the hooks of `fully_shard` that they need not look
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._make_parts()
 
     def _make_parts(self) -> None:
-        """What belongs to this object alone, and no copy takes over."""
+        """Makes the parts that copies do not share."""
         self._holds = StepHolds()
         self._revision = 0  # of the states: see `StepInputs`
         self._host: HostAdam | None = None
@@ -188,8 +187,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def plan_step(self) -> FusedStep:
-        """What `step` is about to do, all but the factor of the gradients, for callers that have
-        yet to wait for that.
+        """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
         Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
 
@@ -224,7 +222,7 @@ class FusedAdam(torch.optim.Optimizer):
         included.
 
         Args:
-            closure: computes the loss anew, and gradients.
+            closure: computes the loss and the gradients again.
             grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
             planned: what `plan_step` has answered for this step. Without it, or if gradients have
                 been replaced, options changed or states loaded or stepped since, the step is
@@ -271,9 +269,7 @@ class FusedAdam(torch.optim.Optimizer):
     # States
 
     def state_units(self) -> list[StateUnit]:
-        """What is updated while other parts may still be read: each FSDP group, and all parameters
-        without one.
-        """
+        """One for each FSDP group, and one for all other parameters."""
         units: dict[FsdpParameterGroup | None, list[torch.Tensor]] = {}
         for parameter in self._parameters():
             units.setdefault(group_of(parameter), []).append(parameter)
@@ -290,7 +286,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self._states.unscaled(param, self.state[param], state_name)
 
     def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None:
-        """What a state's values are multiplied with to be read: scalar, fp32, not a copy; None if
+        """The factor by which a state's stored numbers are read: scalar, fp32, not a copy; None if
         it has no scale.
         """
         return self._states.scale_of(param, state_name)
@@ -329,7 +325,7 @@ class FusedAdam(torch.optim.Optimizer):
         constants.
 
         Everything is checked before anything is changed. A state may come from another device.
-        Parameters without a state in the dict begin anew. TransformerEngine's dicts, which have one
+        Parameters without a state in the dict start over. TransformerEngine's dicts, which have one
         step for each group, are understood.
 
         Raises:
@@ -371,7 +367,7 @@ class FusedAdam(torch.optim.Optimizer):
         return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _plan(self) -> list[_Planned]:
-        """What there is to do, once it is known to be possible, with gradients as they are."""
+        """The steps of all parameters that have a gradient, once they are known to be possible."""
         planned = []
         for group_number, group in enumerate(self.param_groups):
             steps: dict[int, AdamStep] = {}

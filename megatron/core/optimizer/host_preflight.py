@@ -71,7 +71,7 @@ def check_memory_on_all_ranks(
 ) -> None:
     """Checks that every rank's machine has the memory that its ranks need.
 
-    All ranks share the result: none may go on alone, or allocate while others still look.
+    All ranks share the result: no rank continues alone, or allocates while another still looks.
 
     Raises:
         HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes

@@ -32,7 +32,7 @@ class LossScaler(Protocol):
 
     @property
     def scale(self) -> float:
-        """What the loss of this step is multiplied with."""
+        """The factor of this step's loss."""
 
     def after(self, found_inf: bool) -> LossScaler:
         """The scaler of the next step.
@@ -43,7 +43,7 @@ class LossScaler(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """What training has changed, as plain data."""
+        """The part that training changes, as plain data."""
 
     def from_state(self, state: dict[str, Any]) -> LossScaler:
         """A scaler with this one's settings that resumes from what any scaler's `state()` gave.
@@ -64,7 +64,7 @@ class ConstantLossScaler:
         return self
 
     def state(self) -> dict[str, Any]:
-        """Nothing: all of it is settings."""
+        """Empty: a constant scaler is all settings."""
         return {}
 
     def from_state(self, state: dict[str, Any]) -> ConstantLossScaler:  # noqa: ARG002
@@ -124,7 +124,7 @@ class DynamicLossScaler:
         }
 
     def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
-        """See `LossScaler`. From a constant scaler's state it begins anew."""
+        """See `LossScaler`. From a constant scaler's state it starts over."""
         # A constant scaler has nothing to hand over.
         if state == {}:
             return self

@@ -1,8 +1,7 @@
 """Learning-rate schedules: a pure function of the iteration.
 
 A schedule holds no state that could get out of step with the run: resuming needs the iteration
-alone. What is saved with a checkpoint is the schedule's settings, so that a run resumed with others
-is told.
+alone. A checkpoint holds the schedule's settings, and a run that resumes with others is told.
 """
 
 from __future__ import annotations
@@ -178,8 +177,8 @@ class LRSchedule:
 
     def __call__(self, iteration: int) -> float:
         """The learning rate of the iteration that follows `iteration` completed ones."""
-        # The first step of a warm-up over n takes 1/n of the way. (Megatron's takes none of it: a
-        # step with rate 0.)
+        # The first step of a warm-up over n takes 1/n of the way. (Megatron's has the initial rate,
+        # which is 0 by default.)
         step = iteration + 1
         if self.warmup_iters and step <= self.warmup_iters:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_iters

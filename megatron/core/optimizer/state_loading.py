@@ -127,7 +127,7 @@ def _check_states(
 
 
 def _description(value: Any) -> str:
-    """What must be the same of a state and of the one that is loaded into it."""
+    """The properties that a state shares with the one that is loaded into it."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "one number"
     if not isinstance(value, torch.Tensor):

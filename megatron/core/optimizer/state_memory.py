@@ -1,4 +1,4 @@
-"""What the weights, gradients and optimizer states of a rank take, on the device and on the host.
+"""The memory of a rank's weights, gradients and optimizer states, on the device and on the host.
 
 Memory is counted, not elements: padding and what aligns an array count with it, and what two
 tensors share counts once, under the first of the names below. Single numbers, such as a parameter's
@@ -27,7 +27,7 @@ _SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the n
 
 
 class StateBytes(NamedTuple):
-    """What one state takes on this rank."""
+    """The bytes of one state on this rank."""
 
     device: int
     host: int
@@ -122,7 +122,7 @@ class _Counter:
         key = (local.device, storage.data_ptr())
         if storage.nbytes() and key not in self._seen:
             self._seen.add(key)
-            # On an accelerator, what lies on the CPU is on the host, whoever put it there.
+            # On an accelerator, what lies on the CPU is on the host.
             is_on_host |= local.device.type == "cpu" and self._device_type != "cpu"
             (self.add_host if is_on_host else self.add_device)(name, storage.nbytes())
 
@@ -133,7 +133,7 @@ class _Counter:
         self._host[name] = self._host.get(name, 0) + nbytes
 
     def table(self) -> dict[str, StateBytes]:
-        """What has been added: weights and gradients first, the rest by name."""
+        """All bytes added so far: weights and gradients first, the rest by name."""
         names = self._device.keys() | self._host.keys()
         ordered = [*_FIRST, *sorted(names.difference(_FIRST))]
         table = {

@@ -69,7 +69,7 @@ def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
 
 
 def _reads_of(optimizer: torch.optim.Optimizer) -> list[Event]:
-    """What the next step of an optimizer waits for."""
+    """The events that the next step of an optimizer waits for."""
     found: list[Event] | None = vars(optimizer).get(_READS)
     if found is not None:
         return found

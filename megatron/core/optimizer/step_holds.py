@@ -1,4 +1,4 @@
-"""What parts of an optimizer's state are being read, and so must not be stepped yet."""
+"""Holds: parts of an optimizer's state that are being read and must not be stepped yet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepHolds:
         self._holds.append(Hold(parameters, event))
 
     def known(self) -> list[Hold]:
-        """Those of the moment."""
+        """The holds of the moment."""
         return list(self._holds)
 
     def wait(self, besides: Sequence[Hold] = ()) -> None:

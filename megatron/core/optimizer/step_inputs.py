@@ -1,4 +1,4 @@
-"""What a step is planned from: a stale plan is noticed before it is carried out.
+"""The inputs of a planned step, by which a stale plan is noticed before it is carried out.
 
 Planning takes Python dozens of calls for each parameter; seeing that nothing has changed since
 takes one. A plan is made while the device still computes the gradients' norm, and hooks run between
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
     def of(
         cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int
     ) -> StepInputs:
-        """Those of the moment.
+        """The inputs of the moment.
 
         Args:
             revision: a number that grows with each step, and when states are loaded.
@@ -57,7 +57,7 @@ class StepInputs(NamedTuple):
 
 
 def _snapshot(option: Any) -> Any:
-    """What changes when an option does, in place too."""
+    """A value that changes when an option does, in place too."""
     if isinstance(option, torch.Tensor):
         # Its value may be on a device, which this thread would have to wait for.
         return id(option), option._version

@@ -1,7 +1,6 @@
-"""What `FusedAdam` can do because TransformerEngine's can: no flag of a run reaches it.
+"""Features of TransformerEngine's `FusedAdam` that ours has too, and that no flag of a run reaches.
 
-It serves programs that were written for that class, and lies here so that the rest of the optimizer
-need not know it:
+They serve programs that were written for that class. Their rules are kept apart here:
 
     use_decoupled_grad       gradients are read from `p.decoupled_grad`, where the program puts them
                              in any dtype, and not from `p.grad`, which has the parameter's

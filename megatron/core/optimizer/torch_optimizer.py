@@ -54,7 +54,7 @@ def defaults_of(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) ->
 
 
 def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that a class takes."""
+    """The options that a class takes."""
     known = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     return {name: value for name, value in options.items() if takes_any or name in known}

@@ -1,5 +1,4 @@
-"""What updates the parameters of one bucket in host memory: our Adam, in one flat pass, or any
-PyTorch optimizer.
+"""The optimizer of one bucket in host memory: our Adam, in one flat pass, or any of PyTorch's.
 
 `prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and
 changes nothing. The factor of the gradients need not be known yet. Once all buckets have been
@@ -169,7 +168,7 @@ class WrappedOptimizer(BucketOptimizer):
         super().__init__(bucket)
         self._widened = None if widened is None else widened.view(bucket.main_dtype)
         self._parameters = [self._view(slot) for slot in bucket.slots]
-        # A group for each, so that every parameter keeps the options of the group it has outside.
+        # A group for each: every parameter has the options of the group it is in outside.
         self._optimizer = cls([{"params": [view]} for view in self._parameters], **options)
         self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
         # What `_states` was made from: an optimizer may replace its states.

@@ -45,7 +45,7 @@ class DeviceSide:
         cls, options = settings.device_class()
         mine = {id(parameter) for group in groups for parameter in group.parameters}
         known = defaults_of(cls, options)
-        # Groups without a parameter on this side stay, so that both sides' groups go by place.
+        # Groups without a parameter on this side stay: groups of both sides are matched by place.
         own_groups = [
             {name: value for name, value in group.items() if name in known}
             | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}
@@ -91,7 +91,7 @@ class DeviceSide:
             init_torch_states(self.optimizer)
 
     def state_units(self) -> list[StateUnit]:
-        """Those of the optimizer."""
+        """The units of the optimizer."""
         return [] if self.optimizer is None else state_units(self.optimizer)
 
     def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 A model is planned once, before it is sharded: main weights that begin in host memory, what that
 memory must hold, and the optimizer all go by this plan. Sharding replaces parameters, so the
-optimizer finds its groups anew and holds them against the plan.
+optimizer finds its groups again and compares them with the plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OffloadGroup(NamedTuple):
 
     @property
     def fsdp_groups(self) -> list[FsdpParameterGroup]:
-        """Those of the parameters: one for each dtype; none of a single tensor."""
+        """The FSDP groups of the parameters, one for each dtype; empty for a single tensor."""
         found = [group_of(parameter) for parameter in self.parameters]
         return list(dict.fromkeys(group for group in found if group is not None))
 
@@ -81,9 +81,10 @@ def groups_of(
     param_groups: Sequence[Mapping[str, Any]],
     module_of: Callable[[nn.Parameter], str | None] = sharded_module,
 ) -> list[OffloadGroup]:
-    """What goes to one side as a whole, from parameter groups as optimizers have them.
+    """Groups the parameters that go to one side as a whole.
 
     Args:
+        param_groups: as optimizers have them.
         module_of: the name of the FSDP module that a parameter belongs to, or will belong to; None
             if it stays by itself.
 
@@ -160,7 +161,7 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             buckets.append(TensorBucket(parameters, names, main_dtype, settings.use_decoupled_grad))
             run.clear()
 
-    # FSDP groups end a run, so that buckets stay in the order of forward.
+    # FSDP groups end a run: buckets stay in the order of forward.
     for group in groups:
         size = sum(local_tensor(p).numel() for other in run for p in other.parameters)
         is_other = bool(run) and group.parameters[0].dtype != run[0].parameters[0].dtype

@@ -49,7 +49,7 @@ class Lanes(NamedTuple):
 
     @classmethod
     def make(cls, device: Device, overlaps: bool, pins_grads: bool) -> Lanes:
-        """Those of one optimizer; without overlap, one that works in the calling thread."""
+        """The lanes of one optimizer; without overlap, one that works in the calling thread."""
         if not overlaps:
             inline = InlineLane(device)
             return cls(inline, inline, inline)
@@ -116,7 +116,7 @@ class HostSide:
         return [optimizer.bucket for optimizer in self.optimizers]
 
     def place_of(self, parameter: torch.Tensor) -> tuple[BucketOptimizer, int] | None:
-        """What updates a parameter, and the number of its slot; None if it is not on the host."""
+        """A parameter's optimizer and the number of its slot; None if it is not on the host."""
         return self._places.get(id(parameter))
 
     # A step
@@ -126,7 +126,7 @@ class HostSide:
         gradients: Mapping[nn.Parameter, torch.Tensor | None],
         options: Mapping[nn.Parameter, Options],
     ) -> list[BucketStep]:
-        """What is to be done for the parameters that have a gradient; both mappings are of all."""
+        """Plans the buckets that have a gradient. Both mappings hold all parameters."""
         planned = []
         for optimizer in self.optimizers:
             stepped = [
@@ -162,7 +162,7 @@ class HostSide:
     def _begin(
         self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
     ) -> Event:
-        """Queues a bucket's step. Answers the event after which its gradients have been read."""
+        """Queues a bucket's step. Returns the event after which its gradients have been read."""
         bucket, h2d = step.bucket, self.lanes.h2d
         slots = [slot for slot, _ in step.gradients]
 
@@ -255,7 +255,7 @@ def _host_adam(device: Device, settings: HybridSettings) -> HostAdam:
 def _optimizer(
     bucket: Bucket, adam: HostAdam | None, settings: HybridSettings, allocator: HostAllocator
 ) -> BucketOptimizer:
-    """What updates a bucket that has its memory."""
+    """The optimizer of a bucket that has its memory."""
     options = known_to(settings.host_cls, settings.options)
     if adam is None:
         return WrappedOptimizer(bucket, settings.host_cls, options, allocator.widened())

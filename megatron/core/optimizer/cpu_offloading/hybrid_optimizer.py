@@ -192,8 +192,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def plan_step(self) -> HybridStep:
-        """What `step` is about to do, all but the factor of the gradients, for callers that have
-        yet to wait for that.
+        """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
         Steps nothing. A plan holds the gradients, whose values may still change.
 
@@ -264,7 +263,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._host_side.synchronize()
 
     def state_units(self) -> list[StateUnit]:
-        """Those of the device side, and one for each bucket."""
+        """The units of the device side, and one for each bucket."""
         on_host = self._host_side.state_units(self)
         return self._device_side.state_units() + on_host
 
@@ -304,7 +303,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
 
         self._check_options(state_dict["param_groups"])
-        # Parameters without a state in the dict begin anew.
+        # Parameters without a state in the dict start over.
         saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for p in self._parameters()}
         saved.update(states_by_parameter(self.param_groups, state_dict))
         self._host_side.wait_until_free()
@@ -347,7 +346,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def device_optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps the device side; None if everything is on the host."""
+        """The optimizer of the device side; None if everything is on the host."""
         return self._device_side.optimizer
 
     def holds(self, parameter: torch.Tensor) -> bool:

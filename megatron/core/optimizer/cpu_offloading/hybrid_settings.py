@@ -1,4 +1,4 @@
-"""What `HybridDeviceOptimizer` is told, and which optimizer class and options either side has."""
+"""The settings of `HybridDeviceOptimizer`, and which optimizer class and options a side has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which groups of parameters keep their optimizer state in host memory.
 
 The host takes the *last* groups of the network. Their gradients come first in backward and their
-weights are needed last in the next forward, so that the transfers and the update on the host have
-the widest window to hide in.
+weights are needed last in the next forward: the transfers and the update on the host have the
+widest window to hide in.
 
 The plan is a function of the groups' global element counts and the fraction alone, in exact
 arithmetic: all ranks compute the same one, at any world size. With 10 elements a group and a

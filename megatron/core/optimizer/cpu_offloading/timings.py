@@ -85,7 +85,7 @@ class StepTimings:
         return _Awaited(self, updated)
 
     def before_use(self, updated: RelayedEvent) -> Callable[[], None] | None:
-        """What a thread calls that is about to wait for an update and its way up."""
+        """A function that waits for an update and its way up, and times both."""
         return partial(self.wait, updated)
 
     @property

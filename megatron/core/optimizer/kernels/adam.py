@@ -1,4 +1,4 @@
-"""What one step of Adam over flat arrays is given, whoever carries it out.
+"""One step of Adam over flat arrays: its arguments and arithmetic, the same in every kernel.
 
 [Note: arithmetic] Per element, in fp32, every operation rounded to nearest, `fma` rounded once; the
 scalars are computed in fp64 and rounded once to fp32:
@@ -96,12 +96,12 @@ class AdamStep:
 
     @property
     def correction1(self) -> float:
-        """What divides `exp_avg`."""
+        """The divisor of `exp_avg`."""
         return 1.0 - self.beta1**self.step if self.bias_correction else 1.0
 
     @property
     def correction2(self) -> float:
-        """What divides `exp_avg_sq`."""
+        """The divisor of `exp_avg_sq`."""
         return 1.0 - self.beta2**self.step if self.bias_correction else 1.0
 
 
@@ -122,7 +122,7 @@ class AdamScalars(NamedTuple):
 
     @classmethod
     def of(cls, step: AdamStep) -> AdamScalars:
-        """Those of a step."""
+        """The scalars of a step."""
         # torch's lerp has two forms, and chooses by the rounded weight. See [Note: arithmetic].
         lerp = _rounded(1.0 - step.beta1)
         lerps_from_grad = lerp >= 0.5

@@ -263,7 +263,7 @@ def shared_host_adam(process: int) -> HostAdam:
 
 
 def available_bodies() -> list[str]:
-    """What can run here, the fastest first: of "avx512", "avx2", "baseline", and always "torch"."""
+    """The bodies that can run here, the fastest first; "torch" is always the last."""
     library = _library(LIBRARY)
     if library is None:
         return ["torch"]

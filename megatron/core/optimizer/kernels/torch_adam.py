@@ -44,7 +44,7 @@ def run(pieces: Iterable[AdamPiece]) -> None:
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of squares. Scalar, fp64. See [Note: squares in fp64]."""
     flat = tensor.detach().reshape(-1)
-    # Pieces of whole rows, so that the rows do not depend on the pieces' size.
+    # Pieces of whole rows: the rows do not depend on the pieces' size.
     sums = [_row_sums(piece) for piece in flat.split(_NORM_ROWS * NORM_ROW_NUMEL) if piece.numel()]
     rows = torch.cat(sums) if sums else flat.new_zeros(1, dtype=torch.float64)
 
