@@ -26,7 +26,7 @@ class IssuingLane:
         self._device_lane = device_lane
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`. Errors of issuing fail the lane; waiting for its events raises them."""
+        """As `Lane.enqueue`. Errors of issuing fail the lane, and its events raise them."""
         # The device waits for the events, not the worker, unless they are of other workers.
         return relay(self._host_lane, lambda: self._device_lane.enqueue(work, after))
 
