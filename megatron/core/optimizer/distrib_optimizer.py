@@ -27,9 +27,9 @@ from megatron.core.optimizer.clip_grads import (
     scale_grads,
 )
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.groups import THE_MODEL, build_plan, groups_of
+from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler

@@ -15,6 +15,7 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, Lane
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL
 from megatron.core.optimizer.cpu_offloading.timings import D2H, Recorder, StepRecorder
 
 
@@ -35,7 +36,7 @@ class FsdpBucket(Bucket):
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
         super().__init__(
-            group.name or "the model",
+            group.name or THE_MODEL,
             [self._slot(index) for index in self._indices],
             group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,

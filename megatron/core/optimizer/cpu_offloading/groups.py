@@ -22,14 +22,12 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
 from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
 _BUCKET_NUMEL = 4 << 20
-
-THE_MODEL = "the model"  # the name of the module that has no other
 
 
 class OffloadGroup(NamedTuple):

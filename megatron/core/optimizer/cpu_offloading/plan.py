@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+THE_MODEL = "the model"  # the group of the module that has no other name
+
 
 class PlannedGroup(NamedTuple):
     """A group of parameters and the side it is on."""
