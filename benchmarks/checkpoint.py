@@ -69,7 +69,11 @@ from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    build_optimizer,
+    offloaded_modules,
+    plan_offload,
+)
 from megatron.core.transformer.config import TransformerConfig
 
 OFFLOADED = OptimizerConfig(
@@ -129,6 +133,7 @@ class State:
             self.model = GPTModel(config, arguments.vocabulary)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         mesh = build_mesh(device.kind, world_size)
+        plan = plan_offload(self.model, OFFLOADED)
         megatron_fsdp.shard_model(
             self.model,
             mesh,
@@ -136,9 +141,11 @@ class State:
             DataParallelConfig(),
             compute_dtype=torch.bfloat16,
             reset_parameters=seeded_reset(self.model, device.torch_device, 0),
-            offloaded=offloaded_units(self.model, OFFLOADED),
+            offloaded=offloaded_modules(self.model, plan),
         )
-        self.optimizer = build_optimizer(self.model, OFFLOADED, 1e-4, world_size).optimizer
+        self.optimizer = build_optimizer(
+            self.model, OFFLOADED, 1e-4, world_size, plan=plan
+        ).optimizer
         contents = self.contents()
         self.parts = []
         for entry in contents.entries:

@@ -38,9 +38,13 @@ from megatron.core.distributed.units import sharding_units
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    build_optimizer,
+    offloaded_modules,
+    plan_offload,
+)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.training.launch import Launch
 
@@ -61,6 +65,7 @@ def build_ours(
 ) -> Side:
     """Our engine, with the optimizer of `config` or none."""
     model = model_on_meta(arguments)
+    plan = plan_offload(model, config or OptimizerConfig())
     megatron_fsdp.shard_model(
         model,
         mesh,
@@ -68,12 +73,11 @@ def build_ours(
         DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
         compute_dtype=torch.bfloat16,
         reset_parameters=seeded_reset(model, device.torch_device, SEED),
-        offloaded=offloaded_units(model, config or OptimizerConfig()),
+        offloaded=offloaded_modules(model, plan),
     )
-    return Side(
-        model,
-        None if config is None else build_optimizer(model, config, 1e-4, num_local_ranks).optimizer,
-    )
+    if config is None:
+        return Side(model, None)
+    return Side(model, build_optimizer(model, config, 1e-4, num_local_ranks, plan=plan).optimizer)
 
 
 def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh) -> Side:
@@ -102,8 +106,8 @@ def break_down(
     watch = Stopwatch()
     wrapped = [
         watch.wrap(HostAdam, "run", "host pass"),
-        watch.wrap(GroupLink, "fetch", "gradients down"),
-        watch.wrap(GroupLink, "send", "weights up"),
+        watch.wrap(FsdpBucket, "fetch", "gradients down"),
+        watch.wrap(FsdpBucket, "send", "weights up"),
     ]
     dist.barrier()
     for _ in range(num_steps):

@@ -33,7 +33,8 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     build_optimizer,
-    offloaded_units,
+    offloaded_modules,
+    plan_offload,
 )
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 
@@ -74,6 +75,7 @@ def build(
 ) -> tuple[nn.Module, DistributedOptimizer]:
     """A sharded GPT on one rank, and its optimizer."""
     model, device = model_on_meta(arguments), Device("cpu")
+    plan = plan_offload(model, config)
     megatron_fsdp.shard_model(
         model,
         build_mesh("cpu", 1),
@@ -81,9 +83,9 @@ def build(
         DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
         compute_dtype=torch.bfloat16,
         reset_parameters=seeded_reset(model, device.torch_device, SEED),
-        offloaded=offloaded_units(model, config),
+        offloaded=offloaded_modules(model, plan),
     )
-    return model, build_optimizer(model, config, 1e-4, 1)
+    return model, build_optimizer(model, config, 1e-4, 1, plan=plan)
 
 
 def main() -> None:

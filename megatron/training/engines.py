@@ -27,12 +27,13 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
-    check_host_memory_for,
-    offloaded_numel,
-    offloaded_units,
+    offloaded_modules,
+    plan_offload,
 )
+from megatron.core.optimizer.host_preflight import check_host_memory_for
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
@@ -80,6 +81,7 @@ class ModuleEngine:
     """
 
     ckpt_format = FSDP_DTENSOR
+    _shards_modules = False  # whether what is offloaded is offloaded module by module
 
     def __init__(
         self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
@@ -117,7 +119,8 @@ class ModuleEngine:
                 model = model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = self.config
-        self._shard(model)
+        plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
+        self._shard(model, plan)
         optimizer = build_optimizer(
             model,
             config.optimizer,
@@ -125,6 +128,7 @@ class ModuleEngine:
             self._num_local_ranks,
             scales_loss=config.compute_dtype == "fp16",
             records_timings=config.records_timings,
+            plan=plan,
         )
         schedule = LRSchedule.build(config.schedule, config.train_iters)
         dtype = config.compute_dtype
@@ -243,15 +247,14 @@ class ModuleEngine:
         """See `TrainEngine`."""
         return replace(self.state.step_info)
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         """Hands the model to FSDP, if it is on meta with its initial weights."""
         if self.mesh.size() > 1:
             raise RuntimeError(
                 f"Expected one process for a module that is not sharded, got {self.mesh.size()} "
                 "ranks."
             )
-        numel = offloaded_numel(model, self.config.optimizer)
-        self._check_host_memory(numel, torch.float32, torch.float32)
+        self._check_host_memory(plan, torch.float32, torch.float32)
         self._materialize(model)
 
     def _reshard(self) -> None:
@@ -273,14 +276,11 @@ class ModuleEngine:
             model.to(self.device.torch_device)
 
     def _check_host_memory(
-        self,
-        numel: int,
-        grad_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
+        self, plan: OffloadPlan | None, grad_dtype: torch.dtype, weight_dtype: torch.dtype
     ) -> None:
-        """Refuses what the host has no room for: the states of `numel` elements, of all ranks."""
-        if numel:
-            own = numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
+        """Refuses a plan that the host has no room for."""
+        if plan is not None and plan.host_numel:
+            own = plan.host_numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
             check_host_memory_for(
                 own,
                 self.config.optimizer,
@@ -294,11 +294,12 @@ class ModuleEngine:
 class MegatronEngine(ModuleEngine):
     """`fully_shard` on flat buffers, with checkpoints that are written without communication."""
 
-    def _shard(self, model: nn.Module) -> None:
+    _shards_modules = True
+
+    def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
-        offloaded = offloaded_units(model, config.optimizer)
-        self._check_host_memory(sum(offloaded.values()), grad_dtype, compute_dtype)
+        self._check_host_memory(plan, grad_dtype, compute_dtype)
         megatron_fsdp.shard_model(
             model,
             self.mesh,
@@ -307,7 +308,7 @@ class MegatronEngine(ModuleEngine):
             compute_dtype=compute_dtype,
             reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
-            offloaded=offloaded,
+            offloaded=offloaded_modules(model, plan),
         )
 
 
@@ -316,9 +317,8 @@ class FSDPEngine(ModuleEngine):
 
     ckpt_format = TORCH_DCP
 
-    def _shard(self, model: nn.Module) -> None:
-        numel = offloaded_numel(model, self.config.optimizer)
-        self._check_host_memory(numel, torch.float32, torch.float32)
+    def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
+        self._check_host_memory(plan, torch.float32, torch.float32)
         torch_fsdp2.shard_model(
             model,
             self.mesh,

@@ -16,7 +16,8 @@ import torch
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import StreamLane
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer, _Bucket
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 
 
 class Removal(NamedTuple):
@@ -56,19 +57,19 @@ REMOVALS = {
         FsdpContext, "_finish_oldest", {r"event\.wait\(\)": "pass"}
     ),
     "of the gradients' way down for their reduction": Removal(
-        _Bucket, "fetch_early", {r", \[reduced\]\)": ", [])"}
+        FsdpBucket, "fetch_during_backward", {r", \[reduced\]\)": ", [])"}
     ),
     "of the host for the gradients": Removal(
-        HybridDeviceOptimizer, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
+        HostSide, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
     ),
     # Gradients that have come down already wait for the computation all the same, and the weights
     # for them: without that, too, the wait matters.
     "of the weights' way up for the computation": Removal(
-        HybridDeviceOptimizer,
+        HostSide,
         "_begin",
         {
             r"h2d\.enqueue\(send, after=\[now\]\)": "h2d.enqueue(send)",
-            r"\[now\] if isinstance\(link, GroupLink\) else \[now, \*reads\]": "list(reads)",
+            r"\[now\] if bucket\.is_delivered else \[now, \*reads\]": "list(reads)",
         },
     ),
 }

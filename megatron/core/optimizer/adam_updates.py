@@ -26,9 +26,7 @@ Run = Callable[[Sequence[AdamPiece]], None]
 
 
 class LocalArray(NamedTuple):
-    """A local tensor of any strides. `scale`: if its values are more than what is stored; see
-    [Note: scales].
-    """
+    """A local tensor of any strides, with its scale if it has one; see [Note: scales]."""
 
     tensor: torch.Tensor
     scale: torch.Tensor | None = None
@@ -43,6 +41,7 @@ class Update(NamedTuple):
     @property
     def is_direct(self) -> bool:
         """Whether kernels can work on the tensors themselves."""
+        # Kernels have one dtype for both moments, and see memory, neither shapes nor scales.
         moments = self.arrays["exp_avg"].tensor.dtype
         return (
             moments in MOMENT_DTYPES
@@ -64,7 +63,6 @@ class PlannedUpdates(NamedTuple):
 
 def plan(updates: Sequence[Update]) -> PlannedUpdates:
     """Puts together what there is to do. Reads and writes no array."""
-    # Kernels look at memory, not at shapes: whatever is contiguous is flat.
     pieces = [
         AdamPiece(update.step, **{name: array.tensor for name, array in update.arrays.items()})
         for update in updates
@@ -74,22 +72,25 @@ def plan(updates: Sequence[Update]) -> PlannedUpdates:
 
 
 def carry_out(planned: PlannedUpdates, grad_scale: float, run: Run) -> None:
-    """Has `run` do all updates; those that need copies one after the other, so that they take the
-    memory of one.
-    """
+    """Has `run` do all updates."""
     run(with_grad_scale(planned.pieces, grad_scale))
+
+    # One after the other, so that the copies take the memory of one.
     for update in planned.others:
         copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
         run(with_grad_scale([AdamPiece(update.step, **copies)], grad_scale))
         for name, array in update.arrays.items():
+            # A gradient is only read.
             if copies[name] is not array.tensor and name != "grad":
                 _write_back(name, array, copies[name])
 
 
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
-    """What kernels can work on: contiguous, moments and unusual gradients in fp32; the tensor
-    itself if it is that.
+    """A tensor that kernels can work on: contiguous, moments and unusual gradients in fp32.
+
+    It is the array's own tensor if that is so already.
     """
+    # Both moments go to fp32, though one alone may be what kernels do not take: they must be alike.
     tensor = array.tensor
     if array.scale is not None:
         tensor = scaled_states.read(tensor, array.scale)

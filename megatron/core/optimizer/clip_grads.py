@@ -13,7 +13,7 @@ one by one, but in runs: tensors that lie end to end in memory count as one. The
 FSDP group are views of one flat buffer:
 
     |weight      |bias|padding|weight      |    two runs
-    |weight      |none|padding|weight      |    two runs, where the bias has no gradient in this step
+    |weight      |none|padding|weight      |    two runs: the bias has no gradient in this step
 
 Padding and stale gradients thus belong to no run, and nothing is asked of them. The order of the
 sums follows from the order of the parameters and from places in storages, never from an address: it
@@ -48,9 +48,7 @@ _Measure = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of a local tensor of any shape and floating dtype. Scalar, fp64. See
-    [Note: squares].
-    """
+    """The sum of squares of a local tensor. Scalar, fp64. See [Note: squares]."""
     return _squared_norm_of_all([tensor])
 
 
@@ -58,7 +56,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The L2 norm of all gradients, every element counted once however it is sharded or replicated.
 
     One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a
-    one-axis mesh. Parameters without a gradient count as zero, on ranks that have none of them too;
+    one-axis mesh. Parameters without a gradient count as zero, even where a rank has no gradient;
     at least one must be given.
 
     Returns:
@@ -72,9 +70,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def num_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements of a local tensor of any shape and dtype are zero, of either sign. Scalar,
-    fp64.
-    """
+    """How many elements of a local tensor are zero, of either sign. Scalar, fp64."""
     return _num_zeros_of_all([tensor])
 
 
@@ -108,9 +104,9 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     joined: list[torch.Tensor] = []
     for together in found.values():
-        joined += (
-            _runs_of_storage(sorted(together, key=_first_byte)) if len(together) > 1 else together
-        )
+        # Most plain tensors have a storage of their own, which needs no sorting.
+        is_shared = len(together) > 1
+        joined += _runs_of_storage(sorted(together, key=_first_byte)) if is_shared else together
     return joined
 
 
@@ -132,11 +128,11 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
         elif isinstance(parameter, DTensor) and parameter.requires_grad:
             # Another rank may have one, and waits in its sum for this rank.
             nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            sharded.setdefault((parameter.device_mesh, _sharding_axes(parameter)), []).append(
-                nothing
-            )
+            key = (parameter.device_mesh, _sharding_axes(parameter))
+            sharded.setdefault(key, []).append(nothing)
 
     totals = [_measure_by_device(plain, measure)] if plain else []
+    # In the order of the parameters, which is the same on every rank: so are the collectives.
     for (mesh, axes), local in sharded.items():
         total = _measure_by_device(local, measure)
         for axis in axes:
@@ -147,8 +143,7 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
 
 
 def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> torch.Tensor:
-    """What `measure` says of tensors, at least one, that may be on several devices. See [Note:
-    runs].
+    """Applies `measure` to at least one tensor, on any devices. See [Note: runs].
 
     Where the CPU and a device both have some, the result is on the device: torch hands a scalar of
     the CPU's to the kernel by value, and nothing waits. Devices come in the order of first
@@ -164,9 +159,8 @@ def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> to
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most `max_norm`. Scalar, at most
-    1.
-    """
+    """The factor of gradients that brings their norm to `max_norm` at most. Scalar, at most 1."""
+    # The epsilon is Megatron's and torch's, to be comparable with them.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -175,6 +169,7 @@ def scale_grads(parameters: Iterable[nn.Parameter], coefficient: torch.Tensor) -
     for parameter in parameters:
         if parameter.grad is not None:
             grad = parameter.grad
+            # DTensor's operators would dispatch in Python for every one of them.
             (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(coefficient)
 
 
@@ -184,6 +179,7 @@ def _sharding_axes(grad: DTensor) -> tuple[int, ...]:
             raise NotImplementedError(
                 f"Expected a gradient that is sharded or replicated, got {grad.placements}."
             )
+
     return tuple(
         axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Shard)
     )
@@ -196,21 +192,16 @@ def _squared_norm_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return sum(sums[1:], sums[0])
 
     # On a device: three kernels, and three or four for each tensor.
-    return (
-        torch.stack([_norm_on_device(tensor.detach().reshape(-1)) for tensor in tensors])
-        .square()
-        .sum()
-    )
+    norms = [_norm_on_device(tensor.detach().reshape(-1)) for tensor in tensors]
+    return torch.stack(norms).square().sum()
 
 
 def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
-    """Scalar, fp64. Of each tensor by itself, so that the norms of its rows are freed before the
-    next one's.
-    """
-    norms = flat.new_empty(
-        -(-flat.numel() // _ROW_NUMEL),
-        dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32,
-    )
+    """Scalar, fp64."""
+    # Of each tensor by itself: the norms of its rows are freed before the next one's are made.
+    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    norms = flat.new_empty(-(-flat.numel() // _ROW_NUMEL), dtype=dtype)
+
     done = 0
     for rows in _rows(flat):
         torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype, out=norms[done : done + len(rows)])
@@ -220,11 +211,10 @@ def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    # torch has a kernel for those that are not zero, which makes no mask.
     total = sum(tensor.numel() for tensor in tensors)
-    return (
-        total
-        - torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum().double()
-    )
+    others = torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum()
+    return total - others.double()
 
 
 def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -241,6 +231,7 @@ def _is_widened_while_read(tensor: torch.Tensor) -> bool:
     """Whether `vector_norm` with a result in fp32 or wider copies nothing."""
     if tensor.dtype.itemsize >= torch.float32.itemsize:
         return True
+
     kind = tensor.device.type
     return kind in kinds_of_accelerators() and driver_of(kind).widens_as_it_reads
 

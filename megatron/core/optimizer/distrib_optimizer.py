@@ -1,5 +1,4 @@
-"""`DistributedOptimizer`: the only optimizer that the training loop sees, whatever stands behind
-it.
+"""`DistributedOptimizer`: the only optimizer that the training loop sees.
 
 It knows the norm of all ranks' gradients, clips by a coefficient that the optimizer takes in as it
 reads gradients, and steps nothing where the norm is not finite. In fp16 it scales the loss, and the
@@ -10,19 +9,17 @@ same coefficient undoes that; what it says of gradients is of the unscaled ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES
-from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
@@ -30,20 +27,17 @@ from megatron.core.optimizer.clip_grads import (
     scale_grads,
 )
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.host_arrays import (
-    check_memory_on_all_ranks,
-    shares_memory,
-)
+from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
-from megatron.core.optimizer.cpu_offloading.units import Owner, Unit, place, sharded_owner
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
 
+# Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
     from transformer_engine.pytorch.optimizers import FusedAdam as TEFusedAdam
 except ImportError:
@@ -58,6 +52,14 @@ class PlannedStep(Protocol):
     """The optimizer's step, of which only the factor of the gradients is missing."""
 
     def __call__(self, *, grad_scale: float) -> object: ...
+
+
+class _Planning(Protocol):
+    """`FusedAdam` and `HybridDeviceOptimizer`: each steps by a plan that it has made."""
+
+    def plan_step(self) -> Any: ...
+
+    def step(self, *, grad_scale: float, planned: Any) -> object: ...
 
 
 class DistributedOptimizer:
@@ -87,10 +89,9 @@ class DistributedOptimizer:
             NotImplementedError: for an optimizer that reads decoupled gradients, whose norm nothing
                 here would take.
         """
-        if (
-            isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer))
-            and optimizer.use_decoupled_grad
-        ):
+        # The norm is taken of .grad, and would say nothing of what is stepped.
+        ours = optimizer if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) else None
+        if ours is not None and ours.use_decoupled_grad:
             raise NotImplementedError(
                 "Expected an optimizer of .grad, got use_decoupled_grad=True."
             )
@@ -111,11 +112,11 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What `scale_loss` multiplies with: 1 without a scaler. `step` changes it."""
+        """The factor that `scale_loss` applies: 1 without a scaler. `step` changes it."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run the backward of: scaled, or `loss` itself without a scaler.
+        """The loss whose backward to run: scaled, or `loss` itself without a scaler.
 
         Args:
             loss: scalar, fp32: in fp16 the product would overflow.
@@ -131,37 +132,34 @@ class DistributedOptimizer:
         return global_grad_norm(self._parameters()) / self.loss_scale
 
     def num_zeros(self) -> torch.Tensor | None:
-        """How many elements of all gradients are zero; see `global_num_zeros`. None unless it is
-        asked for.
-        """
+        """How many elements of all gradients are zero; None unless `counts_zeros` was set."""
         return global_num_zeros(self._parameters()) if self._counts_zeros else None
 
     def plan_step(self) -> PlannedStep | None:
-        """What `step` can know before the norm: for callers with nothing else to do until the
-        device has told it.
+        """Plans the next step, while the caller waits for the device to compute the norm.
 
-        Steps nothing. None where `step` has to find all of it out itself.
+        Steps nothing. None for optimizers that cannot plan.
 
         Raises:
             ValueError, RuntimeError: for gradients that the optimizer cannot step with.
         """
-        if isinstance(self.optimizer, FusedAdam):
-            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
-        if isinstance(self.optimizer, HybridDeviceOptimizer):
-            return partial(self.optimizer.step, planned=self.optimizer.plan_step())
-        return None
+        if not isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
+            return None
+
+        optimizer: _Planning = self.optimizer
+        return partial(optimizer.step, planned=optimizer.plan_step())
 
     def step(self, grad_norm: float, planned: PlannedStep | None = None) -> bool:
-        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler learns how it
-        went.
+        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler is told.
 
         Args:
             grad_norm: the same on every rank. Not finite: the gradients are not to be used.
             planned: what `plan_step` has answered since the gradients are there.
 
         Returns:
-            Whether it did: with a norm that is not finite, nothing is stepped.
+            Whether it stepped: with a norm that is not finite, it does not.
         """
+        # These gradients have the present scale; the next backward has the next one.
         loss_scale, is_finite = self.loss_scale, math.isfinite(grad_norm)
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
@@ -172,15 +170,15 @@ class DistributedOptimizer:
     def _step_scaled(
         self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
     ) -> None:
-        """Steps with gradients that are `loss_scale` times too large, and are left so where the
-        optimizer can.
-        """
+        """Steps with gradients that are `loss_scale` times too large."""
+        # In fp64: our kernels round the factor once, to fp32.
         scale = 1.0
         if self._clip_grad > 0:
-            scale = float(
-                clip_coefficient(torch.tensor(grad_norm, dtype=torch.float64), self._clip_grad)
-            )
+            norm = torch.tensor(grad_norm, dtype=torch.float64)
+            scale = float(clip_coefficient(norm, self._clip_grad))
         scale /= loss_scale
+
+        # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
         if planned is not None:
             planned(grad_scale=scale)
         elif isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
@@ -199,8 +197,9 @@ class DistributedOptimizer:
             self.optimizer.synchronize()
 
     def state_memory(self, model: nn.Module) -> dict[str, StateBytes]:
-        """The bytes of each state of this rank; see `state_memory`. Allocates AdamW's states, where
-        there are none yet.
+        """The bytes of each state of this rank; see `state_memory`.
+
+        Allocates AdamW's states, which are then counted too.
 
         Args:
             model: whose parameters these are.
@@ -210,15 +209,14 @@ class DistributedOptimizer:
         return state_memory(model, self.optimizer)
 
     def timings(self) -> OffloadTimings | None:
-        """What the offloaded optimizer's lanes took in the steps completed since the last call, on
-        this rank.
+        """How long the offloaded optimizer's lanes took in the steps completed since the last call.
 
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to
         record.
         """
-        return (
-            self.optimizer.timings() if isinstance(self.optimizer, HybridDeviceOptimizer) else None
-        )
+        if not isinstance(self.optimizer, HybridDeviceOptimizer):
+            return None
+        return self.optimizer.timings()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
@@ -233,6 +231,7 @@ def build_optimizer(
     *,
     scales_loss: bool = False,
     records_timings: bool = False,
+    plan: OffloadPlan | None = None,
 ) -> DistributedOptimizer:
     """The optimizer that `config` names over `model`'s parameters, sharded already.
 
@@ -242,6 +241,8 @@ def build_optimizer(
         scales_loss: whether the model computes in fp16.
         records_timings: whether an offloaded optimizer records what `DistributedOptimizer.timings`
             tells.
+        plan: what `plan_offload` answered before the model was sharded; default: the optimizer
+            makes one.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -252,9 +253,10 @@ def build_optimizer(
         parameter.device.type == "cpu" for group in groups for parameter in group["params"]
     )
     choice = _choice(config, is_on_cpu)
+
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
-        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings)
+        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings, plan)
     elif choice == "native":
         optimizer = FusedAdam(
             groups,
@@ -266,7 +268,9 @@ def build_optimizer(
     else:
         optimizer = _other_optimizer(model, groups, config, lr, choice)
         if any(group_of(parameter) for group in groups for parameter in group["params"]):
+            # These know nothing of main gradients in another dtype than their parameters.
             fully_shard_optimizer(optimizer)
+
     return DistributedOptimizer(
         optimizer,
         config.clip_grad,
@@ -275,78 +279,50 @@ def build_optimizer(
     )
 
 
-def offloaded_units(model: nn.Module, config: OptimizerConfig) -> dict[nn.Module, int]:
-    """The units of a model whose optimizer states `build_optimizer` will keep in host memory,
-    before it is sharded.
-
-    Main weights that are on the host from the start never need the device's memory.
-
-    Returns:
-        Some of `sharding_units(model)`, and `model` for what they leave, with their global element
-        counts.
-    """
-    owners = {
-        id(parameter): unit for unit in sharding_units(model) for parameter in unit.parameters()
-    }
-
-    def owner_of(parameter: nn.Parameter, _: str) -> Owner:
-        return Owner(owners.get(id(parameter), model), "")
-
-    offloaded = _offloaded(model, config, owner_of)
-    return {owners.get(id(unit.parameters[0]), model): unit.global_numel for unit in offloaded}
-
-
-def offloaded_numel(model: nn.Module, config: OptimizerConfig) -> int:
-    """The elements that `build_optimizer` will offload, of a model without FSDP groups."""
-    return sum(unit.global_numel for unit in _offloaded(model, config, sharded_owner))
-
-
-def _offloaded(
-    model: nn.Module,
-    config: OptimizerConfig,
-    owner_of: Callable[[nn.Parameter, str], Owner],
-) -> list[Unit]:
-    if not config.optimizer_cpu_offload:
-        return []
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    return place(groups, config.optimizer_offload_fraction, owner_of).on_host
-
-
-def check_host_memory_for(
-    numel: int,
-    config: OptimizerConfig,
-    grad_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    num_local_ranks: int,
-    mesh: DeviceMesh,
-) -> None:
-    """Refuses, before there are any weights, what `build_optimizer` would refuse once there are.
-    All ranks together.
+def plan_offload(
+    model: nn.Module, config: OptimizerConfig, *, by_module: bool = True
+) -> OffloadPlan | None:
+    """Which groups of a model will be in host memory, made once, before the model is sharded.
 
     Args:
-        numel: elements that a rank will have on the host, but for padding.
-        grad_dtype, weight_dtype: of gradients and compute weights as they travel.
+        by_module: the entries of `sharding_units(model)`, and what they leave, go as a whole, as
+            our engine has them; else each tensor goes by itself.
 
-    Raises:
-        HostMemoryError: see `HybridDeviceOptimizer`.
+    Returns:
+        For `offloaded_modules`, `check_host_memory_for` and `build_optimizer`; None without
+        offloading.
     """
-    needs = {
-        "main weights": DTYPES[config.main_params_dtype].itemsize,
-        "gradients": grad_dtype.itemsize,
+    if not config.optimizer_cpu_offload:
+        return None
+
+    modules = {
+        id(parameter): name
+        for name, unit in _named_units(model).items()
+        for parameter in unit.parameters()
     }
-    if config.optimizer == "adam":
-        needs["moments"] = (
-            DTYPES[config.exp_avg_dtype].itemsize + DTYPES[config.exp_avg_sq_dtype].itemsize
-        )
-    elif config.sgd_momentum:
-        needs["momentum"] = torch.float32.itemsize
-    if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
-        needs["compute weights"] = weight_dtype.itemsize
-    check_memory_on_all_ranks(
-        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()],
-        num_local_ranks,
-        mesh,
+    groups = groups_of(
+        parameter_groups(model.named_parameters(), config.weight_decay),
+        lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
     )
+    return build_plan(groups, config.optimizer_offload_fraction)
+
+
+def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
+    """The modules whose main weights are in host memory from the start.
+
+    They are some of `sharding_units(model)`, and `model` for what these leave.
+    """
+    if plan is None:
+        return set()
+
+    modules = {**_named_units(model), THE_MODEL: model}
+    return {modules[group.name] for group in plan.groups if group.is_on_host}
+
+
+def _named_units(model: nn.Module) -> dict[str, nn.Module]:
+    # A module that stands in several places has the first of its names, as the engine gives it.
+    units = set(sharding_units(model))
+    return {name: module for name, module in model.named_modules() if module in units}
 
 
 def _build_hybrid(
@@ -355,6 +331,7 @@ def _build_hybrid(
     lr: float,
     num_local_ranks: int,
     records_timings: bool,
+    plan: OffloadPlan | None,
 ) -> HybridDeviceOptimizer:
     cls = torch.optim.SGD if config.optimizer == "sgd" else None
     return HybridDeviceOptimizer(
@@ -374,6 +351,7 @@ def _build_hybrid(
         num_host_threads=config.cpu_optimizer_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
+        plan=plan,
         **_options(config, lr),
     )
 
@@ -386,9 +364,11 @@ def _options(config: OptimizerConfig, lr: float) -> dict[str, Any]:
 
 def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
     """`--gpu-optimizer` with `auto` resolved. ConfigError for one that cannot do what is asked."""
+    # SGD is torch's on both sides; there is no other.
     choice = config.gpu_optimizer
     if choice == "auto":
         return "torch" if config.optimizer == "sgd" else "native"
+
     if choice in ("te", "apex") and is_on_cpu:
         raise ConfigError(
             f"--gpu-optimizer: expected auto, native or torch on the CPU, got {choice}."
@@ -401,6 +381,7 @@ def _other_optimizer(
 ) -> torch.optim.Optimizer:
     if choice == "torch":
         return build_torch_optimizer(model, config, lr)
+
     cls: type[torch.optim.Optimizer] | None = {"te": TEFusedAdam, "apex": ApexFusedAdam}[choice]
     if cls is None:
         package = {"te": "TransformerEngine", "apex": "NVIDIA's Apex"}[choice]

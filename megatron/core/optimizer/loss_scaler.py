@@ -32,7 +32,7 @@ class LossScaler(Protocol):
 
     @property
     def scale(self) -> float:
-        """What the loss of this step is multiplied with."""
+        """The factor of this step's loss."""
 
     def after(self, found_inf: bool) -> LossScaler:
         """The scaler of the next step.
@@ -43,14 +43,13 @@ class LossScaler(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """What training has changed, as plain data."""
+        """The part that training changes, as plain data."""
 
     def from_state(self, state: dict[str, Any]) -> LossScaler:
-        """A scaler with this one's settings that goes on from what `state()` gave, of whichever
-        scaler.
+        """A scaler with this one's settings that resumes from what any scaler's `state()` gave.
 
         Raises:
-            ValueError: for something else; a scale that is not positive and finite, say.
+            ValueError: for something else, such as a scale that is not positive and finite.
         """
 
 
@@ -60,33 +59,32 @@ class ConstantLossScaler:
 
     scale: float
 
-    def after(self, found_inf: bool) -> ConstantLossScaler:  # noqa: ARG002  nothing is learnt from it
+    def after(self, found_inf: bool) -> ConstantLossScaler:  # noqa: ARG002 (nothing is learnt)
         """Itself."""
         return self
 
     def state(self) -> dict[str, Any]:
-        """Nothing: all of it is settings."""
+        """Empty: a constant scaler is all settings."""
         return {}
 
-    def from_state(self, state: dict[str, Any]) -> ConstantLossScaler:  # noqa: ARG002  a scale that is given holds
-        """Itself: the scale that this run has been given holds."""
+    def from_state(self, state: dict[str, Any]) -> ConstantLossScaler:  # noqa: ARG002
+        """Itself: the scale that this run was given holds."""
         return self
 
 
 @dataclass(frozen=True)
 class DynamicLossScaler:
-    """Doubles the scale after `window` finite steps in a row, halves it where there have been too
-    many others.
+    """Doubles the scale after `window` finite steps in a row, halves it after too many others.
 
     At `min_scale` a step that is not finite is skipped like any other, and the scale stays: the run
-    goes on, and its count of skipped iterations shows that it comes to nothing.
+    continues, and its count of skipped iterations shows that nothing is learnt.
 
     Attributes:
         scale: of this step.
         min_scale: below which it is not halved.
         window: finite steps in a row after which it is doubled.
-        hysteresis: steps that may be not finite, from one doubling to the next, before each further
-            one halves it; the last of them does already.
+        hysteresis: how many steps that are not finite there may be between two doublings; the last
+            of them, and each further one, halves the scale.
         growth_tracker: finite steps in a row so far.
         hysteresis_tracker: what is left of `hysteresis`; zero or less once it is used up.
     """
@@ -101,11 +99,15 @@ class DynamicLossScaler:
     def after(self, found_inf: bool) -> DynamicLossScaler:
         """See `LossScaler`."""
         if found_inf:
+            # Only a doubling restores the hysteresis, as in Megatron: once it is used up, every
+            # overflow halves.
             left = self.hysteresis_tracker - 1
             scale = max(self.scale * BACKOFF_FACTOR, self.min_scale) if left <= 0 else self.scale
             return dataclasses.replace(self, scale=scale, growth_tracker=0, hysteresis_tracker=left)
+
         if self.growth_tracker + 1 < self.window:
             return dataclasses.replace(self, growth_tracker=self.growth_tracker + 1)
+        # Without an upper bound, as in Megatron: an overflow brings it down again.
         return dataclasses.replace(
             self,
             scale=self.scale * GROWTH_FACTOR,
@@ -122,11 +124,13 @@ class DynamicLossScaler:
         }
 
     def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
-        """See `LossScaler`. From a constant scaler's state it begins anew."""
+        """See `LossScaler`. From a constant scaler's state it starts over."""
+        # A constant scaler has nothing to hand over.
         if state == {}:
             return self
         if not isinstance(state, dict) or state.keys() != self.state().keys():
             raise ValueError(f"Expected a scale and two trackers, got {reprlib.repr(state)}.")
+
         scale, growth = state["scale"], state["growth_tracker"]
         hysteresis = state["hysteresis_tracker"]
 
@@ -137,6 +141,7 @@ class DynamicLossScaler:
             raise _error("growth_tracker", "an integer >= 0", growth)
         if type(hysteresis) is not int or abs(hysteresis) >= _MAX_STEPS:
             raise _error("hysteresis_tracker", "an integer", hysteresis)
+
         return dataclasses.replace(
             self,
             scale=float(scale),
@@ -153,6 +158,7 @@ def build_loss_scaler(config: OptimizerConfig) -> LossScaler:
     """The scaler that `config` asks for, at its beginning."""
     if config.loss_scale is not None:
         return ConstantLossScaler(config.loss_scale)
+
     return DynamicLossScaler(
         scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,

@@ -1,8 +1,7 @@
 """Learning-rate schedules: a pure function of the iteration.
 
 A schedule holds no state that could get out of step with the run: resuming needs the iteration
-alone. What is saved with a checkpoint is the schedule's settings, so that a run resumed with others
-is told.
+alone. A checkpoint holds the schedule's settings, and a run that resumes with others is told.
 """
 
 from __future__ import annotations
@@ -63,11 +62,13 @@ class LRScheduleConfig:
             f"at most --lr {self.lr}",
             self.lr_warmup_init,
         )
+
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ConfigError(
                 "--lr-warmup-fraction: expected it alone, without --lr-warmup-iters, "
                 f"got {self.lr_warmup_fraction} and {self.lr_warmup_iters}."
             )
+
         is_wsd = self.lr_decay_style == "WSD"
         expect(
             is_wsd == (self.lr_wsd_decay_iters is not None),
@@ -84,9 +85,7 @@ class LRScheduleConfig:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A resolved schedule: `schedule(iteration)` is the learning rate of that iteration, the first
-    being 0.
-    """
+    """A resolved schedule: `schedule(iteration)` is that iteration's learning rate, from 0 on."""
 
     peak: float
     least: float
@@ -99,13 +98,16 @@ class LRSchedule:
 
     @classmethod
     def build(cls, config: LRScheduleConfig, train_iters: int) -> LRSchedule:
-        """Resolves the defaults that depend on the run's length. ConfigError if the phases do not
-        fit.
+        """Resolves the defaults that depend on the run's length.
+
+        Raises:
+            ConfigError: if the phases do not fit into it.
         """
         decay_iters = config.lr_decay_iters or train_iters
         warmup_iters = config.lr_warmup_iters
         if config.lr_warmup_fraction is not None:
             warmup_iters = int(config.lr_warmup_fraction * decay_iters)
+
         most = f"at most the {decay_iters} decay iterations"
         expect(warmup_iters <= decay_iters, "--lr-warmup-iters", most, warmup_iters)
         if config.lr_wsd_decay_iters is not None:
@@ -116,6 +118,7 @@ class LRSchedule:
                 f"{warmup_iters} of warm-up",
                 config.lr_wsd_decay_iters,
             )
+
         is_wsd = config.lr_decay_style == "WSD"
         return cls(
             peak=config.lr,
@@ -140,6 +143,7 @@ class LRSchedule:
         if not isinstance(state, dict) or state.keys() != set(names):
             raise ValueError(f"Expected the fields {', '.join(names)}, got {reprlib.repr(state)}.")
 
+        # A file may hold anything: each field is checked before others are compared with it.
         for name in ("peak", "least", "warmup_init"):
             _check(_is_rate(state[name]), name, "a finite number >= 0", state[name])
         for name in ("decay_iters", "warmup_iters"):
@@ -157,7 +161,7 @@ class LRSchedule:
             for name in ("wsd_style", "wsd_iters"):
                 _check(state[name] is None, name, f"null for the style {style}", state[name])
 
-        # What `build` has made sure of, and `__call__` relies on.
+        # `build` has made sure of this, and `__call__` divides by the phases' lengths.
         peak = state["peak"]
         for name in ("least", "warmup_init"):
             _check(state[name] <= peak, name, f"at most peak, {peak}", state[name])
@@ -173,17 +177,20 @@ class LRSchedule:
 
     def __call__(self, iteration: int) -> float:
         """The learning rate of the iteration that follows `iteration` completed ones."""
-        # The first step of a warm-up over n takes 1/n of the way. (Megatron's takes none of it: a
-        # step with rate 0.)
+        # The first step of a warm-up over n takes 1/n of the way. (Megatron's has the initial rate,
+        # which is 0 by default.)
         step = iteration + 1
         if self.warmup_iters and step <= self.warmup_iters:
             return self.warmup_init + (self.peak - self.warmup_init) * step / self.warmup_iters
+
         if self.style == "constant":
             return self.peak
         if step >= self.decay_iters:
             return self.least
+        # The warm-up counts as a part of the decay's iterations, as in Megatron.
         if self.style == "WSD":
             return self._stable_then_decay(step)
+
         done = (step - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
         return self._between(self.style, done)
 
@@ -197,12 +204,11 @@ class LRSchedule:
     def _stable_then_decay(self, step: int) -> float:
         if self.wsd_iters is None or self.wsd_style is None:
             raise RuntimeError(f"Expected a WSD schedule with its last phase, got {self}.")
+
         start = self.decay_iters - self.wsd_iters
-        return (
-            self.peak
-            if step <= start
-            else self._between(self.wsd_style, (step - start) / self.wsd_iters)
-        )
+        if step <= start:
+            return self.peak
+        return self._between(self.wsd_style, (step - start) / self.wsd_iters)
 
     def _between(self, style: str, done: float) -> float:
         """From `peak` at 0 to `least` at 1."""

@@ -1,6 +1,4 @@
-"""Holds a loaded optimizer state dict against the optimizer that is to take it, before anything is
-touched.
-"""
+"""Checks a loaded optimizer state dict against its optimizer, before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ STEP = "step"
 def states_by_parameter(
     own_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The loaded states of the parameters that have any, on each rank the rows that it has of the
-    parameter.
+    """The loaded states of the parameters that have any; on each rank, of the rows that it has.
 
     Args:
         own_groups: the optimizer's.
@@ -36,16 +33,21 @@ def states_by_parameter(
     sizes = [len(group["params"]) for group in groups]
     if own_sizes != sizes:
         raise ValueError(f"Expected groups of {own_sizes} parameters, got {sizes}.")
+
     numbers = [number for group in groups for number in group["params"]]
     if unknown := set(states).difference(numbers):
         raise ValueError(
             f"Expected states of parameters that are in a group, got some of {sorted(unknown)}."
         )
+
+    # By their places in the groups: the numbers are the state dict's own.
     parameters = [parameter for group in own_groups for parameter in group["params"]]
     steps = [group.get(STEP) for group in groups for _ in group["params"]]
+
     found = {}
     for parameter, number, step in zip(parameters, numbers, steps, strict=True):
         if number in states:
+            # PyTorch's loaders may cut rows otherwise than the parameter's.
             found[parameter] = {
                 name: recut(value, parameter) for name, value in states[number].items()
             }
@@ -71,9 +73,7 @@ def checked_states(
 
 
 def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """ValueError unless states that are to be loaded, if there are any, are like those that a
-    parameter has.
-    """
+    """ValueError unless loaded states, if there are any, are like those that a parameter has."""
     if loaded and loaded.keys() != own.keys():
         raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(loaded)}.")
     if STEP in loaded:
@@ -100,6 +100,7 @@ def check_state(name: str, tensor: Any, parameter: torch.Tensor, dtype: torch.dt
 def check_step(step: Any, whose: str) -> None:
     """ValueError unless a state is a number of steps."""
     try:
+        # float() of a tensor of several elements is a RuntimeError.
         is_count = float(step) >= 0 and float(step).is_integer()
     except (TypeError, ValueError, RuntimeError):
         is_count = False
@@ -120,14 +121,16 @@ def _check_states(
         )
     check_step(loaded[STEP], f"parameter {number}")
     for name, dtype in dtypes.items():
+        # State dicts have values in the place of scaled states.
         expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
         check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
 
 
 def _description(value: Any) -> str:
-    """What must be the same of a state and the one that is to be loaded into it."""
+    """The properties that a state shares with the one that is loaded into it."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "one number"
     if not isinstance(value, torch.Tensor):
         return f"type {type(value).__name__}"
-    return f"shape {tuple(value.shape)}, {tuple(local_tensor(value).shape)} of it here, in {value.dtype}"
+    local = tuple(local_tensor(value).shape)
+    return f"shape {tuple(value.shape)}, {local} of it here, in {value.dtype}"

@@ -1,10 +1,9 @@
-"""What the weights, gradients and optimizer states of a rank take, on the device and in host
-memory.
+"""The memory of a rank's weights, gradients and optimizer states, on the device and on the host.
 
-How it is counted: memory, not elements, so that padding and what aligns an array count with it, and
-what two tensors share counts once, under the first of the names below. Single numbers, such as a
-parameter's count of steps, are left out. The memory of the CPU as a device counts as the device's;
-host memory is what `HybridDeviceOptimizer` holds.
+Memory is counted, not elements: padding and what aligns an array count with it, and what two
+tensors share counts once, under the first of the names below. Single numbers, such as a parameter's
+count of steps, are left out. The memory of the CPU as a device counts as the device's; host memory
+is what `HybridDeviceOptimizer` holds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the n
 
 
 class StateBytes(NamedTuple):
-    """What one state takes on this rank."""
+    """The bytes of one state on this rank."""
 
     device: int
     host: int
@@ -51,6 +50,8 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     """
     counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
     hybrid = optimizer if isinstance(optimizer, HybridDeviceOptimizer) else None
+
+    # Reading an offloaded optimizer's `state` would gather and wait for all of it.
     parameters = list(model.parameters())
     states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state if hybrid is None else {}
     if hybrid is not None:
@@ -58,6 +59,8 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             counter.add_host(_SHOWN.get(name, name), nbytes)
         if hybrid.device_optimizer is not None:
             states = hybrid.device_optimizer.state
+
+    # Groups come first: their parameters are views of their buffers.
     for group in _groups_of(parameters):
         _count_group(counter, group, hybrid)
     for parameter in parameters:
@@ -65,13 +68,14 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             has_main = _MASTER in states.get(parameter, {}) or (
                 hybrid is not None and hybrid.holds(parameter)
             )
-            # FSDP2's shards are cast, and gathered, to be computed with.
+            # FSDP2's shards are cast and gathered before they compute.
             is_main = isinstance(parameter, DTensor) and not has_main
             counter.add(MAIN if is_main else COMPUTE, parameter)
             if parameter.grad is not None:
                 counter.add(GRADIENTS, parameter.grad)
             elif parameter.requires_grad:
                 counter.add_device(GRADIENTS, local_tensor(parameter).nbytes)
+
     for own in states.values():
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and value.dim():
@@ -89,6 +93,7 @@ def format_state_memory(table: Mapping[str, StateBytes]) -> str:
         (name, _shown(row.device), _shown(row.host))
         for name, row in (*table.items(), ("in all", total))
     ]
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{name:{widths[0]}}  {device:>{widths[1]}}  {host:>{widths[2]}}"
@@ -117,6 +122,7 @@ class _Counter:
         key = (local.device, storage.data_ptr())
         if storage.nbytes() and key not in self._seen:
             self._seen.add(key)
+            # On an accelerator, what lies on the CPU is on the host.
             is_on_host |= local.device.type == "cpu" and self._device_type != "cpu"
             (self.add_host if is_on_host else self.add_device)(name, storage.nbytes())
 
@@ -127,7 +133,7 @@ class _Counter:
         self._host[name] = self._host.get(name, 0) + nbytes
 
     def table(self) -> dict[str, StateBytes]:
-        """What has been added: weights and gradients first, the rest by name."""
+        """All bytes added so far: weights and gradients first, the rest by name."""
         names = self._device.keys() | self._host.keys()
         ordered = [*_FIRST, *sorted(names.difference(_FIRST))]
         table = {
@@ -146,6 +152,7 @@ def _count_group(
 ) -> None:
     for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
         counter.add(COMPUTE, weight.local_buffer)
+    # The hybrid optimizer has counted the main weights that it updates.
     if hybrid is None or not group.is_delivered_by(hybrid):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
     if group.gradients is not None:

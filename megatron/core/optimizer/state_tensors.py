@@ -27,17 +27,22 @@ class StateMemory:
             WeakKeyDictionary()
         )
 
+    def __reduce__(self) -> tuple[type[StateMemory], tuple[()]]:
+        # A copy of a parameter has no group, so a copy of its optimizer shares no buffers.
+        return StateMemory, ()
+
     def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A state, uninitialised, on the device of the parameter's local tensor.
+        """An uninitialised state on the device of the parameter's local tensor.
 
         Every parameter of a group must ask for a name with the same dtype, and once.
         """
         group = group_of(parameter)
         if group is None:
-            return like(
-                parameter,
-                torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False),
-            )
+            local = torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False)
+            return like(parameter, local)
+
+        # All buffers of a group have one layout: parts that lie end to end in one do so in all, and
+        # kernels take them in one pass.
         buffers = self._buffers.setdefault(group, {})
         if name not in buffers:
             device = local_tensor(parameter).device
@@ -48,9 +53,7 @@ class StateMemory:
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` itself, or, if the parameter is a DTensor, one over `local` with the parameter's mesh
-    and so on.
-    """
+    """`local` itself, or a DTensor over it if the parameter is one, described as the parameter."""
     return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
@@ -62,9 +65,10 @@ class Difference(NamedTuple):
 
 
 def difference(tensor: torch.Tensor, parameter: torch.Tensor) -> Difference | None:
-    """The first respect in which a gradient or state is not distributed or shaped as its parameter;
-    None if it is.
+    """The first respect in which a gradient or state is not distributed or shaped as its
+    parameter; None if it is.
     """
+    # Local shapes too: uneven DTensors of one description may hold different rows.
     if isinstance(parameter, DTensor) != isinstance(tensor, DTensor):
         return Difference(_kind(parameter), _kind(tensor))
     if tensor.shape != parameter.shape:

@@ -1,8 +1,7 @@
-"""What of an optimizer's state is updated together, and may be read while other parts are being
-updated.
+"""Units: parts of an optimizer's state that may be read while other parts are being updated.
 
-Whoever reads state on another thread waits for a unit's `updated`, and has its next update held
-until it has read:
+A reader on another thread waits for a unit's `updated`, and holds its next update back until it has
+read:
 
     for unit in state_units(optimizer):
         unit.hold(lane.enqueue(lambda: read(unit), after=[unit.updated]))
@@ -62,6 +61,7 @@ def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
 
 def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
     """All of an optimizer that updates in `step` itself."""
+    # Nothing has to be waited for: what `step` issued comes before what this thread issues next.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
 
@@ -69,10 +69,12 @@ def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
 
 
 def _reads_of(optimizer: torch.optim.Optimizer) -> list[Event]:
-    """What the next step of an optimizer waits for."""
+    """The events that the next step of an optimizer waits for."""
     found: list[Event] | None = vars(optimizer).get(_READS)
     if found is not None:
         return found
+
+    # Any optimizer has hooks. This one is registered once, with the first reader.
     reads: list[Event] = []
 
     def wait(*_: Any) -> None:

@@ -1,5 +1,4 @@
-"""What a step is planned from, so that a plan which has gone stale is noticed before it is carried
-out.
+"""The inputs of a planned step, by which a stale plan is noticed before it is carried out.
 
 Planning takes Python dozens of calls for each parameter; seeing that nothing has changed since
 takes one. A plan is made while the device still computes the gradients' norm, and hooks run between
@@ -14,15 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.optimizer.gradient_source import gradient_of
+from megatron.core.optimizer.te_parity import gradient_of
 
 IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
 
 
 class StepInputs(NamedTuple):
-    """The gradients of all parameters, the options of all groups, and how often states were written
-    to.
-    """
+    """The gradients of all parameters, the options of all groups, a count of writes to states."""
 
     gradients: list[torch.Tensor | None]
     options: list[dict[str, Any]]
@@ -32,36 +29,36 @@ class StepInputs(NamedTuple):
     def of(
         cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int
     ) -> StepInputs:
-        """Those of the moment. `revision`: a number that grows with each step, and when states are
-        loaded.
+        """The inputs of the moment.
+
+        Args:
+            revision: a number that grows with each step, and when states are loaded.
         """
-        return cls(
-            [
-                gradient_of(parameter, use_decoupled_grad)
-                for group in param_groups
-                for parameter in group["params"]
-            ],
-            [
-                {name: _snapshot(value) for name, value in group.items() if name not in IDENTITIES}
-                for group in param_groups
-            ],
-            revision,
-        )
+        gradients = [
+            gradient_of(parameter, use_decoupled_grad)
+            for group in param_groups
+            for parameter in group["params"]
+        ]
+        options = [
+            {name: _snapshot(value) for name, value in group.items() if name not in IDENTITIES}
+            for group in param_groups
+        ]
+        return cls(gradients, options, revision)
 
     def are_still(self, now: StepInputs) -> bool:
-        """Whether gradients are the same tensors, whatever has been written to them, and all else
-        has equal values.
+        """Whether gradients are the same tensors, whatever was written to them, and all else is
+        equal.
         """
-        # By their ids: tensors that are equal element by element are not meant.
         if (self.revision, self.options) != (now.revision, now.options):
             return False
+
+        # By their ids: comparing tensors would read their elements, on their device.
         return [*map(id, self.gradients)] == [*map(id, now.gradients)]
 
 
 def _snapshot(option: Any) -> Any:
-    """What changes when an option does, in place too."""
+    """A value that changes when an option does, in place too."""
     if isinstance(option, torch.Tensor):
-        return id(
-            option
-        ), option._version  # its value may be on a device, which would have to be waited for
+        # Its value may be on a device, which this thread would have to wait for.
+        return id(option), option._version
     return tuple(option) if isinstance(option, list) else option

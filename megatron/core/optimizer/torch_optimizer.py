@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,9 +36,7 @@ def parameter_groups(
 def build_torch_optimizer(
     model: nn.Module, config: OptimizerConfig, lr: float
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over `model`'s parameters. `lr` is only its first value: the schedule sets it
-    every step.
-    """
+    """AdamW or SGD over `model`'s parameters. `lr` is only the first: the schedule sets it."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
         # Not fused: that kernel takes no DTensors.
@@ -49,6 +48,18 @@ def build_torch_optimizer(
     )
 
 
+def defaults_of(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a class gives its parameter groups."""
+    return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
+
+
+def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a class takes."""
+    known = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    return {name: value for name, value in options.items() if takes_any or name in known}
+
+
 @runtime_checkable
 class _Allocating(Protocol):
     """An optimizer that allocates its states without stepping."""
@@ -58,9 +69,7 @@ class _Allocating(Protocol):
 
 
 def init_states(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer the states that it does not have yet, and leaves one that has not stepped
-    just that.
-    """
+    """Allocates the states that an optimizer does not have yet. It counts no step for that."""
     if isinstance(optimizer, _Allocating):
         optimizer.init_state()
     else:
@@ -68,25 +77,28 @@ def init_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the states of the parameters that have none, for any optimizer, by a step which
-    then does not count.
+    """Allocates the states of the parameters that have none, for any optimizer, by a step that
+    does not count.
 
-    PyTorch's way, a step with zero gradients and a zero rate, with two corrections: without weight
-    decay, which some optimizers add to the gradients, and so to the states; and the step counters
-    are set back, or a run saved before its first step would go on with another bias correction.
+    It is PyTorch's way, a step with zero gradients and a zero rate, with two corrections: there is
+    no weight decay, which some optimizers add to the gradients, and so to the states; and step
+    counters are reset, or a run saved before its first step would resume with another bias
+    correction.
     """
     options = [dict(group) for group in optimizer.param_groups]
     parameters = [parameter for group in options for parameter in group["params"]]
     new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
     if not new:
         return
+
     grads = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
-        group["lr"] = (
-            torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        )
+        lr = group["lr"]
+        group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
+
+    # Parameters that have states are left alone: theirs count.
     for parameter in parameters:
         parameter.grad = None
     for parameter in new:
@@ -94,10 +106,12 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     finally:
+        # After an error too: no optimizer may be left with a rate of zero.
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
+
     for parameter in new:
         step = optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, torch.Tensor):
@@ -107,12 +121,15 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
 def load_torch_states(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, Any]
 ) -> None:
-    """Takes over one parameter's states, into the memory that it has for them; none: it was never
-    stepped.
+    """Takes over one parameter's states, into the memory that it has for them.
+
+    Args:
+        states: empty if the parameter was never stepped.
     """
     if not states:
         optimizer.state.pop(parameter, None)
         return
+
     own = optimizer.state[parameter]
     for name, value in states.items():
         if isinstance(own.get(name), torch.Tensor):
@@ -122,11 +139,10 @@ def load_torch_states(
 
 
 def copy_state(own: torch.Tensor, value: Any) -> None:
-    """Writes a state, a tensor or a number, into the tensor that it lies in; nothing if it is that
-    very memory.
-    """
+    """Writes a state, a tensor or a number, into the tensor that it lies in."""
     target = local_tensor(own)
     if not isinstance(value, torch.Tensor):
         target.fill_(value)
+    # Loading a dict that shares the optimizer's own memory copies nothing.
     elif local_tensor(value).data_ptr() != target.data_ptr() or target.numel() == 0:
         target.copy_(local_tensor(value))

@@ -1,15 +1,15 @@
 """Which groups of parameters keep their optimizer state in host memory.
 
 The host takes the *last* groups of the network. Their gradients come first in backward and their
-weights are needed last in the next forward, so that the transfers and the update on the host have
-the widest window to hide in.
+weights are needed last in the next forward: the transfers and the update on the host have the
+widest window to hide in.
 
 The plan is a function of the groups' global element counts and the fraction alone, in exact
 arithmetic: all ranks compute the same one, at any world size. With 10 elements a group and a
 fraction of 0.5:
 
     group    embedding   layers.0   layers.1   layers.2   head
-    side     device      device     host       host       host      30 of 50 elements, the least that is half or more
+    side     device      device     host       host       host    30 of 50: half or more
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
+
+THE_MODEL = "the model"  # the group of the module that has no other name
 
 
 class PlannedGroup(NamedTuple):
@@ -36,9 +38,7 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The side of every group, in forward order: first those of the device, then those of the
-    host.
-    """
+    """The side of every group, in forward order: first the device's, then the host's."""
 
     groups: tuple[PlannedGroup, ...]
 
@@ -88,15 +88,11 @@ class OffloadPlan:
 
     @property
     def host_fraction(self) -> float:
-        """The share of all elements that is on the host, as planned; 0 where there are no
-        elements.
-        """
+        """The share of all elements that is on the host; 0 where there are no elements."""
         return self.host_numel / self.total_numel if self.total_numel else 0.0
 
-    def table(self) -> str:
-        """The plan for a log: a line a group, more than four in a row of one side as one line, and
-        the totals.
-        """
+    def __str__(self) -> str:
+        """A table for a log: a line a group, long runs of one side as one line, and the totals."""
         rows = [
             row
             for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host)
@@ -109,9 +105,6 @@ class OffloadPlan:
         return "\n".join(
             f"{row.name:<{name_width}}  {row.numel:>{numel_width},}  {row.side}" for row in rows
         )
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 class _Row(NamedTuple):
@@ -137,13 +130,13 @@ def _exact(fraction: float) -> Fraction:
     is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not is_number or not math.isfinite(fraction) or not 0 <= fraction <= 1:
         raise ValueError(f"Expected an offload fraction from 0 to 1, got {fraction!r}.")
+    # As it prints: see `OffloadPlan.build`.
     return Fraction(str(fraction))
 
 
 def _first_on_host(numels: Sequence[int], fraction: Fraction) -> int:
-    """The beginning of the smallest suffix that holds `fraction` of all elements; 1 takes in empty
-    groups too.
-    """
+    """The beginning of the smallest suffix that holds `fraction` of all elements."""
+    # All includes empty groups at the front, which the loop would leave out.
     if fraction == 1:
         return 0
     wanted, first, held = fraction * sum(numels), len(numels), 0

@@ -1,8 +1,7 @@
 """How long the offloaded optimizer's lanes work, and how long the computation waits for them.
 
-A step is what begins with its gradients' way down and ends with its weights on the device, which
-may be in the middle of the next forward. Only the clock is read: nothing waits that would not wait
-anyway.
+A step begins with its gradients' way down and ends with its weights on the device, which may be in
+the middle of the next forward. Recording reads clocks and waits for nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from megatron.core.device import Device
 from megatron.core.lanes import ClockSpan, Event, RelayedEvent, Span
@@ -39,9 +39,7 @@ class OffloadTimings(NamedTuple):
 
 
 class StepTimings:
-    """What one step has been seen to take. Its spans are made where work is queued, and filled in
-    where it is done.
-    """
+    """The spans of one step: made where work is queued, filled in where it is done."""
 
     def __init__(self, device: Device, clock: Callable[[], float]) -> None:
         self._device = device
@@ -53,14 +51,8 @@ class StepTimings:
     def timed(
         self, lane: str, work: Callable[[], object], host_bytes: int = 0
     ) -> Callable[[], object]:
-        """The work, to be done on a lane, timed there.
-
-        Args:
-            lane: one of LANES.
-            host_bytes: that it reads and writes, of an update.
-        """
-        # The update's lane is a thread on any device.
-        span: Span = ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+        """The work, timed on the lane where it will be done; an update with the bytes it moves."""
+        span = self._span(lane)
         self._spans.append((lane, span))
         self._host_bytes += host_bytes
 
@@ -72,10 +64,8 @@ class StepTimings:
 
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
-        """Around a wait of this thread for what a lane does. On a GPU, transfers are awaited by its
-        current stream.
-        """
-        span: Span = ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+        """Around a wait for what a lane does: this thread's or, on a GPU, its current stream's."""
+        span = self._span(lane)
         self._waits.append((lane, span))
         with span:
             yield
@@ -88,12 +78,15 @@ class StepTimings:
             updated.wait()
 
     def awaited(self, updated: RelayedEvent) -> Event:
-        """The same event, which times the update where a thread that issues work to a GPU has to
-        wait for it.
+        """The same event, timed where a thread that issues work to a GPU waits for the update.
 
-        Lanes that are threads wait by themselves, which keeps nobody else: see `Event.synchronize`.
+        Lanes that are threads call `synchronize`, which holds up nobody else and is not timed.
         """
         return _Awaited(self, updated)
+
+    def before_use(self, updated: RelayedEvent) -> Callable[[], None] | None:
+        """A function that waits for an update and its way up, and times both."""
+        return partial(self.wait, updated)
 
     @property
     def is_complete(self) -> bool:
@@ -109,6 +102,10 @@ class StepTimings:
                     span.seconds or 0.0 for name, span in spans if name == lane
                 )
         return sums
+
+    def _span(self, lane: str) -> Span:
+        # The update's lane is a thread on any device.
+        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
 
 
 class _Awaited:
@@ -131,19 +128,16 @@ class _Awaited:
 
 
 class TimingRecorder:
-    """The steps' timings, added up as they are complete. Any thread may call it; it keeps numbers
-    and clocks only.
+    """The steps' timings, added up as they are complete.
+
+    Any thread may call it: autograd's does, during the backward. It keeps numbers and clocks only,
+    so a model that knows it keeps no optimizer alive.
     """
 
     def __init__(
         self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """
-        Args:
-            device: on which gradients and weights are.
-            has_lanes: whether anything runs beside the computation; else this waits for all of it.
-            clock: seconds.
-        """
+        """Without lanes, the computation waits for all work. `clock` is in seconds."""
         self._device = device
         self._has_lanes = has_lanes
         self._clock = clock
@@ -181,6 +175,7 @@ class TimingRecorder:
             means = {name: value / self._num_steps for name, value in self._sums.items()}
             timings = OffloadTimings(num_steps=self._num_steps, **means)
             self._sums, self._num_steps = {}, 0
+
         if self._has_lanes:
             return timings
         return timings._replace(
@@ -198,3 +193,44 @@ class TimingRecorder:
             for name, value in self._ended.popleft().sums().items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
             self._num_steps += 1
+
+
+class NoTimings:
+    """A recorder that records nothing, and each of its steps."""
+
+    @property
+    def coming(self) -> NoTimings:
+        return self
+
+    def begin(self) -> NoTimings:
+        return self
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+    def collect(self) -> None:
+        """There is nothing to tell."""
+
+    def timed(
+        self,
+        lane: str,  # noqa: ARG002 (as StepTimings has it)
+        work: Callable[[], object],
+        host_bytes: int = 0,  # noqa: ARG002
+    ) -> Callable[[], object]:
+        return work
+
+    def waiting(self, lane: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def wait(self, updated: RelayedEvent) -> None:
+        updated.wait()
+
+    def awaited(self, updated: RelayedEvent) -> Event:
+        return updated
+
+    def before_use(self, updated: RelayedEvent) -> None:
+        """Nobody wants to know how long the wait takes."""
+
+
+Recorder: TypeAlias = TimingRecorder | NoTimings
+StepRecorder: TypeAlias = StepTimings | NoTimings

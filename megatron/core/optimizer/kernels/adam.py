@@ -1,4 +1,4 @@
-"""What one step of Adam over flat arrays is given, whoever carries it out.
+"""One step of Adam over flat arrays: its arguments and arithmetic, the same in every kernel.
 
 [Note: arithmetic] Per element, in fp32, every operation rounded to nearest, `fma` rounded once; the
 scalars are computed in fp64 and rounded once to fp32:
@@ -34,12 +34,8 @@ import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-_OTHER_ALGORITHMS = (
-    "amsgrad",
-    "maximize",
-    "capturable",
-    "differentiable",
-)  # options of torch.optim.AdamW
+# Options of torch.optim.AdamW that change what is computed.
+_OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,9 @@ class AdamStep:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
-        for name, value in (
-            ("lr", self.lr),
-            ("eps", self.eps),
-            ("weight_decay", self.weight_decay),
-        ):
+
+        rates = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+        for name, value in rates.items():
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"Expected a finite {name} of at least 0, got {value}.")
 
@@ -79,14 +73,14 @@ class AdamStep:
     def of(
         cls, options: Mapping[str, Any], step: int, grad_scale: float, adam_w_mode: bool
     ) -> AdamStep:
-        """From the options of a parameter group. ValueError for those that mean another
-        algorithm.
-        """
+        """From the options of a parameter group. ValueError for another algorithm's."""
         others = [name for name in _OTHER_ALGORITHMS if options.get(name)]
         if others:
             raise ValueError(
                 f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set."
             )
+
+        # Options may be tensors, as torch's optimizers allow.
         beta1, beta2 = options["betas"]
         return cls(
             step=step,
@@ -102,19 +96,17 @@ class AdamStep:
 
     @property
     def correction1(self) -> float:
-        """What divides `exp_avg`."""
+        """The divisor of `exp_avg`."""
         return 1.0 - self.beta1**self.step if self.bias_correction else 1.0
 
     @property
     def correction2(self) -> float:
-        """What divides `exp_avg_sq`."""
+        """The divisor of `exp_avg_sq`."""
         return 1.0 - self.beta2**self.step if self.bias_correction else 1.0
 
 
 class AdamScalars(NamedTuple):
-    """The scalars of [Note: arithmetic] as kernels take them: computed in fp64, rounded to fp32
-    once.
-    """
+    """The scalars of [Note: arithmetic] as kernels take them: in fp64, rounded to fp32 once."""
 
     grad_scale: float
     l2: float  # the weight decay that is added to the gradient
@@ -130,7 +122,8 @@ class AdamScalars(NamedTuple):
 
     @classmethod
     def of(cls, step: AdamStep) -> AdamScalars:
-        """Those of a step."""
+        """The scalars of a step."""
+        # torch's lerp has two forms, and chooses by the rounded weight. See [Note: arithmetic].
         lerp = _rounded(1.0 - step.beta1)
         lerps_from_grad = lerp >= 0.5
         return cls(
@@ -184,11 +177,14 @@ class AdamPiece(NamedTuple):
         )
         _check_dtype("exp_avg", self.exp_avg, MOMENT_DTYPES)
         _check_dtype("exp_avg_sq", self.exp_avg_sq, (self.exp_avg.dtype,))
+
         if self.remainder is not None:
             _check_dtype("remainder", self.remainder, (torch.int16,))
         if self.out is not None:
             _check_dtype("out", self.out, FLOAT_DTYPES)
             self._check_overlap(self.out)
+
+        # Kernels get addresses and one length.
         for name, tensor in self.arrays().items():
             if tensor.numel() != self.numel:
                 raise ValueError(
@@ -219,14 +215,14 @@ class AdamPiece(NamedTuple):
         return self._replace(**changes)
 
     def _check_overlap(self, out: torch.Tensor) -> None:
+        # Element by element, each gradient is read before its place is written to.
         begin, end = self.grad.data_ptr(), self.grad.data_ptr() + self.grad.nbytes
         apart = out.data_ptr() >= end or out.data_ptr() + out.nbytes <= begin
         same = out.data_ptr() == begin and out.element_size() == self.grad.element_size()
         if not apart and not same:
             raise ValueError(
                 f"Expected out apart from grad or over it element by element, got {out.dtype} at "
-                "byte "
-                f"{out.data_ptr() - begin} of a {self.grad.dtype} grad."
+                f"byte {out.data_ptr() - begin} of a {self.grad.dtype} grad."
             )
 
 
@@ -234,12 +230,12 @@ _ARRAYS = ("grad", "weight", "exp_avg", "exp_avg_sq", "remainder", "out")
 
 
 def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
-    """The same work in fewer, longer pieces: those whose arrays all continue one another in memory
-    are joined.
+    """The same work in fewer, longer pieces: those whose arrays all lie end to end are joined.
 
-    Pieces are put in the order of their weights' addresses; empty ones are left out. Only the
-    pieces of equal steps, dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
+    Pieces are put in the order of their weights' addresses; empty ones are left out. Only pieces of
+    equal steps, dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
     """
+    # Pieces join only if all of their arrays do: sorting by one of these finds the neighbours.
     ordered = sorted((piece for piece in pieces if piece.numel), key=_address)
     runs: list[list[AdamPiece]] = []
     for piece in ordered:
@@ -251,12 +247,9 @@ def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
 
 
 def with_grad_scale(pieces: Iterable[AdamPiece], grad_scale: float) -> list[AdamPiece]:
-    """The same pieces with another factor of the gradients, which is known last: it comes of all of
-    them.
-    """
-    steps: dict[
-        int, AdamStep
-    ] = {}  # by the id of the step that is scaled: hashing takes longer than scaling
+    """The same pieces with another factor of the gradients, which is known last."""
+    # By the id of the step that is scaled: hashing takes longer than scaling.
+    steps: dict[int, AdamStep] = {}
     scaled = []
     for piece in pieces:
         if id(piece.step) not in steps:
@@ -273,6 +266,7 @@ def _continues(piece: AdamPiece, following: AdamPiece) -> bool:
     """Whether every array of `following` begins where that of `piece` ends."""
     if piece.step != following.step:
         return False
+
     ends, begins = piece.arrays(), following.arrays()
     return ends.keys() == begins.keys() and all(
         _adjacent(ends[name], begins[name]) for name in ends
@@ -290,6 +284,8 @@ def _adjacent(tensor: torch.Tensor, following: torch.Tensor) -> bool:
 def _joined(run: list[AdamPiece]) -> AdamPiece:
     if len(run) == 1:
         return run[0]
+
+    # `_adjacent` has made sure that the storage reaches so far.
     numel = sum(piece.numel for piece in run)
     arrays = {
         name: tensor.detach().as_strided((numel,), (1,)) for name, tensor in run[0].arrays().items()

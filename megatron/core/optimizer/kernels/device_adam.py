@@ -1,7 +1,7 @@
-"""Adam over flat arrays on a GPU, in Triton: one launch for each piece, the bits of [Note:
-arithmetic] in adam.py.
+"""Adam over flat arrays on a GPU, in Triton: one launch for each piece.
 
-Where there is no Triton, or no GPU, importing this is fine and stepping a GPU tensor is an error.
+The bits are those of [Note: arithmetic] in adam.py. Without Triton, or without a GPU, importing
+this is fine and stepping a GPU tensor is an error.
 
 [Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on
 where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is
@@ -60,6 +60,7 @@ def _launch(piece: AdamPiece) -> None:
     device = piece.weight.device
     remainder, out = piece.remainder, piece.out
     is_split = remainder is not None
+
     # A kernel wants a pointer for every argument; what is not there is not followed.
     arguments = (
         piece.grad,
@@ -70,8 +71,10 @@ def _launch(piece: AdamPiece) -> None:
         piece.weight if out is None else out,
     )
     scalars = AdamScalars.of(piece.step)
+
+    # A block's size changes no bit: elements do not know of one another.
     grid = (-(-piece.numel // _BLOCK_NUMEL),)
-    # Triton launches on the current device.
+    # Triton launches on the current device, which need not be the tensors'.
     with nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
         _adam_kernel[grid](
             *arguments,
@@ -145,9 +148,8 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 def _narrow(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 rounded to nearest even. For bf16 in integers: what Triton makes of a cast depends on
-    where it runs.
-    """
+    """fp32 rounded to nearest even."""
+    # For bf16 in integers: what Triton makes of a cast depends on where it runs.
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -40,7 +40,8 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.bfloat16: 2,
     torch.float16: 3,
 }
-_SPLIT = 4  # the type of a bf16 weight with a remainder
+# The library is told of a remainder by the type of the weight beside it.
+_SPLIT = 4
 
 
 class _Arrays(ctypes.Structure):
@@ -116,16 +117,20 @@ class HostAdam:
         self._num_threads = _default_num_threads() if num_threads is None else num_threads
         if self._num_threads < 1:
             raise ValueError(f"Expected at least one thread, got {num_threads}.")
+
         available = available_bodies()
         if body != "auto" and body not in available:
             raise ValueError(f"Expected a body among auto, {', '.join(available)}, got {body}.")
         self._body = available[0] if body == "auto" else body
         if body == "auto" and self._body == "torch":
             _warn_once(LIBRARY)
+
+        # Threads do not survive a fork, so a child must not wait for these.
         self._process = os.getpid()
         self._pool: int | None = None
         library = _library(LIBRARY)
         if self._body != "torch" and library is not None:
+            # New threads inherit the cores of the one that starts them.
             with _running_on(cores):
                 self._pool = library.host_adam_pool_create(self._num_threads)
             if not self._pool:
@@ -168,23 +173,27 @@ class HostAdam:
         Raises:
             As `run` does.
         """
+        # The library trusts addresses, types and lengths.
         for piece in pieces:
             piece.check()
             if piece.weight.device.type != "cpu":
                 raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+
         library = self._usable_library()
         if library is None:
             torch_adam.run(pieces)
             return Ticket(None, (), self._process)
+
         structs = (_Piece * len(pieces))(*map(_described, pieces))
         handle = library.host_adam_submit(
             self._pool, _BODIES[self._body], structs, len(pieces), touch
         )
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
-        return Ticket(
-            functools.partial(library.host_adam_wait, handle), (self, *pieces), self._process
-        )
+
+        # The threads know addresses only: the ticket keeps the pool and the arrays alive.
+        wait = functools.partial(library.host_adam_wait, handle)
+        return Ticket(wait, (self, *pieces), self._process)
 
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
@@ -201,9 +210,12 @@ class HostAdam:
             raise ValueError(
                 f"Expected a CPU tensor of {allowed}, got {tensor.dtype} on {tensor.device}."
             )
+
         library = self._usable_library()
         if library is None:
             return torch_adam.squared_norm(tensor)
+
+        # A copy where the tensor is strided: the library reads flat memory.
         flat = tensor.detach().contiguous()
         result = ctypes.c_double()
         body, kind = _BODIES[self._body], _TYPES[flat.dtype]
@@ -241,17 +253,17 @@ class Ticket:
 
 @functools.cache
 def shared_host_adam(process: int) -> HostAdam:
-    """One pool of default settings for whoever needs none of their own; `process` is
-    os.getpid().
+    """The pool of default settings that callers without settings of their own share.
+
+    Args:
+        process: os.getpid(): a forked child gets its own.
     """
     del process
     return HostAdam()
 
 
 def available_bodies() -> list[str]:
-    """What can run here, the fastest first: some of "avx512", "avx2", "baseline", and always
-    "torch" at the end.
-    """
+    """The bodies that can run here, the fastest first; "torch" is always the last."""
     library = _library(LIBRARY)
     if library is None:
         return ["torch"]
@@ -264,12 +276,15 @@ def available_bodies() -> list[str]:
 @functools.cache
 def _library(path: Path) -> ctypes.CDLL | None:
     """The library with its signatures, or None where it was not built or is another version's."""
+    # A library of another version has other structs, and must not be called.
     try:
         library = ctypes.CDLL(str(path))
         if library.host_adam_version() != _VERSION:
             return None
     except (OSError, AttributeError):
         return None
+
+    # Without signatures ctypes would pass and return addresses as 32-bit integers.
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (
         ("host_adam_has_body", int32, [int32]),
@@ -292,8 +307,8 @@ def _library(path: Path) -> ctypes.CDLL | None:
 def _warn_once(path: Path) -> None:
     logger.warning(
         "The host kernel %s is not there or out of date: torch computes the optimizer's step "
-        "instead, to the same bits "
-        "but slower. Install a C++17 compiler and run `pip install --editable .` again.",
+        "instead, to the same bits but slower. Install a C++17 compiler and run "
+        "`pip install --editable .` again.",
         path.name,
     )
 
@@ -308,6 +323,8 @@ def _running_on(cores: Collection[int] | None) -> Iterator[None]:
     if cores is None or not hasattr(os, "sched_setaffinity"):
         yield
         return
+
+    # Cores that the system refuses are no reason to fail: the bits do not depend on them.
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
@@ -336,21 +353,21 @@ def _described(piece: AdamPiece) -> _Piece:
     return _Piece(arrays, _scalars(piece.step), piece.numel)
 
 
+# The pieces of a step share few sets of constants.
 @functools.lru_cache(maxsize=16)
 def _scalars(step: AdamStep) -> _Scalars:
     return _Scalars(*AdamScalars.of(step))
 
 
 def _close(library: ctypes.CDLL, pool: int, process: int) -> None:
-    """Ends the threads. They are not there in a forked child."""
+    """Ends the threads."""
+    # They are not there in a forked child.
     if os.getpid() == process:
         library.host_adam_pool_destroy(pool)
 
 
 def _wait(wait: Callable[[], None], keeps: tuple[object, ...], process: int) -> None:
-    """`keeps` holds the arrays, and the pool, until here. The threads are not there in a forked
-    child.
-    """
-    del keeps
+    """Waits for the threads, which are not there in a forked child."""
     if os.getpid() == process:
         wait()
+    del keeps  # the arrays and the pool, until here

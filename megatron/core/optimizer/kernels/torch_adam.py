@@ -1,5 +1,4 @@
-"""Adam over flat arrays, and their squared norm, with torch alone: no compiler needed, the kernel's
-bits.
+"""Adam over flat arrays, and their squared norm, with torch alone: the kernel's bits, no compiler.
 
 [Note: chunks] torch's fused AdamW computes what [Note: arithmetic] in adam.py says, on fp32 arrays
 only, and its scalar tail rounds otherwise than its vectors. So what is not fp32 is widened into
@@ -30,8 +29,10 @@ _VECTOR_NUMEL = 64  # a multiple of every width that torch's vectors have
 
 @torch.no_grad()
 def run(pieces: Iterable[AdamPiece]) -> None:
-    """Carries the pieces' steps out, in place. Tensors of any one device, which `AdamPiece.check`
-    accepts.
+    """Carries the pieces' steps out, in place.
+
+    Args:
+        pieces: on any one device; `AdamPiece.check` accepts them.
     """
     scratch = _Scratch()
     for piece in pieces:
@@ -43,8 +44,10 @@ def run(pieces: Iterable[AdamPiece]) -> None:
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of squares. Scalar, fp64. See [Note: squares in fp64]."""
     flat = tensor.detach().reshape(-1)
+    # Pieces of whole rows: the rows do not depend on the pieces' size.
     sums = [_row_sums(piece) for piece in flat.split(_NORM_ROWS * NORM_ROW_NUMEL) if piece.numel()]
     rows = torch.cat(sums) if sums else flat.new_zeros(1, dtype=torch.float64)
+
     power = 1 << (rows.numel() - 1).bit_length()
     return _halved(_padded(rows, power).view(1, power)).view(())
 
@@ -59,6 +62,8 @@ class _Scratch:
         """`tensor` in fp32, zeros behind it up to whole vectors."""
         if name not in self._memory:
             self._memory[name] = torch.empty(CHUNK_NUMEL, device=tensor.device)
+
+        # Whole vectors: torch's scalar tail rounds otherwise. See [Note: chunks].
         numel = tensor.numel()
         padded = self._memory[name][: -(-numel // _VECTOR_NUMEL) * _VECTOR_NUMEL]
         padded[:numel].copy_(tensor)
@@ -79,12 +84,16 @@ def _step(piece: AdamPiece, scratch: _Scratch) -> None:
     exp_avg = scratch.widened("exp_avg", piece.exp_avg)
     exp_avg_sq = scratch.widened("exp_avg_sq", piece.exp_avg_sq)
     _fused_step(piece.step, grad, weight, exp_avg, exp_avg_sq)
+
     _store(exp_avg, piece.exp_avg)
     _store(exp_avg_sq, piece.exp_avg_sq)
     if piece.remainder is None:
         _store(weight, piece.weight)
     else:
         _split(weight[: piece.numel], piece.weight, piece.remainder)
+
+    # Beside a remainder, `out` is the bf16 weight's bits: where two bf16 numbers are equally near,
+    # rounding once more might choose the other one.
     if piece.out is not None:
         rounded_already = piece.remainder is not None and piece.out.dtype == torch.bfloat16
         _store(piece.weight if rounded_already else weight, piece.out)
@@ -93,6 +102,7 @@ def _step(piece: AdamPiece, scratch: _Scratch) -> None:
 def _scaled_grad(piece: AdamPiece, scratch: _Scratch) -> torch.Tensor:
     if piece.step.grad_scale == 1.0:
         return scratch.widened("grad", piece.grad)
+    # Always a copy: the caller's gradient stays as it is.
     return scratch.copy("grad", piece.grad).mul_(piece.step.grad_scale)
 
 
@@ -133,6 +143,8 @@ def _full_weight(piece: AdamPiece) -> torch.Tensor:
     """The weight, in fp32 if there is a remainder. See [Note: remainder]."""
     if piece.remainder is None:
         return piece.weight
+
+    # As integers: a negative remainder borrows from the upper half.
     bits = piece.weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(piece.remainder).view(torch.float32)
 
@@ -140,6 +152,7 @@ def _full_weight(piece: AdamPiece) -> torch.Tensor:
 def _split(full: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Writes fp32 values as bf16 and remainder. A NaN becomes the one whose remainder is zero."""
     bits = torch.where(full.isnan(), torch.nan, full).view(torch.int32)
+    # On a little-endian machine the lower half comes first.
     remainder.copy_(bits.view(torch.int16)[0::2])
     weight.view(torch.int16).copy_(bits.add_(0x8000) >> 16)
 
@@ -154,13 +167,13 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _halved(rows: torch.Tensor) -> torch.Tensor:
-    """Sums of rows whose length is a power of two: the halves are added until one element is
-    left.
-    """
+    """Sums of rows whose length is a power of two: halves are added until one element is left."""
     while rows.shape[1] > _NARROW:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
-    columns = rows.t().contiguous()  # torch is slow on many short rows
+
+    # The same sums, transposed: torch is slow on many short rows.
+    columns = rows.t().contiguous()
     while columns.shape[0] > 1:
         half = columns.shape[0] // 2
         columns = columns[:half] + columns[half:]

@@ -47,7 +47,11 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import build_optimizer, offloaded_units
+from megatron.core.optimizer.distrib_optimizer import (
+    build_optimizer,
+    offloaded_modules,
+    plan_offload,
+)
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.scaled_states import is_scaled
 from megatron.core.transformer.attention import SelfAttention
@@ -206,6 +210,7 @@ class Trained:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.model = build_gpt(setting) if model is None else model
         config = optimizer_config(setting)
+        plan = plan_offload(self.model, config)
         megatron_fsdp.shard_model(
             self.model,
             build_mesh("cpu", self.world_size),
@@ -213,9 +218,9 @@ class Trained:
             data_parallel(setting.strategy),
             compute_dtype=setting.compute_dtype,
             reset_parameters=seeded_reset(self.model, torch.device("cpu"), seed),
-            offloaded=offloaded_units(self.model, config),
+            offloaded=offloaded_modules(self.model, plan),
         )
-        self.optimizer = build_optimizer(self.model, config, lr, self.world_size)
+        self.optimizer = build_optimizer(self.model, config, lr, self.world_size, plan=plan)
 
     def step(self, number: int) -> float:
         """Trains on the global batch of this number, which all world sizes divide among their
@@ -235,7 +240,7 @@ class Trained:
     def delay_update(self) -> None:
         """The update of the next step, if it goes on beside what comes then, begins late."""
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
-            self.optimizer.optimizer._update_lane.enqueue(lambda: time.sleep(DELAY))
+            self.optimizer.optimizer._host_side.lanes.host.enqueue(lambda: time.sleep(DELAY))
 
     def contents(self, **options: Any) -> Contents:
         return collect(

@@ -21,7 +21,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     build_optimizer,
-    offloaded_units,
+    offloaded_modules,
+    plan_offload,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.options import ConfigError
@@ -380,15 +381,14 @@ def gpt(num_layers: int, **changes: Any) -> GPTModel:
 FRACTIONS = (0.0, 0.01, 0.3, 0.5, 0.8, 0.99, 1.0)
 
 
-def _units_agree(num_layers: int, is_untied: bool) -> list[list[bool]]:
-    """That sharding as offloaded_units says suits the optimizer, which refuses what does not, at
-    every fraction.
-    """
+def _plan_holds(num_layers: int, is_untied: bool) -> list[list[bool]]:
+    """A plan that is made before a model is sharded is the one that its optimizer would make."""
     plans = []
     for fraction in FRACTIONS:
         config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)
         model = gpt(num_layers, untie_embeddings_and_output_weights=is_untied)
-        units = offloaded_units(model, config)
+        planned = plan_offload(model, config)
+        offloaded = offloaded_modules(model, planned)
         shard_model(
             model,
             build_mesh("cpu", dist.get_world_size()),
@@ -396,33 +396,44 @@ def _units_agree(num_layers: int, is_untied: bool) -> list[list[bool]]:
             DataParallelConfig(),
             compute_dtype=torch.bfloat16,
             reset_parameters=seeded_reset(model, "cpu", seed=3),
-            offloaded=units,
+            offloaded=offloaded,
         )
         modules = [module for module in model.modules() if isinstance(module, FsdpModule)]
         from_the_start = {
             module for module in modules if all(g.is_on_host for g in module.parameter_groups)
         }
-        assert from_the_start == set(units)
+        assert from_the_start == offloaded
         plan = build_optimizer(model, config, lr=0.1, num_local_ranks=1).plan
-        assert {module for module in modules if module.parameter_groups[0].is_on_host} == set(units)
-        assert plan.host_numel == sum(units.values())
-        assert sum(group.is_on_host for group in plan.groups) == len(units)
+        assert plan == planned
+        assert {module for module in modules if module.parameter_groups[0].is_on_host} == offloaded
+        assert build_optimizer(model, config, 0.1, 1, plan=planned).plan is planned
+        assert sum(group.is_on_host for group in plan.groups) == len(offloaded)
         plans.append([group.is_on_host for group in plan.groups])
     return plans
 
 
 @pytest.mark.parametrize("is_untied", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_the_units_that_are_offloaded_are_known_before_a_model_is_sharded(num_layers, is_untied):
-    plans, *others = run_ranks(2, _units_agree, num_layers, is_untied)
+def test_what_is_offloaded_is_planned_before_a_model_is_sharded(num_layers, is_untied):
+    plans, *others = run_ranks(2, _plan_holds, num_layers, is_untied)
     assert others == [plans]
     assert plans[0] == [False] * (num_layers + 1)
     assert plans[-1] == [True] * (num_layers + 1)
     assert len({sum(plan) for plan in plans}) >= min(3, num_layers + 2), (
         "fractions in between do something else"
     )
-    assert run_ranks(1, _units_agree, num_layers, is_untied) == [plans]
+    assert run_ranks(1, _plan_holds, num_layers, is_untied) == [plans]
 
 
 def test_nothing_is_offloaded_unless_it_is_asked_for():
-    assert offloaded_units(gpt(2), OptimizerConfig()) == {}
+    assert plan_offload(gpt(2), OptimizerConfig()) is None
+    assert offloaded_modules(gpt(2), None) == set()
+
+
+def test_a_plan_of_another_model_is_refused():
+    config = OptimizerConfig(**OFFLOAD)
+    plan = plan_offload(gpt(2), config, by_module=False)
+    model = gpt(3)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="Expected the parameters that were planned"):
+        build_optimizer(model, config, 0.1, 1, plan=plan)

@@ -1260,7 +1260,7 @@ def test_readers_that_come_after_the_plan_are_awaited_though_others_have_gone():
     (unit,) = optimizer.state_units()
     unit.hold(first)
     planned = optimizer.plan_step()
-    optimizer._wait_for_readers()
+    optimizer._holds.wait()
     unit.hold(second)
     optimizer.step(planned=planned)
     assert first.was_awaited

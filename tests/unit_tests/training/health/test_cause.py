@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_ra
 from megatron.core.distributed.fsdp import collectives
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.clip_grads import global_grad_norm
-from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks
+from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training import pretrain, step
 from megatron.training.health import cause

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
+from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, InlineLane, ThreadEvent
-from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.issuing_lane import IssuingLane
 from tests.ranks import run_ranks
 
 CPU = Device("cpu")
@@ -90,9 +90,9 @@ def _steps(
     """Weights after steps; gradients come down only while `gate` is open, which it is after each
     backward.
     """
-    original = GroupLink.fetch_early
+    original = FsdpBucket.fetch_early
 
-    def fetch_early(self: GroupLink, *args: Any) -> None:
+    def fetch_early(self: FsdpBucket, *args: Any) -> None:
         if seen is not None:
             seen.append(threading.current_thread().name)
         if gate is not None:
@@ -107,7 +107,7 @@ def _steps(
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 1.0, pin_cpu_grads=pins_grads, lr=0.1, fetch_during_backward=True
     )
-    GroupLink.fetch_early = fetch_early
+    FsdpBucket.fetch_early = fetch_early
     try:
         for number in range(3):
             if gate is not None:
@@ -123,7 +123,7 @@ def _steps(
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        GroupLink.fetch_early = original
+        FsdpBucket.fetch_early = original
     optimizer.synchronize()
     return [parameter.detach().to_local().clone() for parameter in model.parameters()]
 
@@ -161,4 +161,4 @@ def test_without_lanes_everything_stays_in_the_order_of_the_program():
     optimizer = HybridDeviceOptimizer(
         Layers().parameters(), 1.0, pin_cpu_grads=False, overlap_cpu_optimizer_d2h_h2d=False
     )
-    assert isinstance(optimizer._d2h, InlineLane)
+    assert isinstance(optimizer._host_side.lanes.d2h, InlineLane)

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
-from megatron.core.optimizer.cpu_offloading.device_link import GroupLink
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.timings import (
     D2H,
@@ -276,9 +276,9 @@ def _waits() -> None:
     try:
         found = {}
         slowed: dict[str, tuple[type, str, threading.Event | None]] = {
-            D2H: (GroupLink, "fetch", None),
+            D2H: (FsdpBucket, "fetch", None),
             HOST: (HostAdam, "run", is_waiting),
-            H2D: (GroupLink, "send", is_waiting),
+            H2D: (FsdpBucket, "send", is_waiting),
         }
         for lane, (owner, name, after) in slowed.items():
             model, optimizer = make(records_timings=True, overlap_step_with_forward=True)
@@ -337,11 +337,11 @@ def _nothing_kept() -> None:
     model, optimizer = make(records_timings=True, **ALL)
     train(model, optimizer, 2)
     optimizer.synchronize()
-    recorder = optimizer._timings
+    recorder = optimizer._host_side.timings
     references = [
         weakref.ref(each)
-        for bucket in optimizer._buckets
-        for each in (bucket, bucket.arrays, bucket.sent)
+        for updating in optimizer._host_side.optimizers
+        for each in (updating, updating.bucket, updating.bucket.sent)
     ]
     assert all(reference() is not None for reference in references)
     del model, optimizer

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.drivers import Driver, register_driver
-from megatron.core.optimizer.cpu_offloading.host_threads import (
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
+from megatron.core.optimizer.kernels.host_threads import (
     LAUNCHING_CORES,
     HostThreads,
     host_threads,
 )
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
-from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="Linux alone has it"

@@ -72,6 +72,7 @@ def _share_and_cores(
 
 
 def _share(num_cores: int, num_ranks: int) -> int:
+    # One at least, though on so few cores it competes with the threads that launch.
     return max(1, num_cores // num_ranks - LAUNCHING_CORES)
 
 

@@ -1,4 +1,4 @@
-"""A lane for copies that block whoever issues them.
+"""A lane for copies that block the thread that issues them.
 
 A copy from a device to memory that is not pinned blocks the thread that issues it until it is done,
 even where that thread asked for the opposite: the driver stages it through pinned memory of its
@@ -26,9 +26,7 @@ class IssuingLane:
         self._device_lane = device_lane
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """As `Lane.enqueue`. An error of issuing fails the lane, and is raised by whoever waits for
-        its events.
-        """
+        """As `Lane.enqueue`. Errors of issuing fail the lane, and its events raise them."""
         # The device waits for the events, not the worker, unless they are of other workers.
         return relay(self._host_lane, lambda: self._device_lane.enqueue(work, after))
 

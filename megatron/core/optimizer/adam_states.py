@@ -1,0 +1,169 @@
+"""`AdamStates`: how `FusedAdam` keeps the states of a parameter.
+
+    step           scalar, fp32, on the CPU: the steps that p has taken, those with a gradient
+    exp_avg        like p, in exp_avg_dtype
+    exp_avg_sq     like p, in exp_avg_sq_dtype
+    master_param   with master weights, of a 16-bit p: its fp32 value or the remainder, like p
+
+If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in
+fp16 and fp8 have a scale for each (local) tensor, which is kept here (see [Note: scales]).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.dtensors import check_whole, local_tensor
+from megatron.core.optimizer import scaled_states
+from megatron.core.optimizer.adam_updates import LocalArray
+from megatron.core.optimizer.state_loading import STEP
+from megatron.core.optimizer.state_tensors import StateMemory, difference, like
+from megatron.core.optimizer.te_parity import MasterWeights, check_dtype
+
+_MASTER = "master_param"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+States = dict[str, Any]  # of one parameter, by name
+
+
+class AdamStates:
+    """See the module's docstring. The states themselves belong to the optimizer."""
+
+    def __init__(
+        self, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, masters: MasterWeights
+    ) -> None:
+        self._moments = {
+            "exp_avg": _moment_dtype("exp_avg_dtype", exp_avg_dtype),
+            "exp_avg_sq": _moment_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype),
+        }
+        self._masters = masters
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._memory = StateMemory()
+
+    def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """The dtypes of a parameter's states, without `step`."""
+        master = self._masters.dtype_of(parameter)
+        return self._moments if master is None else {**self._moments, _MASTER: master}
+
+    def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+        """The factor by which a state's stored numbers are read; None if it has no scale."""
+        return self._scales[parameter].get(name)
+
+    def allocate(self, parameter: torch.Tensor) -> States:
+        """The states of a parameter that has taken no step."""
+        dtypes = self.dtypes_of(parameter)
+        tensors = {
+            name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()
+        }
+
+        self._scales[parameter] = {
+            name: scaled_states.new_scale(local_tensor(tensor).device)
+            for name, tensor in tensors.items()
+            if scaled_states.is_scaled(tensor.dtype)
+        }
+        states: States = {STEP: torch.zeros((), dtype=torch.float32), **tensors}
+        self.reset(parameter, states)
+        return states
+
+    def reset(self, parameter: torch.Tensor, states: States) -> None:
+        """Makes the states those of a parameter that has taken no step."""
+        for name, tensor in states.items():
+            local_tensor(tensor).zero_()
+            # Of its fp32 value a parameter that was never stepped lacks nothing.
+            if name == _MASTER and tensor.dtype != torch.int16:
+                self.store(parameter, states, name, local_tensor(parameter).detach().float())
+
+    def store(
+        self, parameter: torch.Tensor, states: States, name: str, values: torch.Tensor
+    ) -> None:
+        """Writes values into a state, rounded and scaled as it is kept."""
+        own, values = local_tensor(states[name]), local_tensor(values)
+        scale = self.scale_of(parameter, name)
+        if scale is not None:
+            is_weight = name == _MASTER
+            scaled_states.restore(own, scale, values.to(own.device), is_weight=is_weight)
+        # A state dict of this very optimizer shares its memory.
+        elif own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+
+    def install(self, parameter: torch.Tensor, states: States, loaded: States) -> None:
+        """Takes over loaded states, which are known to fit."""
+        for name, value in loaded.items():
+            # Counts may be numbers, in TransformerEngine's dicts, and lie on the CPU here.
+            if name == STEP:
+                states[STEP].fill_(float(value))
+            else:
+                self.store(parameter, states, name, value)
+
+    def unscaled(self, parameter: torch.Tensor, states: States, name: str) -> torch.Tensor:
+        """A state's values in fp32: the state itself if it is fp32 or a remainder, else a copy."""
+        state: torch.Tensor = states[name]
+        if state.dtype in (torch.float32, torch.int16):
+            return state
+
+        scale, local = self.scale_of(parameter, name), local_tensor(state)
+        return like(parameter, local.float() if scale is None else scaled_states.read(local, scale))
+
+    def arrays(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, states: States
+    ) -> dict[str, LocalArray]:
+        """The local tensors of a step, by their names in AdamPiece."""
+        arrays = {"grad": LocalArray(gradient)}
+        for name, tensor in states.items():
+            if name != STEP:
+                arrays[name] = LocalArray(local_tensor(tensor), self.scale_of(parameter, name))
+
+        master = arrays.pop(_MASTER, None)
+        own = LocalArray(local_tensor(parameter).detach())
+        if master is None:
+            return {**arrays, "weight": own}
+        if master.tensor.dtype == torch.int16:
+            return {**arrays, "weight": own, "remainder": master}
+        # The master is updated, and the parameter takes its rounding.
+        return {**arrays, "weight": master, "out": own}
+
+    def check(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, states: States, place: str
+    ) -> None:
+        """Refuses a gradient and states that are not like their parameter.
+
+        Args:
+            place: the parameter, for messages.
+
+        Raises:
+            RuntimeError: for gradients that are partial sums.
+            ValueError: for anything else.
+        """
+        check_whole([gradient])
+        if gradient.layout != torch.strided or not gradient.is_floating_point():
+            raise ValueError(
+                f"Expected a dense floating-point gradient of {place}, got {gradient.layout} "
+                f"{gradient.dtype}."
+            )
+
+        # Kernels write by address: a state that does not fit would have its neighbours overwritten.
+        device, dtypes = local_tensor(parameter).device, self.dtypes_of(parameter)
+        tensors = {"gradient": gradient, **{name: states[name] for name in dtypes}}
+        for name, tensor in tensors.items():
+            found = difference(tensor, parameter)
+            if found is not None:
+                raise ValueError(
+                    f"Expected {name} of {place} with {found.expected} as it has, got {found.got}."
+                )
+            if local_tensor(tensor).device != device:
+                raise ValueError(
+                    f"Expected {name} of {place} on {device}, got {local_tensor(tensor).device}."
+                )
+            if name in dtypes and tensor.dtype != dtypes[name]:
+                raise ValueError(
+                    f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}."
+                )
+
+
+def _moment_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
+    dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    check_dtype(name, dtype, _DTYPES)
+    return dtype

@@ -1,0 +1,154 @@
+"""`Bucket`: what moves together between device and host, as flat arrays in host memory.
+
+    grad           gradients, on their way down
+    main_weight    what the host updates
+    weight         new compute weights, on their way up; may be the memory of `grad`
+
+A bucket holds the parameters of one FSDP group (`FsdpBucket`), whose shards on the device are flat
+too and move with one copy, or other tensors, plain ones or DTensors (`TensorBucket`), which move
+one by one. Where a parameter lies in the arrays is its `Slot`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core.dtensors import local_tensor
+from megatron.core.lanes import Event, Lane, RelayedEvent
+from megatron.core.optimizer.cpu_offloading.timings import Recorder, StepRecorder
+
+MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a bucket: this rank's elements of it, which may be none."""
+
+    parameter: nn.Parameter
+    offset: int  # elements
+    numel: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of one of the bucket's arrays."""
+        return flat.narrow(0, self.offset, self.numel)
+
+
+class Bucket(ABC):
+    """See the module's docstring. The arrays are set once host memory has been allocated.
+
+    Attributes:
+        name: for messages.
+        slots: of the parameters that are stepped.
+        numel: elements of each array, padding included.
+        main_dtype, grad_dtype, weight_dtype: of the arrays.
+        accepted_grad_dtypes: of gradients that lose nothing on their way.
+        is_delivered: whether the device itself waits for weights that have been sent; otherwise
+            the sender must.
+        sent: the new weights have gone up, and the arrays of gradients and weights are free again;
+            None before the first step.
+        reads: somebody on another thread has read the states and main weights. The next update
+            waits for these.
+    """
+
+    is_delivered: ClassVar[bool]
+
+    main_weight: torch.Tensor
+    grad: torch.Tensor
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        numel: int,
+        *,
+        main_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        accepted_grad_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.numel = numel
+        self.main_dtype = main_dtype
+        self.grad_dtype = grad_dtype
+        self.weight_dtype = weight_dtype
+        self.accepted_grad_dtypes = accepted_grad_dtypes
+        self.sent: RelayedEvent | None = None
+        self.reads: list[Event] = []
+
+    def own_main_weight(self) -> torch.Tensor | None:
+        """The main weights as a flat array, if they are in host memory already."""
+        return None
+
+    @abstractmethod
+    def adopt(self, owner: object) -> None:
+        """Moves the main weights into the bucket, unless they are there; `owner` updates them."""
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Takes over the parameters' values, whatever was written to them."""
+
+    def check(self, owner: object) -> None:  # noqa: B027
+        """RuntimeError if somebody else updates the main weights."""
+
+    def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:  # noqa: B027
+        """From here on, fetches gradients as soon as they are reduced, if anything tells when."""
+
+    def keep_main_weight(self, stepped: Sequence[Slot]) -> None:  # noqa: B027
+        """Before an update: takes over what others wrote to the parameters since the last one."""
+
+    @abstractmethod
+    def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        """Copies the gradients of a step into `grad`, unless they are there already."""
+
+    @abstractmethod
+    def send(self, stepped: Sequence[Slot]) -> None:
+        """Copies new compute weights to the device."""
+
+    def deliver(self, timings: StepRecorder) -> None:  # noqa: B027
+        """Tells the device to wait for `sent` before it uses the weights."""
+
+    @abstractmethod
+    def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """A slot's part of an array in the shape of its parameter: a DTensor if that is one."""
+
+    def queue_fetch(
+        self, lane: Lane, work: Callable[[], object], after: Sequence[Event] = ()
+    ) -> Event:
+        """Queues work that writes to `grad`."""
+        # New weights, which share its memory, may still be on their way up.
+        return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
+
+    def take_reads(self) -> list[Event]:
+        """Hands over what the next update waits for."""
+        # A new list: what is handed over must not grow while it is waited for.
+        reads, self.reads = self.reads, []
+        return reads
+
+    def master(self, index: int) -> dict[str, torch.Tensor]:
+        """The main weight of a slot as a state; empty where the parameter is the main weight."""
+        if self.slots[index].parameter.dtype == self.main_dtype:
+            return {}
+        return {MASTER: self.as_state(self.main_weight, index)}
+
+    def forget_master(self, index: int) -> None:
+        """The main weight of a slot becomes its parameter's value again."""
+        if self.master(index):
+            slot = self.slots[index]
+            slot.of(self.main_weight).copy_(flat_local(slot.parameter))
+
+
+def flat_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements, in a row."""
+    return local_tensor(tensor).detach().reshape(-1)
+
+
+def fetch_each(grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+    """Copies gradients into a bucket's array one by one."""
+    for slot, gradient in gradients:
+        slot.of(grad).copy_(flat_local(gradient), non_blocking=True)

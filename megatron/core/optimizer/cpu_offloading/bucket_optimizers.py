@@ -1,0 +1,258 @@
+"""The optimizer of one bucket in host memory: our Adam, in one flat pass, or any of PyTorch's.
+
+`prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and
+changes nothing. The factor of the gradients need not be known yet. Once all buckets have been
+prepared, `begin` counts the step, and its work runs on the host lane.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.bucket import MASTER, Bucket, Slot
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_tensors import like
+from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.torch_optimizer import copy_state, init_torch_states, load_torch_states
+
+Options = Mapping[str, Any]  # of a parameter's group
+
+
+class Stepped(NamedTuple):
+    """A slot whose parameter has a gradient, and its options."""
+
+    number: int  # of the slot in the bucket
+    slot: Slot
+    gradient: torch.Tensor
+    options: Options
+
+
+class BucketStep(NamedTuple):
+    """A step of one bucket, but for the factor of the gradients."""
+
+    bucket: Bucket
+    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
+    begin: Callable[[], None]
+    work: Callable[[float], None]  # given the factor of the gradients
+    nbytes: int = 0  # that the work reads and writes; 0: not known
+
+
+class BucketOptimizer(ABC):
+    """See the module's docstring."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    @abstractmethod
+    def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
+        """The step of some slots. ValueError for options that it cannot honour."""
+
+    @abstractmethod
+    def states(self, index: int) -> dict[str, Any]:
+        """The states of a slot by name, as its parameter's owner sees them. Allocates nothing."""
+
+    @abstractmethod
+    def init_states(self) -> None:
+        """Allocates all states, without stepping."""
+
+    def own_nbytes(self) -> dict[str, int]:
+        """Bytes of the states outside of the host side's memory, by name, allocated so far."""
+        return {}
+
+    @abstractmethod
+    def load(self, index: int, states: Mapping[str, Any]) -> None:
+        """Takes over the states of a slot, which have been checked against its own. Empty: the
+        parameter was never stepped.
+        """
+
+    def state_unit(self, owner: torch.optim.Optimizer) -> StateUnit:
+        """The bucket as what may be read while others are being updated."""
+        bucket = self.bucket
+        parameters = [slot.parameter for slot in bucket.slots]
+        states = [self.states(index) for index in range(len(parameters))]
+
+        # Where the device waits for its weights, parameters are the main weights themselves, which
+        # may be read once they are updated.
+        sent = bucket.sent
+        updated = sent.first if sent is not None and bucket.is_delivered else sent
+        return StateUnit(owner, parameters, states, updated, bucket.reads.append)
+
+
+class FlatAdam(BucketOptimizer):
+    """AdamW in one pass over the bucket, from gradients to states and compute weights."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        adam: HostAdam,
+        adam_w_mode: bool,
+    ) -> None:
+        super().__init__(bucket)
+        self._adam_w_mode = adam_w_mode
+        self._moments = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        self._adam = adam
+        self._states = [self._make_states(index) for index in range(len(bucket.slots))]
+
+    def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
+        # Every parameter counts its own steps: only those with a gradient are stepped.
+        counters = [self._states[each.number]["step"] for each in stepped]
+        steps = [
+            AdamStep.of(each.options, int(counter) + 1, 1.0, self._adam_w_mode)
+            for each, counter in zip(stepped, counters, strict=True)
+        ]
+        pieces = merged(
+            self._piece(each.slot, step)
+            for each, step in zip(stepped, steps, strict=True)
+            if each.slot.numel
+        )
+
+        def begin() -> None:
+            for counter, step in zip(counters, steps, strict=True):
+                counter.fill_(step.step)
+
+        def work(grad_scale: float) -> None:
+            self._adam.run(with_grad_scale(pieces, grad_scale))
+
+        gradients = [(each.slot, each.gradient) for each in stepped]
+        return BucketStep(self.bucket, gradients, begin, work, sum(map(_traffic, pieces)))
+
+    def states(self, index: int) -> dict[str, Any]:
+        return self._states[index]
+
+    def init_states(self) -> None:
+        """They are there from the start."""
+
+    def load(self, index: int, states: Mapping[str, Any]) -> None:
+        for name, own in self._states[index].items():
+            if name in states or name != MASTER:
+                copy_state(own, states.get(name, 0.0))
+        if MASTER not in states:
+            self.bucket.forget_master(index)
+
+    def _piece(self, slot: Slot, step: AdamStep) -> AdamPiece:
+        return AdamPiece(
+            step=step,
+            grad=slot.of(self.bucket.grad),
+            weight=slot.of(self.bucket.main_weight),
+            exp_avg=slot.of(self._moments["exp_avg"]),
+            exp_avg_sq=slot.of(self._moments["exp_avg_sq"]),
+            out=slot.of(self.bucket.weight),
+        )
+
+    def _make_states(self, index: int) -> dict[str, torch.Tensor]:
+        states = {"step": torch.zeros((), dtype=torch.float32)}
+        for name, moment in self._moments.items():
+            states[name] = self.bucket.as_state(moment, index)
+        return states | self.bucket.master(index)
+
+
+class WrappedOptimizer(BucketOptimizer):
+    """Any PyTorch optimizer over views of the bucket's main weights."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        widened: torch.Tensor | None,
+    ) -> None:
+        """`widened`: memory for gradients in the main weights' dtype, if they have another."""
+        super().__init__(bucket)
+        self._widened = None if widened is None else widened.view(bucket.main_dtype)
+        self._parameters = [self._view(slot) for slot in bucket.slots]
+        # A group for each: every parameter has the options of the group it is in outside.
+        self._optimizer = cls([{"params": [view]} for view in self._parameters], **options)
+        self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
+        # What `_states` was made from: an optimizer may replace its states.
+        self._inner: list[dict[str, Any]] = [{} for _ in self._parameters]
+
+    def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
+        known = self._optimizer.defaults
+        # Copies: the work runs later, when the groups' options may have changed.
+        options = [
+            {name: value for name, value in each.options.items() if name in known}
+            for each in stepped
+        ]
+        slots = [(each.number, each.slot) for each in stepped]
+        gradients = [(each.slot, each.gradient) for each in stepped]
+
+        def work(grad_scale: float) -> None:
+            self._step(slots, options, grad_scale)
+
+        return BucketStep(self.bucket, gradients, lambda: None, work)
+
+    def states(self, index: int) -> dict[str, Any]:
+        states, seen = self._states[index], self._inner[index]
+        if not states:
+            states.update(self.bucket.master(index))
+        for name, value in self._optimizer.state.get(self._parameters[index], {}).items():
+            if name not in seen or seen[name] is not value:
+                seen[name], states[name] = value, self._as_state(index, value)
+        return states
+
+    def init_states(self) -> None:
+        init_torch_states(self._optimizer)
+
+    def own_nbytes(self) -> dict[str, int]:
+        nbytes: dict[str, int] = {}
+        for states in self._optimizer.state.values():
+            for name, value in states.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    nbytes[name] = nbytes.get(name, 0) + value.nbytes
+        return nbytes
+
+    def load(self, index: int, states: Mapping[str, Any]) -> None:
+        if MASTER in states:
+            copy_state(self.states(index)[MASTER], states[MASTER])
+        else:
+            self.bucket.forget_master(index)
+
+        self._states[index].clear()
+        self._inner[index].clear()
+        inner = {name: value for name, value in states.items() if name != MASTER}
+        load_torch_states(self._optimizer, self._parameters[index], inner)
+
+    def _step(
+        self, slots: Sequence[tuple[int, Slot]], options: Sequence[Options], grad_scale: float
+    ) -> None:
+        bucket = self.bucket
+        # Parameters without a gradient are not stepped, whatever they had in the last step.
+        for parameter in self._parameters:
+            parameter.grad = None
+        for (index, slot), values in zip(slots, options, strict=True):
+            self._optimizer.param_groups[index].update(values)
+            grad = slot.of(bucket.grad)
+            if grad_scale != 1:
+                grad.mul_(grad_scale)  # rounded as on the device, where it is done in place too
+            if grad.dtype != bucket.main_dtype:
+                assert self._widened is not None, "allocated for this"
+                grad = slot.of(self._widened).copy_(grad)
+            self._parameters[index].grad = grad.view_as(self._parameters[index])
+
+        self._optimizer.step()
+        for index, slot in slots:
+            self._parameters[index].grad = None
+            slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
+
+    def _view(self, slot: Slot) -> nn.Parameter:
+        shape = local_tensor(slot.parameter).shape
+        return nn.Parameter(slot.of(self.bucket.main_weight).view(shape))
+
+    def _as_state(self, index: int, value: Any) -> Any:
+        is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape
+        return like(self.bucket.slots[index].parameter, value) if is_like else value
+
+
+def _traffic(piece: AdamPiece) -> int:
+    """Bytes that a pass reads and writes: weight and moments both, the others one of the two."""
+    both = piece.weight.nbytes + piece.exp_avg.nbytes + piece.exp_avg_sq.nbytes
+    out = 0 if piece.out is None else piece.out.nbytes
+    return 2 * both + piece.grad.nbytes + out

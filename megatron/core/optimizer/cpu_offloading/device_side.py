@@ -1,0 +1,124 @@
+"""`DeviceSide`: the optimizer of the groups that stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
+from megatron.core.optimizer.clip_grads import scale_grads
+from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
+from megatron.core.optimizer.state_loading import check_like
+from megatron.core.optimizer.state_units import StateUnit, state_units
+from megatron.core.optimizer.step_inputs import IDENTITIES
+from megatron.core.optimizer.torch_optimizer import (
+    defaults_of,
+    init_torch_states,
+    load_torch_states,
+)
+
+_ParamGroups = Sequence[Mapping[str, Any]]
+
+
+class DeviceSide:
+    """See the module's docstring.
+
+    Attributes:
+        optimizer: None if everything is on the host.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        param_groups: _ParamGroups,
+        settings: HybridSettings,
+    ) -> None:
+        """`param_groups` are those of both sides."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        if not groups:
+            return
+
+        cls, options = settings.device_class()
+        mine = {id(parameter) for group in groups for parameter in group.parameters}
+        known = defaults_of(cls, options)
+        # Groups without a parameter on this side stay: groups of both sides are matched by place.
+        own_groups = [
+            {name: value for name, value in group.items() if name in known}
+            | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}
+            for group in param_groups
+        ]
+        self.optimizer = cls(own_groups, **options)
+        if isinstance(self.optimizer, FusedAdam):
+            self.optimizer.init_state()
+        elif any(group.fsdp_groups for group in groups):
+            fully_shard_optimizer(self.optimizer)
+
+    def plan_step(self, param_groups: _ParamGroups) -> FusedStep | None:
+        """Takes the groups' options over, and plans; None for other optimizers than `FusedAdam`."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return None
+
+        for own, group in zip(optimizer.param_groups, param_groups, strict=True):
+            # FusedAdam refuses options that it cannot honour; other classes share groups with
+            # options of the host's.
+            names = group if isinstance(optimizer, FusedAdam) else own
+            own.update(
+                {name: group[name] for name in names if name not in IDENTITIES and name in group}
+            )
+        return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
+
+    def step(self, grad_scale: float, planned: FusedStep | None) -> None:
+        """Steps with what `plan_step` has answered."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, FusedAdam):
+            optimizer.step(grad_scale=grad_scale, planned=planned)
+        elif optimizer is not None:
+            if grad_scale != 1:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
+            optimizer.step()
+
+    def init_states(self) -> None:
+        """Allocates the states that are not there yet, without stepping."""
+        if isinstance(self.optimizer, FusedAdam):
+            self.optimizer.init_state()
+        elif self.optimizer is not None:
+            init_torch_states(self.optimizer)
+
+    def state_units(self) -> list[StateUnit]:
+        """The units of the optimizer."""
+        return [] if self.optimizer is None else state_units(self.optimizer)
+
+    def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
+        """ValueError for states that `load` would refuse; `FusedAdam` checks them as it loads."""
+        if self.optimizer is not None and not isinstance(self.optimizer, FusedAdam):
+            check_like(self.optimizer.state.get(parameter, {}), states)
+
+    def load(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Takes over the states of all parameters; empty ones: never stepped."""
+        if isinstance(self.optimizer, FusedAdam):
+            self._load_fused(self.optimizer, saved)
+        elif self.optimizer is not None:
+            for parameter, states in saved.items():
+                load_torch_states(self.optimizer, parameter, states)
+
+    def _load_fused(
+        self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> None:
+        packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        numbers = {
+            parameter: number
+            for group, own in zip(optimizer.param_groups, packed, strict=True)
+            for parameter, number in zip(group["params"], own["params"], strict=True)
+        }
+        states = {
+            numbers[parameter]: value
+            for parameter, value in saved.items()
+            if value and parameter in numbers
+        }
+        optimizer.load_state_dict({"state": states, "param_groups": packed})

@@ -1,0 +1,188 @@
+"""The groups that the plan puts on one side or the other, and the buckets that the host's become.
+
+A model is planned once, before it is sharded: main weights that begin in host memory, what that
+memory must hold, and the optimizer all go by this plan. Sharding replaces parameters, so the
+optimizer finds its groups again and compares them with the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import Device
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
+from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
+
+# Elements of a bucket of single tensors: enough that a pass costs more than starting it.
+_BUCKET_NUMEL = 4 << 20
+
+
+class OffloadGroup(NamedTuple):
+    """Parameters that are on one side together: one FSDP module's, whatever their dtypes, or a
+    single tensor.
+    """
+
+    name: str
+    parameters: list[nn.Parameter]
+
+    @property
+    def fsdp_groups(self) -> list[FsdpParameterGroup]:
+        """The FSDP groups of the parameters, one for each dtype; empty for a single tensor."""
+        found = [group_of(parameter) for parameter in self.parameters]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    @property
+    def global_numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+class Sides(NamedTuple):
+    """The groups on each side, in the order of forward."""
+
+    on_device: list[OffloadGroup]
+    on_host: list[OffloadGroup]
+
+
+def device_of(parameters: Sequence[nn.Parameter]) -> Device:
+    """The device of all parameters. ValueError unless they are on one, and not on meta."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1:
+        raise ValueError(
+            f"Expected parameters on one device, got some on {sorted(map(str, devices)) or 'none'}."
+        )
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError("Expected parameters that have memory, got some on meta.")
+    return Device(device.type, device.index or 0)
+
+
+def sharded_module(parameter: nn.Parameter) -> str | None:
+    """The name of a parameter's FSDP module; None for any other tensor."""
+    group = group_of(parameter)
+    return None if group is None else group.name or THE_MODEL
+
+
+def groups_of(
+    param_groups: Sequence[Mapping[str, Any]],
+    module_of: Callable[[nn.Parameter], str | None] = sharded_module,
+) -> list[OffloadGroup]:
+    """Groups the parameters that go to one side as a whole.
+
+    Args:
+        param_groups: as optimizers have them.
+        module_of: the name of the FSDP module that a parameter belongs to, or will belong to; None
+            if it stays by itself.
+
+    Returns:
+        The groups in the order of the first parameter of each.
+    """
+    groups: dict[Hashable, OffloadGroup] = {}
+    for number, options in enumerate(param_groups):
+        numbered = [f"group {number}, {n}" for n in range(len(options["params"]))]
+        names = options.get("param_names") or numbered
+        for name, parameter in zip(names, options["params"], strict=True):
+            fsdp_group = group_of(parameter)
+            if fsdp_group is not None and not fsdp_group.requires_grad:
+                continue  # it has no room for gradients, and never will
+
+            module = module_of(parameter)
+            key = id(parameter) if module is None else module
+            group = groups.setdefault(key, OffloadGroup(module or name, []))
+            group.parameters.append(parameter)
+    return list(groups.values())
+
+
+def build_plan(groups: Sequence[OffloadGroup], fraction: float) -> OffloadPlan:
+    """The plan of these groups; see `OffloadPlan.build`."""
+    return OffloadPlan.build([(group.name, group.global_numel) for group in groups], fraction)
+
+
+def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:
+    """The groups as planned.
+
+    Raises:
+        ValueError: for a plan of other groups, and for main weights in host memory of a group that
+            is planned on the device.
+    """
+    # By names and sizes, since sharding replaces the parameters that were planned.
+    planned = [(group.name, group.numel) for group in plan.groups]
+    for expected, group in zip_longest(planned, groups):
+        got = None if group is None else (group.name, group.global_numel)
+        if got != expected:
+            raise ValueError(
+                f"Expected the parameters that were planned, {expected} next, got {got}."
+            )
+
+    sides = Sides([], [])
+    for index, group in enumerate(groups):
+        (sides.on_host if plan.is_on_host(index) else sides.on_device).append(group)
+
+    # The device's optimizer could not update main weights that were made in host memory.
+    for group in sides.on_device:
+        if any(fsdp_group.is_on_host for fsdp_group in group.fsdp_groups):
+            raise ValueError(
+                f"Expected the main weights of {group.name} on the device, where the plan has "
+                "them, got them in host memory: shard with the OffloadPolicy that goes with the "
+                "fraction."
+            )
+    return sides
+
+
+def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list[Bucket]:
+    """One for each FSDP group; other tensors of one dtype that follow each other share some.
+
+    Raises:
+        ValueError: for dtypes that our AdamW does not take, if that is the host's optimizer.
+    """
+    buckets: list[Bucket] = []
+    run: list[OffloadGroup] = []  # single tensors of one dtype
+
+    def end_run() -> None:
+        if run:
+            parameters = [parameter for group in run for parameter in group.parameters]
+            dtype = parameters[0].dtype
+            main_dtype = torch.float32 if settings.in_fp32 and dtype.itemsize < 4 else dtype
+            names = [group.name for group in run]
+            buckets.append(TensorBucket(parameters, names, main_dtype, settings.use_decoupled_grad))
+            run.clear()
+
+    # FSDP groups end a run: buckets stay in the order of forward.
+    for group in groups:
+        size = sum(local_tensor(p).numel() for other in run for p in other.parameters)
+        is_other = bool(run) and group.parameters[0].dtype != run[0].parameters[0].dtype
+        if group.fsdp_groups or is_other or size >= _BUCKET_NUMEL:
+            end_run()
+        if not group.fsdp_groups:
+            run.append(group)
+        for fsdp_group in group.fsdp_groups:
+            own = [p for p in group.parameters if group_of(p) is fsdp_group]
+            buckets.append(FsdpBucket(fsdp_group, own))
+    end_run()
+
+    for bucket in buckets if settings.host_is_flat else ():
+        for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
+            if dtype not in FLOAT_DTYPES:
+                raise ValueError(
+                    f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for "
+                    f"{bucket.name}."
+                )
+    return buckets
+
+
+def mesh_of(groups: Sequence[OffloadGroup]) -> DeviceMesh | None:
+    """The mesh of the first parameter that has one."""
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    return next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)

@@ -1,0 +1,263 @@
+"""`HostSide`: the buckets in host memory, what updates them, and the lanes on which it happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.issuing_lane import IssuingLane
+from megatron.core.lanes import Event, InlineLane, Lane, is_lane_thread, relay
+from megatron.core.local_ranks import local_world_size
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket
+from megatron.core.optimizer.cpu_offloading.bucket_optimizers import (
+    BucketOptimizer,
+    BucketStep,
+    FlatAdam,
+    Options,
+    Stepped,
+    WrappedOptimizer,
+)
+from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.timings import (
+    D2H,
+    H2D,
+    HOST,
+    NoTimings,
+    Recorder,
+    StepRecorder,
+    TimingRecorder,
+)
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.host_threads import host_threads
+from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.torch_optimizer import known_to
+
+
+class Lanes(NamedTuple):
+    """Gradients down, updates, weights up."""
+
+    d2h: Lane
+    host: Lane
+    h2d: Lane
+
+    @classmethod
+    def make(cls, device: Device, overlaps: bool, pins_grads: bool) -> Lanes:
+        """The lanes of one optimizer; without overlap, one that works in the calling thread."""
+        if not overlaps:
+            inline = InlineLane(device)
+            return cls(inline, inline, inline)
+
+        d2h: Lane = device.lane("optimizer d2h")
+        if device.pins_host_memory and not pins_grads:
+            d2h = IssuingLane(device.host_lane("optimizer d2h issue"), d2h)
+        return cls(d2h, device.host_lane("optimizer host"), device.lane("optimizer h2d"))
+
+
+class HostSide:
+    """See the module's docstring.
+
+    Attributes:
+        optimizers: one for each bucket, in the order of forward.
+        is_flat: whether they are our AdamW.
+        lanes: on which they work.
+        timings: what records how long.
+        nbytes_by_state: of host memory, by what it is for.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        buckets: Sequence[Bucket],
+        settings: HybridSettings,
+        allocator: HostAllocator,
+        owner: object,
+    ) -> None:
+        """Allocates the buckets' memory and moves the main weights there, which `owner` updates.
+
+        Raises:
+            HostMemoryError, PinError: see `HostAllocator.allocate`.
+        """
+        self.is_flat = settings.host_is_flat
+        self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
+        self.timings: Recorder = NoTimings()
+        if settings.records_timings:
+            self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
+        self.nbytes_by_state = allocator.nbytes_by_state
+        self._overlaps_forward = settings.overlaps_forward
+        adam = _host_adam(device, settings) if self.is_flat and buckets else None
+
+        allocator.allocate()
+        self.optimizers: list[BucketOptimizer] = []
+        for bucket in buckets:
+            allocator.fill(bucket)
+            bucket.adopt(owner)
+            self.optimizers.append(_optimizer(bucket, adam, settings, allocator))
+            if settings.fetches_early:
+                bucket.fetch_during_backward(self.lanes.d2h, self.timings)
+        # `adopt` has only begun to copy from the device.
+        device.event().synchronize()
+
+        self._places = {
+            id(slot.parameter): (optimizer, index)
+            for optimizer in self.optimizers
+            for index, slot in enumerate(optimizer.bucket.slots)
+        }
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order of forward."""
+        return [optimizer.bucket for optimizer in self.optimizers]
+
+    def place_of(self, parameter: torch.Tensor) -> tuple[BucketOptimizer, int] | None:
+        """A parameter's optimizer and the number of its slot; None if it is not on the host."""
+        return self._places.get(id(parameter))
+
+    # A step
+
+    def plan_step(
+        self,
+        gradients: Mapping[nn.Parameter, torch.Tensor | None],
+        options: Mapping[nn.Parameter, Options],
+    ) -> list[BucketStep]:
+        """Plans the buckets that have a gradient. Both mappings hold all parameters."""
+        planned = []
+        for optimizer in self.optimizers:
+            stepped = [
+                Stepped(index, slot, gradient, options[slot.parameter])
+                for index, slot in enumerate(optimizer.bucket.slots)
+                if (gradient := gradients.get(slot.parameter)) is not None
+            ]
+            if stepped:
+                planned.append(optimizer.prepare(stepped))
+        return planned
+
+    def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
+        """Queues what is planned, and waits for as much of it as the caller needs.
+
+        Args:
+            now: after which the gradients may be read and the weights written over.
+        """
+        timings = self.timings.begin()
+        fetched = [self._begin(step, grad_scale, now, timings) for step in planned]
+
+        # The caller may write to gradients again once they have been read.
+        with timings.waiting(D2H):
+            for event in fetched:
+                event.wait()
+
+        # Weights may be awaited one by one, where the device does that itself.
+        for bucket in self.buckets:
+            if bucket.sent is not None and not (self._overlaps_forward and bucket.is_delivered):
+                timings.wait(bucket.sent)
+        if not self._overlaps_forward:
+            self.timings.end()
+
+    def _begin(
+        self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
+    ) -> Event:
+        """Queues a bucket's step. Returns the event after which its gradients have been read."""
+        bucket, h2d = step.bucket, self.lanes.h2d
+        slots = [slot for slot, _ in step.gradients]
+
+        def fetch() -> None:
+            bucket.keep_main_weight(slots)
+            bucket.fetch(step.gradients)
+
+        step.begin()
+        reads = bucket.take_reads()
+        # Main weights that are copies may be taken over from the parameters first, and so must not
+        # be read meanwhile.
+        before_fetch = [now] if bucket.is_delivered else [now, *reads]
+        fetched = bucket.queue_fetch(self.lanes.d2h, timings.timed(D2H, fetch), before_fetch)
+        work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes)
+        send = timings.timed(H2D, partial(bucket.send, slots))
+
+        def update() -> Event:
+            work()
+            # Only after the backward, which has used the weights that are now written over.
+            return h2d.enqueue(send, after=[now])
+
+        bucket.sent = relay(self.lanes.host, update, after=[fetched, *reads])
+        bucket.deliver(timings)
+        return fetched
+
+    # Waiting
+
+    def synchronize(self) -> None:
+        """Waits until all updates have ended. Raises what failed there."""
+        for bucket in self.buckets:
+            if bucket.sent is not None:
+                bucket.sent.synchronize()
+
+    def wait_until_free(self) -> None:
+        """Waits until nobody updates the buckets, or reads them."""
+        self.synchronize()
+        for bucket in self.buckets:
+            for read in bucket.take_reads():
+                read.synchronize()
+
+    def release(self) -> None:
+        """Ends the lanes once they have done their work, and lets go of the memory only then.
+
+        Callable in any thread: a lane's own, where garbage may be collected, must not wait for a
+        lane.
+        """
+        if is_lane_thread():
+            threading.Thread(target=self._close, daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        for lane in (self.lanes.host, self.lanes.d2h, self.lanes.h2d):
+            lane.close()
+
+    # States
+
+    def init_states(self) -> None:
+        """Allocates the states that are not there yet; AdamW's are from the start."""
+        self._wait_for_counts()
+        for optimizer in self.optimizers:
+            optimizer.init_states()
+
+    def state_units(self, owner: torch.optim.Optimizer) -> list[StateUnit]:
+        """Each bucket, as what may be read while others are being updated."""
+        self._wait_for_counts()
+        return [optimizer.state_unit(owner) for optimizer in self.optimizers]
+
+    def all_nbytes_by_state(self) -> dict[str, int]:
+        """`nbytes_by_state`, and the states that other optimizers than AdamW have so far."""
+        self.synchronize()
+        by_state = dict(self.nbytes_by_state)
+        for optimizer in self.optimizers:
+            for name, nbytes in optimizer.own_nbytes().items():
+                by_state[name] = by_state.get(name, 0) + nbytes
+        return by_state
+
+    def _wait_for_counts(self) -> None:
+        # Our AdamW counts a step when it is queued, other optimizers as they update.
+        if not self.is_flat:
+            self.synchronize()
+
+
+def _host_adam(device: Device, settings: HybridSettings) -> HostAdam:
+    num_local_ranks = settings.num_local_ranks or local_world_size()
+    threads = host_threads(device, num_local_ranks, settings.num_host_threads)
+    return HostAdam(threads.number, cores=threads.cores)
+
+
+def _optimizer(
+    bucket: Bucket, adam: HostAdam | None, settings: HybridSettings, allocator: HostAllocator
+) -> BucketOptimizer:
+    """The optimizer of a bucket that has its memory."""
+    options = known_to(settings.host_cls, settings.options)
+    if adam is None:
+        return WrappedOptimizer(bucket, settings.host_cls, options, allocator.widened())
+    is_decoupled = options.get("adam_w_mode", True)
+    return FlatAdam(bucket, allocator.moments(bucket), adam, is_decoupled)

@@ -1,0 +1,96 @@
+"""`TensorBucket`: parameters outside of FSDP groups, of one dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each, flat_local
+from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
+from megatron.core.optimizer.state_tensors import like
+
+_ALIGNMENT = 64  # elements: every parameter begins on a cache line
+
+
+class TensorBucket(Bucket):
+    """Main weights are copies of the parameters, and notice by version counters that somebody
+    wrote to these.
+    """
+
+    is_delivered = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        main_dtype: torch.dtype,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        slots, numel = [], 0
+        for parameter in parameters:
+            slots.append(Slot(parameter, numel, local_tensor(parameter).numel()))
+            numel += math.ceil(slots[-1].numel / _ALIGNMENT) * _ALIGNMENT
+
+        # Decoupled gradients may have other dtypes than parameters: they travel in fp32.
+        dtype = parameters[0].dtype
+        grad_dtype = torch.float32 if use_decoupled_grad else dtype
+        super().__init__(
+            names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+            slots,
+            numel,
+            main_dtype=main_dtype,
+            grad_dtype=grad_dtype,
+            weight_dtype=dtype,
+            accepted_grad_dtypes=FLOAT_DTYPES if use_decoupled_grad else (grad_dtype,),
+        )
+        self._versions: dict[int, int] = {}  # by the parameter's id
+
+    def adopt(self, owner: object) -> None:
+        del owner  # nobody else knows these arrays
+        self.reload()
+
+    def reload(self) -> None:
+        for slot in self.slots:
+            self._versions[id(slot.parameter)] = _version(slot.parameter)
+            slot.of(self.main_weight).copy_(flat_local(slot.parameter))
+
+    def keep_main_weight(self, stepped: Sequence[Slot]) -> None:
+        for slot in stepped:
+            version = _version(slot.parameter)
+            if self._versions[id(slot.parameter)] == version:
+                continue
+
+            self._versions[id(slot.parameter)] = version
+            own, given = slot.of(self.main_weight), flat_local(slot.parameter)
+            # A parameter that was loaded beside its main weight equals it, rounded: taking it over
+            # would lose the main weight's low bits.
+            is_rounded = own.dtype != given.dtype and torch.equal(
+                own.to(given.dtype), given.to(own.device)
+            )
+            if not is_rounded:
+                own.copy_(given)
+
+    def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        fetch_each(self.grad, gradients)
+
+    def send(self, stepped: Sequence[Slot]) -> None:
+        for slot in stepped:
+            target = local_tensor(slot.parameter).detach()
+            target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
+            # This write must not look like somebody else's.
+            self._versions[id(slot.parameter)] = _version(slot.parameter)
+
+    def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        slot = self.slots[index]
+        return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """Counts the writes to a parameter that autograd sees."""
+    version: int = parameter._version
+    return version + local_tensor(parameter)._version if isinstance(parameter, DTensor) else version

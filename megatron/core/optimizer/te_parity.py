@@ -1,0 +1,117 @@
+"""Features of TransformerEngine's `FusedAdam` that ours has too, and that no flag of a run reaches.
+
+They serve programs that were written for that class. Their rules are kept apart here:
+
+    use_decoupled_grad       gradients are read from `p.decoupled_grad`, where the program puts them
+                             in any dtype, and not from `p.grad`, which has the parameter's
+    master_weights           fp32 values of 16-bit parameters outside of our `fully_shard`
+    master_weight_dtype      in which these are kept: fp32, or fp16 with a scale
+    store_param_remainders   of a bf16 parameter's fp32 value, only what the parameter lacks; see
+                             [Note: remainder] in kernels/adam.py
+    set_grad_none            what `zero_grad` does if it is not told
+
+A run asks for `master_weights` alone, for what an offloading optimizer leaves on the device, and
+chooses dtypes by `--main-params-dtype`, `--main-grads-dtype` and `--exp-avg-dtype`.
+
+A parameter without a gradient is not stepped. One whose gradient lies in an attribute that the
+optimizer does not read would not be stepped either, silently; it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.dtensors import local_tensor
+
+_MASTER_DTYPES = (torch.float32, torch.float16)
+# `main_grad` is where Megatron's DistributedDataParallel adds gradients up.
+_ATTRIBUTES = ("grad", "decoupled_grad", "main_grad")
+
+
+def gradient_of(parameter: torch.Tensor, use_decoupled_grad: bool) -> torch.Tensor | None:
+    """The gradient that an optimizer reads; None if there is none."""
+    found: torch.Tensor | None = getattr(parameter, _attribute(use_decoupled_grad), None)
+    return found
+
+
+def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place: str) -> None:
+    """ValueError for a parameter whose gradient is in an attribute that is not read.
+
+    Args:
+        place: the parameter, for the message.
+    """
+    read = _attribute(use_decoupled_grad)
+    if gradient_of(parameter, use_decoupled_grad) is not None:
+        return
+
+    for name in _ATTRIBUTES:
+        if getattr(parameter, name, None) is not None:
+            raise ValueError(
+                f"Expected the gradient of {place} in .{read}, as use_decoupled_grad="
+                f"{use_decoupled_grad} says, got one in .{name} alone."
+            )
+
+
+def clear_gradients(
+    parameters: Iterable[torch.Tensor],
+    use_decoupled_grad: bool,
+    set_to_none: bool,
+) -> None:
+    """Clears what an optimizer reads: to None, or in place to zero."""
+    for parameter in parameters:
+        gradient = gradient_of(parameter, use_decoupled_grad)
+        if gradient is None:
+            continue
+        if set_to_none:
+            setattr(parameter, _attribute(use_decoupled_grad), None)
+        else:
+            # In place, for programs that keep the tensor itself, as captured graphs do.
+            local_tensor(gradient).detach().zero_()
+
+
+def _attribute(use_decoupled_grad: bool) -> str:
+    return "decoupled_grad" if use_decoupled_grad else "grad"
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """How fp32 values of 16-bit parameters are kept, if they are.
+
+    Raises:
+        ValueError: for another dtype than fp32 and fp16; for remainders of anything but fp32.
+    """
+
+    is_kept: bool
+    dtype: torch.dtype
+    as_remainders: bool
+
+    def __post_init__(self) -> None:
+        if self.as_remainders and not (self.is_kept and self.dtype == torch.float32):
+            raise ValueError(
+                "Expected store_param_remainders with master_weights=True in torch.float32, got "
+                f"master_weights={self.is_kept} in {self.dtype}."
+            )
+        check_dtype("master_weight_dtype", self.dtype, _MASTER_DTYPES)
+
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype | None:
+        """Of a parameter's `master_param`, int16 for a remainder; None if it has none."""
+        # Parameters of our `fully_shard` are main weights already.
+        is_narrow = parameter.dtype.itemsize == 2
+        if not (self.is_kept and is_narrow) or group_of(parameter) is not None:
+            return None
+        # fp16 has other exponents than fp32: no remainder of 16 bits completes it.
+        if self.as_remainders and parameter.dtype == torch.bfloat16:
+            return torch.int16
+        return self.dtype
+
+
+def check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    """ValueError for a dtype that is not allowed."""
+    if dtype not in allowed:
+        raise ValueError(
+            f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
+        )
