@@ -32,9 +32,10 @@ from megatron.core.process_groups import failed_collective
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpoint.loading import Loaded
-from megatron.training.checkpoint.resume import Frequency, RecoverHandler
+from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
+from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine, build_engine
@@ -44,14 +45,7 @@ from megatron.training.health.inject import Injections
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
-from megatron.training.loop import (
-    NoWatch,
-    Surroundings,
-    Watch,
-    num_train_samples,
-    report_evaluation,
-    train,
-)
+from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
 from megatron.training.step import ForwardStep
@@ -164,57 +158,84 @@ class _Run:
         )
 
     def run(self) -> Outcome:
-        """All of it."""
-        config, launch = self._config, self._launch
+        """Builds the engine, resumes, and trains."""
+        config = self._config
         logger.info("%s", describe(config))
+        engine = self._built_engine()
+        loaded = self._resume(engine)
+        step_info = engine.state.step_info
+        self._watch.status(iteration=step_info.iteration, train_iters=config.training.train_iters)
+
+        self._mark("data", step_info.iteration)
+        datasets = self._providers.datasets(config, _num_samples(config, step_info))
+        with self._metrics(step_info, loaded) as metrics, self._saver() as saver:
+            loop = self._loop(engine, metrics, saver, datasets.train, loaded)
+            # Reported here, while a save under way may still be published: leaving the context
+            # gives it up.
+            with self.told_how_it_ends():
+                return self._train(loop, datasets)
+
+    def _built_engine(self) -> ModuleEngine:
         self._mark("build", 0)
         engine = build_engine(
-            config.engine(),
+            self._config.engine(),
             self._device,
-            build_mesh(self._device.kind, launch.world_size),
-            num_local_ranks=launch.local_world_size,
+            build_mesh(self._device.kind, self._launch.world_size),
+            num_local_ranks=self._launch.local_world_size,
         )
-        engine.initialize(lambda: self._providers.model(config))
+        engine.initialize(lambda: self._providers.model(self._config))
         self._step_info = engine.state.step_info
-        seed_all(config.training.seed, launch.rank)
-        recover = RecoverHandler(
-            config,
+        # After the weights, which have seeds of their own: what is drawn from here on is dropout.
+        seed_all(self._config.training.seed, self._launch.rank)
+        return engine
+
+    def _resume(self, engine: ModuleEngine) -> Loaded | None:
+        self._mark("load", 0)
+        resumer = Resumer(
+            self._config,
             self._device,
-            num_local_ranks=launch.local_world_size,
             events=self._events,
-            restart_count=launch.restart_count,
+            restart_count=self._launch.restart_count,
+        )
+        loaded = resumer.load(engine)
+        if not self._config.training.skip_train:
+            resumer.prepare_folder(engine, loaded)
+        return loaded
+
+    def _saver(self) -> Saver:
+        return Saver(
+            self._config,
+            self._device,
+            num_local_ranks=self._launch.local_world_size,
+            events=self._events,
             wrap_store=self._injections.store,
         )
-        self._mark("load", 0)
-        loaded = recover.load(engine)
-        if not config.training.skip_train:
-            recover.prepare_folder(engine, loaded)
-        self._watch.status(
-            iteration=engine.step_info().iteration, train_iters=config.training.train_iters
-        )
-        self._mark("data", engine.step_info().iteration)
-        datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
-        # What the run that goes on here has left; nothing, where weights alone were loaded.
+
+    def _loop(
+        self,
+        engine: ModuleEngine,
+        metrics: Metrics,
+        saver: Saver,
+        train_data: SampleDataset | None,
+        loaded: Loaded | None,
+    ) -> Loop:
+        # None if nothing was loaded, or weights alone, which say nothing about a run.
         info = None if loaded is None else loaded.info
-        with self._metrics(engine.step_info(), loaded) as metrics, recover:
-            surroundings = Surroundings(
-                config,
-                self._providers.forward_step,
-                metrics,
-                self._stop,
-                recover,
-                _frequency(config, datasets.train),
-                self._events,
-                self._watch,
-                self._injections,
-                self._mark,
-                data=_described(config, datasets.train, info),
-                evaluated=_evaluated(engine.step_info(), info),
-            )
-            # Told here, while a save that is under way can still be: leaving the context gives it
-            # up.
-            with self.told_how_it_ends():
-                return self._train(engine, surroundings, datasets)
+        return Loop(
+            engine,
+            self._config,
+            self._providers.forward_step,
+            metrics,
+            self._stop,
+            saver,
+            _frequency(self._config, train_data),
+            self._events,
+            self._watch,
+            self._injections,
+            self._mark,
+            data=_described(self._config, train_data, info),
+            evaluated=_evaluated(engine.state.step_info, info),
+        )
 
     @contextmanager
     def told_how_it_ends(self) -> Iterator[None]:
@@ -243,24 +264,22 @@ class _Run:
                 "exit", code=int(code), name=code.name, reason=reason, iteration=iteration
             )
 
-    def _train(
-        self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets
-    ) -> Outcome:
-        """Training, unless it is to be skipped, and the evaluations at the end, unless that was no
-        end but a stop.
+    def _train(self, loop: Loop, datasets: GPTDatasets) -> Outcome:
+        """Trains, unless that is to be skipped, and evaluates at the end, unless the run stopped
+        before it.
         """
         stop: Stop | None = None
         if not self._config.training.skip_train and datasets.train is not None:
-            stop = train(engine, surroundings, datasets.train, datasets.valid)
+            stop = loop.train(datasets.train, datasets.valid)
             logger.info("peak memory of rank 0: %.1f MiB", self._device.peak_memory_bytes() / 2**20)
 
         def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
             if dataset is None or stop is not None:
                 return None
-            return report_evaluation(engine, surroundings, dataset, split)
+            return loop.evaluate(dataset, split)
 
         outcome = Outcome(
-            iteration=engine.step_info().iteration,
+            iteration=self._step_info.iteration,
             validation_loss=final_loss(datasets.valid, "validation"),
             test_loss=final_loss(datasets.test, "test"),
         )
