@@ -1,18 +1,22 @@
 """Options: dataclass fields that know their flag, their help line and what values they admit.
 
 A config class lives with the code that reads it. It is a frozen dataclass whose fields are made
-with `option(...)`; `check_options(self)` in its `__post_init__` holds every value against the
-field's type, choices and bounds. The same metadata serves the command line and YAML
-(`megatron/training/arguments.py`), so a value is described in one place.
+with `option(...)`; `check_options(self)` in its `__post_init__` checks every value against the
+field's type, choices and bounds, and against the other options that it needs. The same metadata
+serves the command line and YAML (`megatron/training/arguments.py`), so everything about a flag is
+said in one place.
 
     @dataclass(frozen=True)
     class OptimizerConfig:
         lr: float = option(1e-3, "peak learning rate", more_than=0.0)
+        offload: bool = option(False, "keep the states in host memory")
+        offload_fraction: float = option(1.0, "share of them", no_effect_unless="offload")
 
         def __post_init__(self) -> None:
             check_options(self)
 
-    OptimizerConfig(lr=-1.0)   # ConfigError: --lr: expected a number > 0.0, got -1.0.
+    OptimizerConfig(lr=-1.0)               # --lr: expected a number > 0.0, got -1.0.
+    OptimizerConfig(offload_fraction=0.5)  # --offload-fraction: expected --offload, got 0.5.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +43,7 @@ _SCALARS: dict[type, str] = {
 
 
 class _Shown(reprlib.Repr):
-    """`repr` that ends: of the beginning of long texts and lists, a few levels deep."""
+    """A bounded `repr`: the beginning of long texts and lists, a few levels deep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,9 +60,7 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: `repr`, bounded. What is nested or repeated without end has
-    one, too.
-    """
+    """A value as a message shows it: its `repr`, bounded, even of values nested without end."""
     return _SHOWN.repr(value)
 
 
@@ -80,6 +82,11 @@ class Option:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+    noun: str | None = None
+    requires: str | None = None
+    no_effect_unless: tuple[tuple[str, Any], ...] = ()
+    overridden_by: str | None = None
+    may_change: bool = False
 
 
 def option(
@@ -93,6 +100,11 @@ def option(
     more_than: float | None = None,
     at_most: float | None = None,
     less_than: float | None = None,
+    noun: str | None = None,
+    requires: str | None = None,
+    no_effect_unless: str | Mapping[str, Any] | None = None,
+    overridden_by: str | None = None,
+    may_change: bool = False,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -103,7 +115,20 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
+        noun: the kind of value, for messages of the options that require this one.
+        requires: the option that must have a value where this one is given. Given means: with
+            another value than the default.
+        no_effect_unless: the switch that must be on where this one is given, since it would change
+            nothing otherwise; or the values that other options must have.
+        overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
+        may_change: whether a resumed run may have another value without a line in the log: it says
+            where and when something is done, not what is computed.
+
+    The relations may name options of other config classes. `check_options` holds those of the same
+    class; the composed configuration holds the others.
     """
+    if isinstance(no_effect_unless, str):
+        no_effect_unless = {no_effect_unless: True}
     described = Option(
         help=help,
         flag=flag,
@@ -113,6 +138,11 @@ def option(
         more_than=more_than,
         at_most=at_most,
         less_than=less_than,
+        noun=noun,
+        requires=requires,
+        no_effect_unless=tuple((no_effect_unless or {}).items()),
+        overridden_by=overridden_by,
+        may_change=may_change,
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
@@ -136,6 +166,10 @@ class Field:
     def off_flag(self) -> str:
         return self.option.off_flag or "--no-" + self.name.replace("_", "-")
 
+    def flag_for(self, value: Any) -> str:
+        """The flag that sets this value: for a bool that is false, the one that turns it off."""
+        return self.off_flag if value is False else self.flag
+
     @property
     def expected(self) -> str:
         """The values this field admits, in words."""
@@ -156,8 +190,10 @@ class Field:
         return ConfigError(f"{self.flag}: expected {self.expected}, got {shown(got)}.")
 
     def convert(self, value: Any) -> Any:
-        """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if
-        it is not one.
+        """`value`, as a command line or a YAML file gives it, in this field's type.
+
+        Raises:
+            ConfigError: if it is not of this type.
         """
         if value is None:
             if not self.is_optional:
@@ -234,12 +270,44 @@ def options_of(config: type[Any]) -> list[Field]:
     return found
 
 
+def given_options(config: Any) -> list[Field]:
+    """The options of `config` (an instance) that have another value than their default."""
+    return [
+        field for field in options_of(type(config)) if getattr(config, field.name) != field.default
+    ]
+
+
 def check_options(config: Any) -> None:
-    """ConfigError for the first option of `config` (an instance) whose value its field does not
-    admit.
+    """ConfigError for the first option of `config` (an instance) whose value is not admitted, or
+    that lacks another option it needs.
     """
-    for field in options_of(type(config)):
+    fields = {field.name: field for field in options_of(type(config))}
+    for field in fields.values():
         field.check(getattr(config, field.name))
+    for field in given_options(config):
+        _check_needs(config, field, fields)
+
+
+def _check_needs(config: Any, field: Field, fields: Mapping[str, Field]) -> None:
+    """ConfigError unless the options of this class that a given one needs are given, too."""
+    value = getattr(config, field.name)
+    flag = field.flag_for(value)
+    required = fields.get(field.option.requires or "")
+    if required is not None:
+        noun = required.option.noun or required.expected
+        found = getattr(config, required.name)
+        expect(found is not None, required.flag, f"{noun}, since {flag} is given", found)
+
+    for name, wanted in field.option.no_effect_unless:
+        other = fields.get(name)
+        found = None if other is None else getattr(config, name)
+        # None: an option of another class, or one whose default is not resolved yet.
+        if other is None or found is None or found == wanted:
+            continue
+        if wanted is not True:
+            raise ConfigError(f"{flag}: expected {other.flag} {wanted}, got {shown(found)}.")
+        got = other.off_flag if isinstance(value, bool) else value
+        raise ConfigError(f"{flag}: expected {other.flag}, got {shown(got)}.")
 
 
 def expect(condition: bool, flag: str, expected: str, got: Any) -> None:

@@ -14,7 +14,15 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.core.options import (
+    ConfigError,
+    Field,
+    check_options,
+    expect,
+    given_options,
+    option,
+    options_of,
+)
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
 from megatron.training.health.inject import InjectConfig, check_paths
@@ -70,18 +78,22 @@ class RecoverConfig:
     recover_mode: str = option(
         "auto",
         "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must "
-        "be one; off: begin "
-        "as --load says, and refuse a --save that holds newer ones",
+        "be one; off: begin as --load says, and refuse a --save that holds newer ones",
         choices=("on", "auto", "off"),
+        may_change=True,
     )
     recover_retries: int = option(
-        3, "relaunches by torchrun or Slurm from one checkpoint before the run gives up", at_least=0
+        3,
+        "relaunches by torchrun or Slurm from one checkpoint before the run gives up",
+        at_least=0,
+        may_change=True,
     )
     hang_timeout_seconds: float | None = option(
         None,
         "end the run when a rank makes no progress for so long; default: "
         "--distributed-timeout-minutes",
         more_than=0,
+        may_change=True,
     )
 
     def __post_init__(self) -> None:
@@ -176,6 +188,11 @@ class RunConfig:
             for value in (getattr(section, field.name),)
         }
 
+    def options(self) -> Iterator[Field]:
+        """Every option, in the order of the sections."""
+        for _, section in self.sections():
+            yield from options_of(type(section))
+
     def sections(self) -> Iterator[tuple[str, Any]]:
         """The owners' configs with the names they have here."""
         for field in dataclasses.fields(self):
@@ -234,18 +251,13 @@ class RunConfig:
             "a share for training, or --skip-train",
             self.data.split,
         )
-        for flag, is_given in (
-            ("--override-opt-param-scheduler", self.schedule.override_opt_param_scheduler),
-            (
-                "--use-checkpoint-opt-param-scheduler",
-                self.schedule.use_checkpoint_opt_param_scheduler,
-            ),
-        ):
-            loads_schedule = self.checkpoint.load is not None and not self.checkpoint.finetune
-            recovers = self.checkpoint.save is not None and self.recover.recover_mode != "off"
-            if is_given and not loads_schedule and not recovers:
+        checkpoint = self.checkpoint
+        loads_schedule = checkpoint.load is not None and not checkpoint.finetune
+        recovers = checkpoint.save is not None and self.recover.recover_mode != "off"
+        for field in given_options(self.schedule):
+            if field.option.requires == "load" and not loads_schedule and not recovers:
                 raise ConfigError(
-                    f"{flag}: expected --load without --finetune, which loads no schedule."
+                    f"{field.flag}: expected --load without --finetune, which loads no schedule."
                 )
 
     def _check_recovery(self) -> None:

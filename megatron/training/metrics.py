@@ -35,25 +35,34 @@ _LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.stat
 class LoggingConfig:
     """Where a run's progress is reported."""
 
-    log_interval: int = option(100, "iterations between log lines", at_least=1)
+    log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
     timing_log_level: int = option(
         0,
         "1: report at each log line how long the offloaded optimizer's lanes took",
         choices=(0, 1),
     )
-    progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
+    progress_bar: bool = option(
+        True, "show a progress bar, where the output is a terminal", may_change=True
+    )
     metrics_jsonl: str | None = option(
-        None, "file that gets one JSON object for each iteration and evaluation"
+        None, "file that gets one JSON object for each iteration and evaluation", may_change=True
     )
     events_dir: str | None = option(
         None,
         "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no "
         "remote store",
+        may_change=True,
     )
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
-    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
-    wandb_save_dir: str | None = option(None, "folder for Weights & Biases' local files")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard", may_change=True)
+    wandb_project: str | None = option(
+        None, "Weights & Biases project; needs the extra wandb", noun="a name"
+    )
+    wandb_exp_name: str | None = option(
+        None, "name of the run in Weights & Biases", requires="wandb_project"
+    )
+    wandb_save_dir: str | None = option(
+        None, "folder for Weights & Biases' local files", requires="wandb_project"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -62,15 +71,6 @@ class LoggingConfig:
                 "--wandb-project: expected the package wandb (pip install "
                 "'megatron-hybrid[wandb]'), got none."
             )
-        for name in ("wandb_exp_name", "wandb_save_dir"):
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                expect(
-                    self.wandb_project is not None,
-                    "--wandb-project",
-                    f"a name, since {flag} is given",
-                    None,
-                )
         if self.events_dir is not None:
             expect(
                 "://" not in self.events_dir,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from megatron.core.options import check_options, expect, option
+from megatron.core.options import check_options, option
 from megatron.training.health.exits import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -28,28 +28,24 @@ class StopConfig:
     """When to end before the last iteration. Names are Megatron's, but for the grace period."""
 
     exit_interval: int | None = option(
-        None, "save and exit after the iterations divisible by this", more_than=0
+        None, "save and exit after the iterations divisible by this", more_than=0, may_change=True
     )
     exit_duration_in_mins: float | None = option(
-        None, "save and exit after this many minutes", more_than=0
+        None, "save and exit after this many minutes", more_than=0, may_change=True
     )
     exit_signal_handler: bool = option(
-        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit"
+        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit", may_change=True
     )
     exit_signal_grace_seconds: float | None = option(
         None,
         "after such a signal, exit within these: without saving if a save takes longer; None: save",
         more_than=0,
+        no_effect_unless="exit_signal_handler",
+        may_change=True,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        expect(
-            self.exit_signal_handler or self.exit_signal_grace_seconds is None,
-            "--exit-signal-grace-seconds",
-            "--exit-signal-handler",
-            self.exit_signal_grace_seconds,
-        )
 
 
 class Votes(NamedTuple):

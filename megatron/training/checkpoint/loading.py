@@ -61,7 +61,7 @@ from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.core.options import ConfigError, expect
+from megatron.core.options import ConfigError, expect, given_options
 from megatron.training.checkpoint.load_extras import (
     RNG_KEY,
     Extras,
@@ -279,13 +279,10 @@ def _load_torch_dcp(
     name: str,
 ) -> RecoverInfo | None:
     folder = _local_folder(store, name)
-    for flag, is_given in (
-        ("--load-skip-keys", bool(flags.load_skip_keys)),
-        ("--dist-ckpt-strictness", flags.dist_ckpt_strictness != "raise_all"),
-    ):
+    for field in given_options(flags):
         expect(
-            not is_given,
-            flag,
+            field.name not in ("load_skip_keys", "dist_ckpt_strictness"),
+            field.flag,
             f"a checkpoint of the format {FSDP_DTENSOR}",
             f"{folder}, which is {TORCH_DCP}",
         )

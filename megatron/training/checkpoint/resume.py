@@ -41,42 +41,6 @@ from megatron.training.health.exits import ExitCode, ExitError
 logger = logging.getLogger(__name__)
 
 
-# Settings that may differ between a checkpoint and the run that loads it without a word.
-_UNREMARKABLE = {
-    "save",
-    "load",
-    "ckpt_format",
-    "async_save",
-    "metrics_jsonl",
-    "events_dir",
-    "tensorboard_dir",
-    "progress_bar",
-    "log_interval",
-    "save_interval",
-    "save_interval_seconds",
-    "save_interval_epochs",
-    "global_batch_size",  # has a line of its own
-    "exit_interval",
-    "exit_duration_in_mins",
-    "exit_signal_handler",
-    "exit_signal_grace_seconds",
-    "recover_mode",
-    "recover_retries",
-    "hang_timeout_seconds",
-    "inject",
-}
-
-# Settings that --use-checkpoint-opt-param-scheduler takes from the checkpoint. The load logs them.
-_OF_SCHEDULE_AND_OPTIONS = {
-    *(field.name for field in options_of(LRScheduleConfig)),
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "sgd_momentum",
-}
-
-
 class Resumer:
     """Puts an engine where its run is to go on. All ranks call each method together."""
 
@@ -217,11 +181,17 @@ class Resumer:
                 batch,
                 saved_batch,
             )
-        left_out = _UNREMARKABLE
-        if self._config.schedule.use_checkpoint_opt_param_scheduler:
-            left_out = left_out | _OF_SCHEDULE_AND_OPTIONS
-        for name in own:
-            if name not in left_out and name in info.config and info.config[name] != own[name]:
+        takes_saved = self._config.schedule.use_checkpoint_opt_param_scheduler
+        of_schedule = {field.name for field in options_of(LRScheduleConfig)}
+        for field in self._config.options():
+            name, option = field.name, field.option
+            # The load itself has logged what it took from the checkpoint.
+            is_taken = takes_saved and (
+                name in of_schedule or option.overridden_by == "use_checkpoint_opt_param_scheduler"
+            )
+            if option.may_change or is_taken or name == "global_batch_size":
+                continue
+            if name in info.config and info.config[name] != own[name]:
                 logger.info(
                     "resuming with another %s: %s in the checkpoint, %s now",
                     name,
@@ -241,17 +211,12 @@ def _folder_of(load: str) -> str:
 
 
 def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:
-    """The flags that resume the run itself from its newest checkpoint. Those given with `--load`
-    say how it once began.
+    """The flags that resume the run itself from its newest checkpoint. Those that go with `--load`
+    say how it once began, except for whether digests are checked.
     """
-    return replace(
-        checkpoint,
-        load=root,
-        load_optim=True,
-        load_rng=True,
-        finetune=False,
-        exit_on_missing_checkpoint=False,
-        ckpt_step=None,
-        dist_ckpt_strictness="raise_all",
-        load_skip_keys=(),
-    )
+    defaults = {
+        field.name: field.default
+        for field in options_of(CheckpointConfig)
+        if field.option.requires == "load" and field.name != "verify_checkpoint"
+    }
+    return replace(checkpoint, load=root, **defaults)
