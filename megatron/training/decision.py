@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from megatron.training.checkpoint.saver import Frequency
 from megatron.training.config import RunConfig
-from megatron.training.engine import StepInfo
 from megatron.training.health.exits import ExitCode
+from megatron.training.step import StepInfo
 from megatron.training.stop import Stop, Votes
 
 _PREEMPTED = (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)

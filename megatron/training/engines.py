@@ -1,9 +1,9 @@
-"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and a module as it
-is in one process.
+"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and `ModuleEngine`,
+which shards nothing and runs in one process.
 
-What they have in common is here once: the optimizer (offloaded or not), schedule, counters, steps
-and evaluations, saving and loading. They differ in how they shard a model and in the format of
-their checkpoints, which load in either.
+They share the optimizer (offloaded or not), the schedule, the counters, steps and evaluations,
+saving and loading. They differ in how they shard a model and in the format of their checkpoints,
+which load in either.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
-from megatron.training.engine import SaveLoadMeta, StepInfo
+from megatron.training.engine import SaveLoadMeta
 from megatron.training.step import (
     Batch,
     ForwardStep,
     Mark,
+    StepInfo,
     StepResult,
     evaluate,
     train_step,
@@ -54,13 +55,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine knows of a run. `RunConfig.engine` takes it from a run's settings.
+    """An engine's part of a run's configuration (`RunConfig.engine`).
 
     Attributes:
-        train_iters: steps of the whole run, over which the schedule goes.
+        train_iters: steps of the whole run, which the schedule spans.
         compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
-        seed: of initial weights.
-        records_timings: whether an offloaded optimizer records what its lanes took.
+        seed: of the initial weights.
+        records_timings: whether an offloaded optimizer records how long its lanes took.
     """
 
     optimizer: OptimizerConfig
@@ -73,10 +74,9 @@ class EngineConfig:
 
 
 class ModuleEngine:
-    """A module as it is, in one process, for debugging; and what the engines have in common.
+    """An unsharded module in one process, for debugging, and the base of the other engines.
 
-    Attributes:
-        state: model, optimizer, schedule and counters; there once `initialize` has been called.
+    Implements `TrainEngine`, which documents the methods.
     """
 
     ckpt_format = FSDP_DTENSOR
@@ -109,13 +109,14 @@ class ModuleEngine:
         return self.state.model
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
-        """See `TrainEngine`."""
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
+        # Before sharding, which leaves each rank with its own rows.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
         config = self.config
         self._shard(model)
         optimizer = build_optimizer(
@@ -127,7 +128,11 @@ class ModuleEngine:
             records_timings=config.records_timings,
         )
         schedule = LRSchedule.build(config.schedule, config.train_iters)
-        dtype = config.compute_dtype
+        self._state = RunState(model, optimizer, schedule, StepInfo())
+        self._log_what_was_built(num_parameters)
+
+    def _log_what_was_built(self, num_parameters: int) -> None:
+        config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
             "%d parameters, %s on %d rank(s), %s, %s",
             num_parameters,
@@ -142,9 +147,9 @@ class ModuleEngine:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
         logger.info(
-            "memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model))
+            "memory of rank 0, at rest:\n%s",
+            format_state_memory(optimizer.state_memory(self.model)),
         )
-        self._state = RunState(model, optimizer, schedule, StepInfo())
 
     def train_batch(
         self,
@@ -155,8 +160,8 @@ class ModuleEngine:
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: Mark = unmarked,
     ) -> StepResult:
-        """See `TrainEngine`."""
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
+        # The schedule counts from 0, the iterations that are logged and saved from 1.
         learning_rate = state.schedule.apply(
             state.optimizer.param_groups, state.step_info.iteration
         )
@@ -171,6 +176,8 @@ class ModuleEngine:
             votes=votes,
             mark=mark,
         )
+
+        # A skipped step counts: the schedule and the data go on all the same.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
         state.step_info.skipped_iterations += result.is_skipped
@@ -184,7 +191,6 @@ class ModuleEngine:
         *,
         num_microbatches: int | None = None,
     ) -> float:
-        """See `TrainEngine`."""
         batches, count = _counted(microbatches, num_microbatches)
         try:
             return evaluate(
@@ -202,7 +208,6 @@ class ModuleEngine:
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
     ) -> Any:
-        """See `TrainEngine`."""
         own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
         was_training = self.model.training
         self.model.eval()
@@ -213,7 +218,6 @@ class ModuleEngine:
             self._reshard()
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine`."""
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()
             save_hf(self.model, meta.path, self.device, tokenizer=meta.tokenizer)
@@ -227,11 +231,12 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine`. A damaged checkpoint is a CheckpointDamagedError."""
+        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError."""
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
             load_hf(self.model, meta.path)
             return
+
         root, name = split_path(meta.path)
         store = open_store(root)
         if not on_first_rank(lambda: store.exists(name), f"looking for {meta.path}"):
@@ -240,11 +245,10 @@ class ModuleEngine:
         load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 
     def step_info(self) -> StepInfo:
-        """See `TrainEngine`."""
         return replace(self.state.step_info)
 
     def _shard(self, model: nn.Module) -> None:
-        """Hands the model to FSDP, if it is on meta with its initial weights."""
+        """Shards the model and gives parameters on meta their initial weights."""
         if self.mesh.size() > 1:
             raise RuntimeError(
                 f"Expected one process for a module that is not sharded, got {self.mesh.size()} "
@@ -255,9 +259,7 @@ class ModuleEngine:
         self._materialize(model)
 
     def _reshard(self) -> None:
-        """After a forward that no backward has followed: frees whole weights that are kept
-        for one.
-        """
+        """Frees weights that a forward without a backward left gathered."""
 
     def _materialize(self, model: nn.Module) -> None:
         on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -278,7 +280,7 @@ class ModuleEngine:
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
     ) -> None:
-        """Refuses what the host has no room for: the states of `numel` elements, of all ranks."""
+        """ConfigError if the host has no room for the states of `numel` elements, of all ranks."""
         if numel:
             own = numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
             check_host_memory_for(
@@ -328,7 +330,7 @@ class FSDPEngine(ModuleEngine):
         self._materialize(model)
 
     def _reshard(self) -> None:
-        # Else the model's parameters would be other ones than the optimizer's.
+        # While gathered, the model's parameters are not those that the optimizer holds.
         torch_fsdp2.reshard(self.model)
 
 
@@ -347,8 +349,8 @@ def build_engine(
 def _counted(
     microbatches: Sequence[Batch] | Iterator[Batch], number: int | None
 ) -> tuple[Iterator[Batch], int]:
-    """(an iterator, how many to take of it). ValueError if that is not said, or there are too
-    few.
+    """(an iterator, how many to take from it). ValueError if that is unknown or too few are
+    there.
     """
     if isinstance(microbatches, Sequence):
         count = len(microbatches) if number is None else number

@@ -17,12 +17,11 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide, is_due
-from megatron.training.engine import StepInfo
-from megatron.training.engines import ModuleEngine
+from megatron.training.engine import TrainEngine
 from megatron.training.health.events import EventLog
 from megatron.training.health.inject import Injections
 from megatron.training.metrics import Metrics
-from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult
+from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepInfo, StepResult
 from megatron.training.stop import Stop, StopConditions, Votes
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Loop:
         evaluated: the last evaluation: its iteration, and the loss by split.
     """
 
-    engine: ModuleEngine
+    engine: TrainEngine
     config: RunConfig
     forward_step: ForwardStep
     metrics: Metrics

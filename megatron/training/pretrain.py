@@ -37,8 +37,8 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
-from megatron.training.engine import StepInfo
-from megatron.training.engines import ModuleEngine, build_engine
+from megatron.training.engine import TrainEngine
+from megatron.training.engines import build_engine
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
@@ -48,7 +48,7 @@ from megatron.training.launch import Launch, process_group
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
-from megatron.training.step import ForwardStep
+from megatron.training.step import ForwardStep, StepInfo
 from megatron.training.stop import Stop, StopConditions
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class _Run:
             with self.told_how_it_ends():
                 return self._train(loop, datasets)
 
-    def _built_engine(self) -> ModuleEngine:
+    def _built_engine(self) -> TrainEngine:
         self._mark("build", 0)
         engine = build_engine(
             self._config.engine(),
@@ -189,7 +189,7 @@ class _Run:
         seed_all(self._config.training.seed, self._launch.rank)
         return engine
 
-    def _resume(self, engine: ModuleEngine) -> Loaded | None:
+    def _resume(self, engine: TrainEngine) -> Loaded | None:
         self._mark("load", 0)
         resumer = Resumer(
             self._config,
@@ -213,7 +213,7 @@ class _Run:
 
     def _loop(
         self,
-        engine: ModuleEngine,
+        engine: TrainEngine,
         metrics: Metrics,
         saver: Saver,
         train_data: SampleDataset | None,

@@ -33,7 +33,7 @@ from megatron.training.checkpoint.run_state import (
     place_of,
 )
 from megatron.training.config import RunConfig
-from megatron.training.engines import ModuleEngine
+from megatron.training.engine import TrainEngine
 from megatron.training.health.earlier_starts import Memory
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode, ExitError
@@ -56,7 +56,7 @@ class Resumer:
         self._events = events
         self._restart_count = restart_count
 
-    def load(self, engine: ModuleEngine) -> Loaded | None:
+    def load(self, engine: TrainEngine) -> Loaded | None:
         """Loads all of the state that the run resumes from, or none of it.
 
         With `--recover-mode` on or auto that is the newest intact checkpoint in the folder of
@@ -104,7 +104,7 @@ class Resumer:
         )
         return loaded
 
-    def prepare_folder(self, engine: ModuleEngine, loaded: Loaded | None) -> None:
+    def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run: damaged checkpoints that were passed
         over are set aside.
 

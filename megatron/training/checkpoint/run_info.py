@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.training.engine import StepInfo
+from megatron.training.step import StepInfo
 
 FORMAT_VERSION = 1
 

@@ -40,8 +40,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engine import StepInfo
 from megatron.training.rng import rng_state
+from megatron.training.step import StepInfo
 
 logger = logging.getLogger(__name__)
 

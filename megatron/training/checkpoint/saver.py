@@ -28,10 +28,10 @@ from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
 from megatron.training.config import RunConfig
-from megatron.training.engine import StepInfo
-from megatron.training.engines import ModuleEngine
+from megatron.training.engine import TrainEngine
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode, ExitError
+from megatron.training.step import StepInfo
 
 logger = logging.getLogger(__name__)
 
@@ -161,14 +161,14 @@ class Saver:
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
-    def check(self, engine: ModuleEngine) -> None:
+    def check(self, engine: TrainEngine) -> None:
         """Raises CheckpointError now, rather than at the first save, if the format cannot hold the
         engine's state.
         """
         if self._manager is not None:
             engine.state.contents(self._device, with_optim=self._config.checkpoint.save_optim)
 
-    def save(self, engine: ModuleEngine, info: RecoverInfo) -> None:
+    def save(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves, in the background with `--async-save`. All ranks call it together.
 
         A failed write is logged and shows in the next votes. A state that the format cannot hold is
@@ -186,7 +186,7 @@ class Saver:
         logger.warning("iteration %d is not saved: %s", iteration, reason)
         self._on_rank_0("save_skipped", iteration=iteration, reason=reason)
 
-    def save_last(self, engine: ModuleEngine, info: RecoverInfo) -> None:
+    def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
         self._note(self._begin(engine, info))
         failure = self.wait()
@@ -199,7 +199,7 @@ class Saver:
         self._note(failure)
         return failure
 
-    def _begin(self, engine: ModuleEngine, info: RecoverInfo) -> CheckpointError | None:
+    def _begin(self, engine: TrainEngine, info: RecoverInfo) -> CheckpointError | None:
         """Begins to save. Returns the failure of the save before, if that has failed.
 
         Raises:
@@ -220,7 +220,7 @@ class Saver:
         self._manager.save(iteration, contents, info.to_plain())
         return failure
 
-    def _save_torch_dcp(self, root: str, engine: ModuleEngine, info: RecoverInfo) -> None:
+    def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:
         iteration, with_optim = engine.step_info().iteration, self._config.checkpoint.save_optim
         self._on_rank_0("save_begun", iteration=iteration)
         try:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.training.engine import StepInfo
-from megatron.training.step import Batch, StepResult
+from megatron.training.step import Batch, StepInfo, StepResult
 
 
 class FakeEngine:

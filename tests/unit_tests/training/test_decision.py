@@ -8,8 +8,8 @@ from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.saver import Frequency
 from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide
-from megatron.training.engine import StepInfo
 from megatron.training.health.exits import ExitCode
+from megatron.training.step import StepInfo
 from megatron.training.stop import Stop, Votes
 
 GRACE_OVER = Stop("SIGTERM was received", ExitCode.PREEMPTED_UNSAVED, saves=False)

@@ -17,12 +17,12 @@ from megatron.core.options import ConfigError
 from megatron.training import pretrain as module
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engine import StepInfo
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode
 from megatron.training.launch import Launch
 from megatron.training.loop import NoWatch
 from megatron.training.pretrain import Outcome, Providers
+from megatron.training.step import StepInfo
 from megatron.training.stop import StopConditions
 from tests.unit_tests.training.fake_runs import FakeEngine, FakeSaver
 from tests.unit_tests.training.test_decision import config_of

@@ -16,8 +16,8 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engine import StepInfo
 from megatron.training.health.earlier_starts import Memory
+from megatron.training.step import StepInfo
 
 SCHEDULE = LRSchedule.build(LRScheduleConfig(lr=1e-3, lr_warmup_iters=3), 10)
 

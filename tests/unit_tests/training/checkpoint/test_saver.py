@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.checkpoint.saver import Frequency
-from megatron.training.engine import StepInfo
+from megatron.training.step import StepInfo
 
 
 @given(
