@@ -122,6 +122,7 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
             builder = IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
             outputs.append(Output(key, stack.enter_context(builder)))
         counts = _tokenize(arguments, files, tokenizer, outputs)
+
     _report(counts, outputs, time.monotonic() - begun)
 
 
@@ -141,12 +142,14 @@ def _tokenize(
                 _add(output, part)
             counts.num_bytes += num_bytes
             bar.update(num_bytes)
+
     for output in outputs:
         if output.builder.num_documents == 0:
             raise InputError(
                 f"Expected at least one document with text under {output.key!r} in {len(files)} "
                 "files, got none."
             )
+
     return counts
 
 
@@ -187,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
             choices=option.option.choices,
             help=option.option.help,
         )
+
     return parser
 
 
@@ -207,6 +211,7 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
         raise InputError(
             f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}."
         )
+
     if arguments.tokenizer_model is None:
         arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
     if Path(arguments.tokenizer_model).is_dir():
@@ -214,6 +219,7 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
             f"--tokenizer-model: expected a file to write for --train-tokenizer, got the folder "
             f"{arguments.tokenizer_model}."
         )
+
     texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
     train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
 
@@ -239,10 +245,12 @@ def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[
             found.append(path)
         else:
             raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
+
     if not found:
         raise InputError(
             f"--input: expected files to read, got none in {', '.join(map(str, inputs))}."
         )
+
     return found
 
 
@@ -315,6 +323,7 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected JSON, got {line[:_SHOWN]!r} ({error}).") from error
+
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
     for key in keys:
@@ -336,6 +345,7 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
                 "at character "
                 f"{error.start}."
             ) from error
+
     return tuple(record[key] for key in keys)
 
 
@@ -369,6 +379,7 @@ def _encode_all(
         for chunk in chunks:
             yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
         return
+
     # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads
     # may hang.
     executor = ProcessPoolExecutor(
@@ -424,6 +435,7 @@ def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> li
                     ids.append(tokenizer.eod)
                 lengths.append(len(ids) - begin)
         encoded.append(Encoded(np.array(ids, dtype=np.int32), lengths, len(texts) - len(lengths)))
+
     return encoded
 
 
@@ -442,6 +454,7 @@ def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
             f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} "
             f"tokens{note}"
         )
+
     note = (
         f"; {len(counts.undecodable)} files skipped that are not UTF-8 text"
         if counts.undecodable

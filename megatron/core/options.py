@@ -221,6 +221,7 @@ class Field:
                 return self.scalar(value)
         except (ValueError, KeyError, OverflowError):  # numbers of hundreds of digits, too
             pass
+
         raise self.error(value)
 
     def check(self, value: Any) -> None:

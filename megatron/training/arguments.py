@@ -101,6 +101,7 @@ def read_yaml(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: {shown}: expected {expected}, got it twice.")
         converted = _convert_setting(switch.field, setting)
         values[switch.field.name] = not converted if switch.is_negated else converted
+
     return values
 
 
@@ -166,6 +167,7 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
                 help=line,
             )
         return
+
     group.add_argument(
         field.flag,
         dest=field.name,

@@ -215,6 +215,7 @@ class RunConfig:
             ):
                 expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
             return self.parallel
+
         if asked is not None and engines is not None:
             expect(
                 asked == engines,
@@ -222,6 +223,7 @@ class RunConfig:
                 f"--megatron-fsdp-main-grads-dtype's {engines}",
                 asked,
             )
+
         dtype = asked or engines or ("auto" if self.optimizer.optimizer_cpu_offload else "fp32")
         return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
@@ -317,6 +319,7 @@ class RunConfig:
                     f"{self.training.compute_dtype}."
                 )
             return
+
         # Ours divide by the loss scale as they read gradients; for others they are divided in
         # place, where fp16 would lose again what scaling has saved.
         is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in (

@@ -114,6 +114,7 @@ class ModuleEngine:
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
+
         # Before sharding, which leaves each rank with its own rows.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -146,6 +147,7 @@ class ModuleEngine:
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
+
         logger.info(
             "memory of rank 0, at rest:\n%s",
             format_state_memory(optimizer.state_memory(self.model)),

@@ -305,6 +305,7 @@ class _Run:
             state = loaded.info.logger
             # A branch of another run has reports of its own.
             goes_on = save is not None and split_path(loaded.path)[0] == place_of(save)
+
         metrics = Metrics(
             rates,
             config.logging,
@@ -388,6 +389,7 @@ def _described(
         logger.warning(
             "the training data is not what it was: %s in the checkpoint, %s now", saved, data
         )
+
     return data
 
 
@@ -407,6 +409,7 @@ def _watch(
     if is_embedded:
         yield NoWatch()
         return
+
     limit, long_limit = _hang_limits(config)
     handles_signals = config.stop.exit_signal_handler
     with Watchdog(

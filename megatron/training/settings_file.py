@@ -87,6 +87,7 @@ def read_settings(path: str) -> Settings:
             got = f"the key {printable(key, _SHOWN)!r} twice{_place(key_node)}"
             raise ConfigError(f"--config: expected each key once in {path}, got {got}.")
         settings[key] = _value(path, key, value)
+
     return settings
 
 
@@ -120,6 +121,7 @@ def _setting(path: str, key: str, node: yaml.Node) -> Setting:
         kind = "a list in a list" if isinstance(node, yaml.SequenceNode) else "keys of its own"
         expected = "a value or a list of values"
         raise ConfigError(f"{path}: {shown}: expected {expected}, got {kind}{_place(node)}.")
+
     if node.tag not in _PLAIN_TAGS:
         tag = printable(node.tag.replace(_TAG, "!!"), _SHOWN)
         raise ConfigError(f"{path}: {shown}: expected a plain value, got one with the tag {tag}.")

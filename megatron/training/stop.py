@@ -130,6 +130,7 @@ class StopConditions:
         if not self._is_logged:
             self._is_logged = True
             self._log_signal(number, past, save_seconds)
+
         return Votes(1.0, float(is_late), float(is_too_short))
 
     def _log_signal(self, number: signal.Signals, past: float, save_seconds: float | None) -> None:
@@ -176,4 +177,5 @@ class StopConditions:
         if interval is not None and iteration % interval == 0:
             reason = f"iteration {iteration} is a multiple of --exit-interval {interval}"
             return Stop(reason, ExitCode.FINISHED, saves=True)
+
         return None

@@ -81,10 +81,12 @@ class BlendOrder:
                 break
             # Rounding at very large times; at a time of zero nothing is drawn.
             earlier -= 1 + (num_drawn - index)
+
         heapq.heapify(heap)
         for _ in range(index - num_drawn):
             _, dataset, sample = heap[0]
             heapq.heapreplace(heap, (self._time(dataset, sample + 1), dataset, sample + 1))
+
         return heap
 
     def _first_from(self, time: float, dataset: int) -> tuple[float, int, int]:
@@ -121,6 +123,7 @@ class BlendedDataset(NumberedDataset):
             raise ValueError(
                 f"Expected a weight for each of {len(datasets)} datasets, got {len(weights)}."
             )
+
         self.order = BlendOrder(weights)
         self.num_samples = num_samples
         self._datasets = list(datasets)

@@ -57,6 +57,7 @@ def build_gpt_datasets(
             built.append(
                 _build_blend(config, opened, number, num_samples[number], vocab_size, split_seed)
             )
+
     return GPTDatasets(*built)
 
 

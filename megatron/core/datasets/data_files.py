@@ -79,6 +79,7 @@ class DataFile:
             if not more:
                 raise _shrunk(self.path, size, os.fstat(self._stream.fileno()).st_size)
             content += more
+
         return content
 
     def array(self, offset: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -63,6 +63,7 @@ class GPTDataset(NumberedDataset):
             raise IndexedDatasetError(
                 f"{indexed.prefix}: expected {expected}, got {indexed.dtype}."
             )
+
         if documents.step != 1 or not 0 <= documents.start <= documents.stop <= len(indexed):
             raise ValueError(
                 f"{indexed.prefix}: expected a part of range({len(indexed)}), got {documents}."
@@ -72,6 +73,7 @@ class GPTDataset(NumberedDataset):
                 f"Expected at least 1 sample of at least 1 token, got {num_samples} of "
                 f"{seq_length}."
             )
+
         self.num_tokens = indexed.num_tokens(documents)
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
@@ -80,6 +82,7 @@ class GPTDataset(NumberedDataset):
                 "in documents "
                 f"{documents.start} to {documents.stop}, got {self.num_tokens}."
             )
+
         self.indexed = indexed
         self.num_samples = num_samples
         self.seq_length = seq_length
@@ -169,6 +172,7 @@ class GPTDataset(NumberedDataset):
             num_found += length
             if num_found > num_left:
                 break
+
         if num_found != num_left:
             got = "more" if num_found > num_left else num_found
             raise self._wrong_start(epoch, number, f"{num_left} tokens after it", got)

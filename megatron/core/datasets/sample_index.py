@@ -167,6 +167,7 @@ class SampleIndex:
                     "mtime_ns": version.mtime_ns,
                 }
             )
+
         return {
             "format": _FORMAT,
             "files": files,
@@ -204,9 +205,11 @@ class SampleIndex:
             raise IndexedDatasetError(
                 f"--data-cache-path: expected {expected}, got {self.folder} ({error})."
             ) from error
+
         if found is None:
             expected = "the sample index that was just written"
             raise IndexedDatasetError(f"{self.path}: expected {expected}, got another file.")
+
         return found
 
     def _map(self) -> SampleStarts | None:
@@ -228,6 +231,7 @@ class SampleIndex:
         except IndexedDatasetError as error:
             logger.warning("%s It is built anew.", error)
             return None
+
         return SampleStarts(mapped, mapped.content[len(header) :].view("<i8").reshape(self.shape))
 
     def _header(self) -> bytes:
@@ -248,6 +252,7 @@ class SampleIndex:
                     epoch, self.seq_length, self.samples_per_epoch
                 ):
                     stream.write(starts.tobytes())
+
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
             self.stream.indexed.prefix,

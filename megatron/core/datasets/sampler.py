@@ -55,6 +55,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"Expected a data parallel rank in range({data_parallel_size}), got "
                 f"{data_parallel_rank}."
             )
+
         per_pass = micro_batch_size * data_parallel_size
         if global_batch_size % per_pass:
             raise ValueError(
@@ -66,6 +67,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"Expected 0 to {num_samples} consumed samples, got {consumed_samples}."
             )
+
         self.num_microbatches = global_batch_size // per_pass
         self.num_global_batches = (num_samples - consumed_samples) // global_batch_size
         self._consumed_samples = consumed_samples

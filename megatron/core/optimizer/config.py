@@ -165,6 +165,7 @@ class OptimizerConfig:
                 "auto or torch for sgd",
                 self.gpu_optimizer,
             )
+
         self._check_dtypes(is_ours)
         self._check_loss_scale()
 
@@ -208,6 +209,7 @@ class OptimizerConfig:
                 "fp32 for other optimizers than our own Adam",
                 dtype,
             )
+
         if self.optimizer_cpu_offload:
             expect(
                 self.exp_avg_dtype == self.exp_avg_sq_dtype

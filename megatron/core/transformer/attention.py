@@ -65,6 +65,7 @@ class SelfAttention(nn.Module):
             context = checkpoint(self._core_attention, query, key, value, use_reentrant=False)
         else:
             context = self._core_attention(query, key, value)
+
         output: Tensor = self.linear_proj(
             rearrange(context, "batch head seq dim -> batch seq (head dim)")
         )

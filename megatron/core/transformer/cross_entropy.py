@@ -58,12 +58,14 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, chunk_numel: int = CHUNK
             f"Expected contiguous logits, got strides {logits.stride()} for shape "
             f"{tuple(logits.shape)}."
         )
+
     owner = logits if logits._base is None else logits._base
     if torch.is_grad_enabled() and logits.requires_grad and owner.is_leaf:
         raise ValueError(
             "Expected logits that an operation made, got a leaf's values, which backward would "
             "overwrite."
         )
+
     _check_labels(labels, logits.shape[-1])
     apply: Any = _VocabCrossEntropy.apply  # torch declares it without types
     losses: Tensor = apply(logits, labels, chunk_numel)
@@ -82,6 +84,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             chunk = flat_logits[rows].float()  # [rows, vocab]
             log_sum_exp[rows] = torch.logsumexp(chunk, dim=1)
             target[rows] = chunk.gather(1, flat_labels[rows].unsqueeze(1)).squeeze(1)
+
         ctx.save_for_backward(logits, labels, log_sum_exp)
         ctx.chunk_numel = chunk_numel
         ctx.holds_gradient = False
@@ -101,6 +104,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
                 "Expected one backward through vocab_cross_entropy, got a second: "
                 "the first wrote the gradient over the logits."
             )
+
         logits, labels, log_sum_exp = ctx.saved_tensors
         ctx.holds_gradient = True
         flat_logits, flat_labels = _rows(logits, labels)
@@ -113,6 +117,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             ).exp_()  # [rows, vocab]: the probabilities
             gradient[torch.arange(len(gradient), device=gradient.device), flat_labels[rows]] -= 1.0
             chunk.copy_(gradient.mul_(flat_grad[rows].unsqueeze(1)))
+
         return logits.detach(), None, None
 
 

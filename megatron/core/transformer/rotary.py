@@ -60,6 +60,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(
             f"Expected cosines and sines in torch.float32, got {cos.dtype} and {sin.dtype}."
         )
+
     seq_length, head_dim = x.shape[1], x.shape[3]
     half = cos.shape[1]
     if cos.shape != sin.shape or cos.shape[0] != seq_length or 2 * half > head_dim:
@@ -67,6 +68,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"Expected angles of {seq_length} positions and at most {head_dim} channels, "
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
         )
+
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = (
         cos.unsqueeze(1),

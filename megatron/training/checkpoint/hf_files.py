@@ -92,11 +92,13 @@ def write_weights(
     if len(shards) == 1:
         _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0])
         return
+
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, checkpoint, shard)
         weight_map |= {tensor.name: file for tensor in shard}
+
     total_size = sum(tensor.nbytes for tensor in tensors)
     write_json(
         folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
@@ -139,6 +141,7 @@ def _write_shard(
             "shape": list(tensor.entry.size),
             "data_offsets": [begin, end],
         }
+
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as stream:
@@ -201,6 +204,7 @@ class WeightFiles:
             raise CheckpointError(
                 f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither."
             )
+
         found: dict[str, WeightFile] = {}
         for file, wanted in listed.items():
             opened = _open_weights(folder / file, stack)
@@ -212,6 +216,7 @@ class WeightFiles:
                     f"{different}."
                 )
             found |= dict.fromkeys(names, opened)
+
         path = folder / CONFIG_FILE
         return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
@@ -248,6 +253,7 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
             got = f"{shown(file)} for {printable(name, _SHOWN)}"
             raise CheckpointDamagedError(f"Expected names of files beside it in {path}, got {got}.")
         names.setdefault(file, []).append(name)
+
     return {file: names[file] for file in sorted(names)}
 
 
@@ -311,6 +317,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
         write_json(
             folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False}
         )
+
     if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer)):
         return {"eos_token_id": tokenizer.eod}
     tokenizer.save_pretrained(folder)

@@ -138,6 +138,7 @@ def options_to_load(
             if str(value) != str(group[option]):
                 text = "parameter group %d: %s is %s, as in the checkpoint, not %s"
                 logger.info(text, number, option, value, group[option])
+
     return found
 
 
@@ -181,6 +182,7 @@ def rng_to_load(
     except ValueError as failure:
         message = f"Expected random states {prefix}* in {checkpoint.path}, got: {failure}"
         raise CheckpointError(message) from None
+
     return states
 
 
@@ -198,11 +200,13 @@ def _schedule(
     except ValueError as failure:
         message = f"Expected the schedule of a run in {source}, got: {failure}"
         raise CheckpointError(message) from None
+
     if saved == own:
         return own
     if config.use_checkpoint_opt_param_scheduler:
         logger.info("the learning rate follows the checkpoint's %s, not this run's %s", saved, own)
         return saved
+
     differences = ", ".join(
         f"{name} {saved_value} (checkpoint) and {own.state()[name]} (this run)"
         for name, saved_value in saved.state().items()

@@ -144,6 +144,7 @@ def load_run(
         if dist.get_rank() == 0:
             logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
         damaged[path] = reason
+
     raise CheckpointError(
         f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}"
     )
@@ -214,12 +215,14 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
                 f"{config.ckpt_step}."
             )
         return [load, [checkpoint_name(config.ckpt_step)]]
+
     newest = latest_iteration(store)
     if newest is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
             f"--load: expected a checkpoint in {store.root}, got none, and "
             "--exit-on-missing-checkpoint is set."
         )
+
     return [load, [checkpoint_name(iteration) for iteration in reversed(published)]]
 
 
@@ -315,6 +318,7 @@ class _Load:
             app.load_state_dict(tensors)
         else:
             load_model_weights(folder, metadata, model, verify=verify)
+
         extras.install(self.state, self.device)
         return None if extras.run is None else extras.run.info
 
@@ -328,6 +332,7 @@ class _Load:
         if not self.with_states:
             keys = weight_keys(folder, metadata, model)
             keys.update(key for key in metadata.state_dict_metadata if RNG_KEY.fullmatch(key))
+
         check_files(
             folder,
             metadata,
@@ -350,6 +355,7 @@ class _Load:
                 names,
                 lambda: dcp_param_groups(checkpoint),
             )
+
         return metadata, Extras(run, options, rng_to_load(checkpoint, self.device, flags))
 
     def _run_data(self, train_state: Callable[[], dict[str, Any]]) -> RunData | None:

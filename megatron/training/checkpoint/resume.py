@@ -86,6 +86,7 @@ class Resumer:
                 known_damage=known.damaged,
                 on_damage=self._on_damage,
             )
+
         if loaded is not None and loaded.info is not None:
             self._report_differences(loaded.info)
         looked_at = flags.load if flags is not None else self._config.checkpoint.save
@@ -181,6 +182,7 @@ class Resumer:
                 batch,
                 saved_batch,
             )
+
         takes_saved = self._config.schedule.use_checkpoint_opt_param_scheduler
         of_schedule = {field.name for field in options_of(LRScheduleConfig)}
         for field in self._config.options():

@@ -94,6 +94,7 @@ class RecoverInfo:
         for name, value in progress.items():
             is_count = type(value) is int and 0 <= value <= _MAX_COUNT
             _check(is_count, f"progress.{name}", "an integer from 0 to 2**63 - 1", value, source)
+
         _check(isinstance(schedule, dict), "schedule", "an object", schedule, source)
         assert isinstance(schedule, dict), "as just checked"
 

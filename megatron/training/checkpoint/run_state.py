@@ -139,6 +139,7 @@ def save_once(
         raise ValueError(
             f"Expected another name than those of a run's own checkpoints, got {path!r}."
         )
+
     store = open_store(root)
     if ckpt_format != FSDP_DTENSOR and not store.is_rename_atomic:
         raise ValueError(

@@ -123,6 +123,7 @@ class Saver:
             logger.warning(
                 "swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept)
             )
+
         self._last_save = self._clock()
         return self
 

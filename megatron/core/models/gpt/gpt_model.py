@@ -119,6 +119,7 @@ class GPTModel(nn.Module):
             raise ValueError(
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
             )
+
         longest = self.config.max_position_embeddings
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(

@@ -184,6 +184,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         content["no_rope_layers"] = [
             0
         ] * config.num_layers  # of which 1 would have rotary positions
+
     return content
 
 
@@ -273,14 +274,17 @@ def _differences(config: TransformerConfig, architecture: _Architecture) -> list
         found.append(
             _Difference("--disable-bias-linear and --add-qkv-bias", expected, f"biases {biases}")
         )
+
     if is_rotated and config.rotary_dim != config.head_dim and not architecture.is_partly_rotated:
         found.append(_Difference("--rotary-percent", 1.0, config.rotary_percent))
     if architecture.has_even_heads and config.hidden_size % heads:
         found.append(
             _Difference("--hidden-size", f"a multiple of {heads} heads", config.hidden_size)
         )
+
     if not architecture.has_own_head_dim and config.query_size != config.hidden_size:
         found.append(
             _Difference("--kv-channels", f"{config.hidden_size / heads:g}", config.head_dim)
         )
+
     return found
