@@ -342,8 +342,7 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
             wrong = text[max(0, error.start - 10) :]
             raise InputError(
                 f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} "
-                "at character "
-                f"{error.start}."
+                f"at character {error.start}."
             ) from error
 
     return tuple(record[key] for key in keys)

@@ -354,8 +354,7 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
         if epoch is None:
             raise ConfigError(
                 "--save-interval-epochs: expected training data from one source, whose end can be "
-                "known, got "
-                f"{type(train_data).__name__}."
+                f"known, got {type(train_data).__name__}."
             )
         samples = max(1, round(checkpoint.save_interval_epochs * epoch))
     return Frequency(checkpoint.save_interval, samples)

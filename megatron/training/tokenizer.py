@@ -356,8 +356,7 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
     if eos is not None and eos not in vocabulary:
         raise ConfigError(
             f"--tokenizer-model: expected the eos_token that {path} names among its "
-            f"{len(vocabulary)} tokens, got "
-            f"{shown(eos)}, which is not."
+            f"{len(vocabulary)} tokens, got {shown(eos)}, which is not."
         )
 
     for token in _EOD_CANDIDATES if eos is None else (eos,):
@@ -366,8 +365,7 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
 
     raise ConfigError(
         f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in "
-        "tokenizer_config.json, or one "
-        f"of {', '.join(_EOD_CANDIDATES)}), got none."
+        f"tokenizer_config.json, or one of {', '.join(_EOD_CANDIDATES)}), got none."
     )
 
 
@@ -378,8 +376,7 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
     except ImportError as error:
         raise ConfigError(
             f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other "
-            "forms needs the `hf` "
-            "extra (pip install megatron-hybrid[hf])."
+            "forms needs the `hf` extra (pip install megatron-hybrid[hf])."
         ) from error
 
     _expect_regular_files(path)

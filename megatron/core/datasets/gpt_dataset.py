@@ -79,8 +79,7 @@ class GPTDataset(NumberedDataset):
         if self.samples_per_epoch == 0:
             raise TooFewTokensError(
                 f"{indexed.prefix}: expected at least {seq_length + 1} tokens (--seq-length + 1) "
-                "in documents "
-                f"{documents.start} to {documents.stop}, got {self.num_tokens}."
+                f"in documents {documents.start} to {documents.stop}, got {self.num_tokens}."
             )
 
         self.indexed = indexed
@@ -197,9 +196,8 @@ class GPTDataset(NumberedDataset):
         if lowest < 0 or highest >= self.vocab_size:
             raise IndexedDatasetError(
                 f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the "
-                "vocabulary size, got "
-                f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer "
-                "than this run's."
+                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
+                "with another tokenizer than this run's."
             )
 
     def __getstate__(self) -> dict[str, Any]:

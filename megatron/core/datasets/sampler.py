@@ -47,8 +47,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
             raise ValueError(
                 "Expected a micro batch size, a global batch size and a data parallel size of at "
-                "least 1, got "
-                f"{micro_batch_size}, {global_batch_size} and {data_parallel_size}."
+                f"least 1, got {micro_batch_size}, {global_batch_size} and {data_parallel_size}."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(

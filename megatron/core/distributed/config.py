@@ -16,8 +16,7 @@ class DataParallelConfig:
     use_megatron_fsdp: bool | None = option(
         None,
         "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, "
-        "the model is not "
-        "sharded and runs in one process, in fp32",
+        "the model is not sharded and runs in one process, in fp32",
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params",
@@ -43,8 +42,7 @@ class DataParallelConfig:
     megatron_fsdp_main_grads_dtype: str | None = option(
         None,
         "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, "
-        "or auto with "
-        "--optimizer-cpu-offload",
+        "or auto with --optimizer-cpu-offload",
         choices=_DTYPES,
         no_effect_unless="use_megatron_fsdp",
     )

@@ -88,8 +88,7 @@ class OptimizerConfig:
     gpu_optimizer: str = option(
         "auto",
         "whose Adam steps what is on the device: native is ours, auto takes it; "
-        "TransformerEngine's and Apex's need "
-        "their packages and a GPU",
+        "TransformerEngine's and Apex's need their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
     use_precision_aware_optimizer: bool = option(

@@ -213,9 +213,8 @@ def _schedule(
         if saved_value != own.state()[name]
     )
     raise ConfigError(
-        f"Expected the learning-rate schedule of the checkpoint, got {differences}. "
-        "Choose with --override-opt-param-scheduler (this run's) or "
-        "--use-checkpoint-opt-param-scheduler."
+        f"Expected the learning-rate schedule of the checkpoint, got {differences}. Choose with "
+        "--override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
     )
 
 

@@ -237,8 +237,7 @@ def _architecture_of(config: TransformerConfig) -> _Architecture:
     got = ", ".join(f"{difference.got}" for difference in differences)
     raise ConfigError(
         f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
-        "which "
-        f"{nearest.class_name} is the nearest ({expected}), got {got}."
+        f"which {nearest.class_name} is the nearest ({expected}), got {got}."
     )
 
 
