@@ -65,9 +65,7 @@ def shown(value: object) -> str:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be honoured. The message is one line: the flag, what was
-    expected, what was got.
-    """
+    """A configuration that cannot be honoured. One line: "FLAG: expected X, got Y."."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +197,7 @@ class Field:
             if not self.is_optional:
                 raise self.error(None)
             return None
+
         if self.is_list:
             items = value.split() if isinstance(value, str) else value
             if not isinstance(items, (list, tuple)):
@@ -219,7 +218,7 @@ class Field:
                 return {"true": True, "false": False}[value.lower()]
             if isinstance(value, str):
                 return self.scalar(value)
-        except (ValueError, KeyError, OverflowError):  # numbers of hundreds of digits, too
+        except (ValueError, KeyError, OverflowError):  # the last for hundreds of digits
             pass
 
         raise self.error(value)
@@ -230,6 +229,7 @@ class Field:
             if not self.is_optional:
                 raise self.error(None)
             return
+
         if self.is_list != isinstance(value, tuple):
             raise self.error(value)
         for item in value if self.is_list else (value,):
@@ -239,6 +239,7 @@ class Field:
         admitted: tuple[type, ...] = (int, float) if self.scalar is float else (self.scalar,)
         if not isinstance(item, admitted) or (isinstance(item, bool) and self.scalar is not bool):
             raise self.error(got)
+
         rule = self.option
         if rule.choices is not None and item not in rule.choices:
             raise self.error(got)
@@ -246,6 +247,7 @@ class Field:
             raise self.error(got)
         if not isinstance(item, (int, float)):
             return
+
         # math.isfinite refuses integers that no float can hold.
         is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
         if (
@@ -312,13 +314,13 @@ def _check_needs(config: Any, field: Field, fields: Mapping[str, Field]) -> None
 
 
 def expect(condition: bool, flag: str, expected: str, got: Any) -> None:
-    """ConfigError in the house's one form unless `condition` holds."""
+    """ConfigError "FLAG: expected X, got Y." unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{flag}: expected {expected}, got {shown(got)}.")
 
 
 def resolve_default(config: Any, name: str, value: Any) -> None:
-    """Sets a None option of a frozen config to the value derived from the others. For
+    """Sets an option of a frozen config that is None to a value derived from others. For
     `__post_init__` only.
     """
     if getattr(config, name) is None:
@@ -331,9 +333,11 @@ def _resolve(hint: Any) -> tuple[type, bool, bool]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
         is_optional = True
+
     is_list = typing.get_origin(hint) is tuple
     if is_list:
         hint = typing.get_args(hint)[0]
+
     if hint not in _SCALARS:
         raise TypeError(
             f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}."

@@ -56,6 +56,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
     given, unknown = build_parser().parse_known_args(list(argv))
     if unknown:
         raise ConfigError(_unknown(unknown[0], "a known flag", _switches()))
+
     flags = vars(given)
     path = flags.pop("config", None)
     values = {} if path is None else read_yaml(path)

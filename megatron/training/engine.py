@@ -97,8 +97,8 @@ class TrainEngine(Protocol):
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: Mark = unmarked,
     ) -> StepResult:
-        """Forward, backward and the optimizer's step over a global batch, at the schedule's learning
-        rate; the counters advance. A loss or gradient norm that is not finite steps nothing.
+        """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
+        the counters advance. A loss or gradient norm that is not finite steps nothing.
 
         Args:
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
@@ -128,8 +128,8 @@ class TrainEngine(Protocol):
         """Saves, and waits for it.
 
         Raises:
-            CheckpointError: on all ranks, if it could not be saved, or the path exists. Nothing that
-                looks like a checkpoint is left there.
+            CheckpointError: on all ranks, if it could not be saved, or the path exists. Nothing
+                that looks like a checkpoint is left there.
         """
 
     def load(self, meta: SaveLoadMeta) -> None:

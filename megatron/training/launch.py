@@ -82,7 +82,7 @@ class Launch:
 
 
 def _restart_count() -> int:
-    """torchrun's restarts (of this agent's ranks), or else Slurm's (of the whole job), or else 0."""
+    """torchrun's restarts (of this agent's ranks), else Slurm's (of the whole job), else 0."""
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if name in os.environ:
             try:
@@ -151,8 +151,8 @@ def process_group(
 
 
 def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
-    """The launcher's store, under a prefix that no earlier start of this job used, and the signer of
-    records in it.
+    """The launcher's store, under a prefix that no earlier start of this job used, and the signer
+    of records in it.
     """
     secret = _secret_of(launch)
     store, rank, world_size = next(

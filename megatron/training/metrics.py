@@ -90,9 +90,7 @@ class Sink(Protocol):
         """Writes a record."""
 
     def state(self) -> dict[str, Any]:
-        """What the sink of a resumed run needs to continue: plain data, under keys that no other sink
-        uses.
-        """
+        """Plain data that the sink of a resumed run needs, under keys that no other sink uses."""
 
     def close(self) -> None:
         """Flushes and closes the sink."""
@@ -358,8 +356,8 @@ class Metrics:
         self._interval_start += pause
 
     def state(self) -> dict[str, Any]:
-        """Plain data with which a resumed run reports the same losses, to the bit, as this one would
-        have. Times are not included.
+        """Plain data with which a resumed run reports the same losses, to the bit, as this one
+        would have. Times are not included.
 
         Rank 0's is the one to save: only there are sinks.
         """
@@ -415,7 +413,7 @@ class Metrics:
 
 
 def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
-    """The interval's losses in a saved `Metrics.state`; none if anything else is in their place."""
+    """The interval's losses in a saved `Metrics.state`; none if they are not usable."""
     losses = (state or {}).get(_LOSSES)
     if not isinstance(losses, list):
         return []

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; the same on every rank."""
+    """How a run ended; the same on every rank."""
 
     iteration: int
     validation_loss: float | None
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Providers:
-    """What the caller of `pretrain` knows."""
+    """What the caller of `pretrain` provides."""
 
     model: Callable[[RunConfig], nn.Module]
     datasets: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets]
@@ -83,21 +83,22 @@ def pretrain(
     forward_step: ForwardStep,
     flops_per_sequence: float,
 ) -> Outcome:
-    """Trains, evaluates, checkpoints and recovers as `config` says. All ranks call it together.
+    """Trains, evaluates, saves and recovers as `config` says. All ranks call it together.
 
     Args:
         config: resolved for the number of ranks.
         model_provider: builds the model; called under the meta device. Its modules initialise their
             own parameters in `reset_parameters`.
-        datasets_provider: builds the (train, validation, test) datasets with at least these numbers
-            of samples.
+        datasets_provider: builds the training, validation and test datasets with at least the given
+            numbers of samples.
         forward_step: (model, microbatch) -> the microbatch's mean loss.
         flops_per_sequence: forward and backward, for the throughput that is logged.
 
     Raises:
-        ExitError: for an end with a code of its own; LOST_RANK where another rank is the cause.
+        ExitError: for an end with an exit code of its own; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
+
     device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
@@ -123,6 +124,7 @@ def pretrain(
                 command=sys.argv,
                 max_restarts=_max_restarts(),
             )
+
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
@@ -152,7 +154,7 @@ class _Run:
         self._stop = stop
         self._watch = watch
         self._step_info = StepInfo()  # the engine's own, once there is one
-        self._told: Exception | None = None  # the error that has been written down
+        self._told: Exception | None = None  # the error that the event log has already
         self._injections = Injections(
             config.inject, rank=launch.rank, restart=launch.restart_count, events=events
         )
@@ -183,6 +185,7 @@ class _Run:
             build_mesh(self._device.kind, self._launch.world_size),
             num_local_ranks=self._launch.local_world_size,
         )
+
         engine.initialize(lambda: self._providers.model(self._config))
         self._step_info = engine.state.step_info
         # After the weights, which have seeds of their own: what is drawn from here on is dropout.
@@ -239,8 +242,8 @@ class _Run:
 
     @contextmanager
     def told_how_it_ends(self) -> Iterator[None]:
-        """An error that comes out of here has been written down once. ExitError if another rank is
-        the cause of it.
+        """Writes an error that leaves the context to the event log, once. It becomes an ExitError
+        if another rank is its cause.
         """
         try:
             yield
@@ -251,7 +254,7 @@ class _Run:
             if is_foreseen(error) or not isinstance(self._watch, Watchdog):
                 self.write_exit(code_of(error), str(error), self._step_info.iteration)
                 raise
-            cause = self._watch.explain(error)  # which writes it down
+            cause = self._watch.explain(error)  # which writes it to the log
             if cause.is_own:
                 raise
             self._told = ExitError(cause.code, cause.text, is_reported=True)
@@ -286,7 +289,7 @@ class _Run:
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
     def _mark(self, phase: str, iteration: int) -> None:
-        """A phase begins."""
+        """Tells the watchdog that a phase begins, and injects the faults that are due in it."""
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
 
@@ -300,17 +303,17 @@ class _Run:
             flops_per_sequence=self._providers.flops_per_sequence,
             num_devices=self._launch.world_size,
         )
-        state, goes_on, save = None, False, config.checkpoint.save
+        state, continues, save = None, False, config.checkpoint.save
         if loaded is not None and loaded.info is not None:
             state = loaded.info.logger
-            # A branch of another run has reports of its own.
-            goes_on = save is not None and split_path(loaded.path)[0] == place_of(save)
+            # A run that branches off another one has reports of its own.
+            continues = save is not None and split_path(loaded.path)[0] == place_of(save)
 
         metrics = Metrics(
             rates,
             config.logging,
             build_sinks(
-                config.logging, config.values(), step_info.iteration, state if goes_on else None
+                config.logging, config.values(), step_info.iteration, state if continues else None
             )
             if is_first
             else [],
@@ -332,7 +335,7 @@ def _max_restarts() -> int | None:
 
 @waits_for_ranks
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
-    """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
+    """The largest count of any rank: torchrun's agents count only their own ranks' failures."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)
     with issuing("all-reduce of the number of restarts", count):
         dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -340,14 +343,14 @@ def _agreed_restart_count(launch: Launch, device: Device) -> int:
 
 
 def _num_samples(config: RunConfig, step_info: StepInfo) -> tuple[int, int, int]:
-    """Samples that the run will ask of each split."""
+    """Samples that the run needs of each split."""
     num_train = 0 if config.training.skip_train else num_train_samples(config, step_info)
     num_eval = config.training.eval_iters * config.global_batch_size
     return num_train, num_eval, num_eval
 
 
 def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency:
-    """When to save, but for seconds. ConfigError for epochs of data that has none."""
+    """The intervals between saves in steps and samples. ConfigError for epochs of endless data."""
     checkpoint, samples = config.checkpoint, None
     if checkpoint.save_interval_epochs is not None and train_data is not None:
         epoch = _samples_per_epoch(train_data)
@@ -361,7 +364,7 @@ def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency
 
 
 def _samples_per_epoch(train_data: SampleDataset | None) -> int | None:
-    """Of data from one source; blends and made-up data have no end to come to."""
+    """None for blends and made-up data, which have no end."""
     return getattr(train_data, "samples_per_epoch", None)
 
 
@@ -370,9 +373,7 @@ def _described(
     train_data: SampleDataset | None,
     info: RecoverInfo | None,
 ) -> dict[str, Any]:
-    """What tells the training data from others. Data that has changed since the checkpoint is a
-    loud line.
-    """
+    """Identifies the training data. If it has changed since the checkpoint, that is a warning."""
     data = {
         "kind": type(train_data).__name__,
         "path": None if config.data.data_path is None else list(config.data.data_path),
@@ -393,7 +394,7 @@ def _described(
 
 
 def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
-    """The last evaluation; of checkpoints that do not tell, taken for one that has been."""
+    """The last evaluation. A checkpoint that names none counts as evaluated."""
     evaluated = {} if info is None else dict(info.evaluator)
     return (
         evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
@@ -404,7 +405,7 @@ def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
 def _watch(
     config: RunConfig, launch: Launch, events: EventLog, signer: Signer, is_embedded: bool
 ) -> Iterator[Watchdog | NoWatch]:
-    """The watchdog, unless this is part of a program that minds its own processes."""
+    """The watchdog; none if this is part of a program that minds its own processes."""
     if is_embedded:
         yield NoWatch()
         return
@@ -425,8 +426,8 @@ def _watch(
 
 
 def _hang_limits(config: RunConfig) -> tuple[float, float]:
-    """Seconds that a rank may be without progress: in a step, and in what takes longer."""
+    """The seconds that a rank may make no progress: in a step, and in phases that take longer."""
     minutes = config.parallel.distributed_timeout_minutes
     limit = config.recover.hang_timeout_seconds or 60.0 * minutes
-    # What a save may take besides: ranks wait for each other, and for the save before.
+    # A save may take twice its timeout: ranks wait for the save before, and for each other.
     return limit, 60.0 * max(minutes, 2 * config.checkpoint.save_timeout_minutes)

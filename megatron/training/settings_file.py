@@ -20,9 +20,8 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
 _MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
-_MAX_DEPTH = (
-    8  # of what is parsed; what is nested at all is refused after that, by the name of its key
-)
+# Of nodes. Any nesting is refused, but later, with the name of its key.
+_MAX_DEPTH = 8
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _SHOWN = 80  # characters of a key in a message
@@ -92,7 +91,7 @@ def read_settings(path: str) -> Settings:
 
 
 def _parse(path: str) -> yaml.Node | None:
-    """The root of what the file says."""
+    """The root node of a file."""
     try:
         content = read_regular(path, max_bytes=_MAX_BYTES, what="a YAML file").decode("utf-8")
         return _Loader(content).get_single_node()
@@ -109,7 +108,7 @@ def _parse(path: str) -> yaml.Node | None:
 
 
 def _value(path: str, key: str, node: yaml.Node) -> Setting | list[Setting]:
-    """What stands under a key."""
+    """The value or the values of a key."""
     if isinstance(node, yaml.SequenceNode):
         return [_setting(path, key, each) for each in node.value]
     return _setting(path, key, node)

@@ -1,9 +1,9 @@
 """One training step over a global batch, and evaluation.
 
-A rank runs its microbatches forward and backward. One all-reduce computes the gradient norm, another
-the loss and the votes; one transfer brings all of it to the host, and then all ranks step or none
-does. As much of the optimizer's step as possible is planned while the device computes the norm, so
-the device does not idle afterwards.
+A rank runs its microbatches forward and backward. One all-reduce computes the gradient norm,
+another the loss and the votes; one transfer brings all of it to the host, and then all ranks step
+or none does. As much of the optimizer's step as possible is planned while the device computes the
+norm, so the device does not idle afterwards.
 """
 
 from __future__ import annotations

@@ -76,9 +76,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk_numel: int) -> Tensor:
         flat_logits, flat_labels = _rows(logits, labels)
-        log_sum_exp = torch.empty(
-            len(flat_labels), dtype=torch.float32, device=logits.device
-        )  # [n]
+        num_rows, device = len(flat_labels), logits.device
+        log_sum_exp = torch.empty(num_rows, dtype=torch.float32, device=device)  # [n]
         target = torch.empty_like(log_sum_exp)  # [n], each row's logit of its label
         for rows in _row_chunks(flat_logits, chunk_numel):
             chunk = flat_logits[rows].float()  # [rows, vocab]
@@ -111,10 +110,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
         flat_grad = grad_losses.flatten()  # [n]
         for rows in _row_chunks(flat_logits, ctx.chunk_numel):
             chunk = flat_logits[rows]
-            # Subtracting an fp32 column makes the difference fp32 in one pass.
-            gradient = (
-                chunk - log_sum_exp[rows].unsqueeze(1)
-            ).exp_()  # [rows, vocab]: the probabilities
+            # The probabilities, [rows, vocab]. Subtracting an fp32 column makes the difference fp32
+            # in one pass.
+            gradient = (chunk - log_sum_exp[rows].unsqueeze(1)).exp_()
             gradient[torch.arange(len(gradient), device=gradient.device), flat_labels[rows]] -= 1.0
             chunk.copy_(gradient.mul_(flat_grad[rows].unsqueeze(1)))
 

@@ -28,7 +28,7 @@ class RotaryAngles:
 
 
 def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.device) -> RotaryAngles:
-    """The angles of positions 0 .. seq_length - 1, computed anew at each call: no buffer to
+    """The angles of positions 0 .. seq_length - 1. Computed on each call, so there is no buffer to
     initialize or move.
     """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
@@ -70,11 +70,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         )
 
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = (
-        cos.unsqueeze(1),
-        sin.unsqueeze(1),
-    )  # [seq, 1, rotary_dim / 2], broadcast over the heads
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-        x.dtype
-    )
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [seq, 1, rotary_dim / 2], for all heads
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = turned.to(x.dtype)
     return torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < head_dim else rotated

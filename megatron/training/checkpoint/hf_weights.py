@@ -9,8 +9,9 @@ Our GPT is written under the names of an architecture that computes the same
 other module keeps its own names, too, and gets no config.json.
 
 [Note: no tensor is gathered] The ranks write their parts as a checkpoint of weights alone, beside
-the folder and under a hidden name. Rank 0 reads it piece by piece, writes the pieces as safetensors,
-and deletes it. No rank ever holds a whole tensor, but the disk needs room for the weights twice.
+the folder and under a hidden name. Rank 0 reads it piece by piece, writes the pieces as
+safetensors, and deletes it. No rank ever holds a whole tensor, but the disk needs room for the
+weights twice.
 """
 
 from __future__ import annotations
@@ -404,8 +405,8 @@ def _pieces(entry: Entry) -> Iterator[Box]:
 
 @torch.no_grad()
 def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
-    """Reads this rank's parts, in place. Autograd must see the writes: their version counters make
-    the compute weights follow.
+    """Reads this rank's parts, in place. Autograd must see the writes: they make the compute
+    weights follow.
     """
     for entry in contents.entries:
         part = entry.part_of(entry.values.target())
@@ -443,7 +444,7 @@ def _rotated_share(config: Mapping[str, Any]) -> Any:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding that a config.json describes, in the form of transformers 5 or before."""
+    """The rotary embedding in a config.json, in the form of transformers 5 or of those before."""
     parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
