@@ -205,7 +205,7 @@ def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(valu
         {"folder": "a", "is_fast": True, "mode": "rich", "color": 2},
         {"every": None, "tone": "low", "echo": True},  # the defaults ask for nothing
         {"depth": 2},  # nobody knows yet
-        {"depth": 2, "kind": "deep"},
+        {"kind": "deep", "depth": 2},
         {"elsewhere": 2},
     ],
 )
