@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lets a trained GPT write: loads the newest checkpoint of a run and samples from it.
+"""Samples text from a trained GPT: loads the newest checkpoint of a run, or a given one.
 
     python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
     python tools/generate.py --load imported/iter_0000001 --config run.yaml
@@ -78,9 +78,9 @@ def load_model(
     iteration: int | None,
     config: str | None = None,
 ) -> tuple[GPTModel, Tokenizer, int]:
-    """A model in fp32, its tokenizer, its sequence length.
+    """A model in fp32, its tokenizer, and its sequence length.
 
-    Of a configuration only this is used: the data and the devices of the training may be gone.
+    Nothing else of the configuration is used: the training's data and devices may be gone.
 
     Args:
         root: a folder of checkpoints, of which the newest is taken, or a checkpoint.
@@ -201,7 +201,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
     parser.add_argument(
-        "--prompt", action="append", help="text to go on from; may be given several times"
+        "--prompt", action="append", help="text to continue; may be given several times"
     )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument(

@@ -120,6 +120,7 @@ class ModuleEngine:
 
         config = self.config
         self._shard(model)
+
         optimizer = build_optimizer(
             model,
             config.optimizer,
@@ -144,6 +145,7 @@ class ModuleEngine:
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
             self.device.description,
         )
+
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
@@ -303,6 +305,7 @@ class MegatronEngine(ModuleEngine):
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
         offloaded = offloaded_units(model, config.optimizer)
         self._check_host_memory(sum(offloaded.values()), grad_dtype, compute_dtype)
+
         megatron_fsdp.shard_model(
             model,
             self.mesh,
@@ -323,6 +326,7 @@ class FSDPEngine(ModuleEngine):
     def _shard(self, model: nn.Module) -> None:
         numel = offloaded_numel(model, self.config.optimizer)
         self._check_host_memory(numel, torch.float32, torch.float32)
+
         torch_fsdp2.shard_model(
             model,
             self.mesh,

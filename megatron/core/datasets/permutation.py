@@ -25,8 +25,8 @@ _NUM_ROUNDS = 6
 # numpy's cost per call.
 _CHUNK = 1 << 15
 _MAX_SIZE = 1 << 62  # positions are int64
-# Up to here the shuffle is stored after all: a network over a handful of bits reaches some orders
-# far more often.
+# Up to this size the shuffle is stored after all: over a handful of bits, a network yields some
+# orders far more often than others.
 _TABLE_SIZE = 256
 
 

@@ -72,6 +72,7 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         # First: the options that need an engine are checked against the one that runs.
         resolve_default(self, "use_megatron_fsdp", not self.use_torch_fsdp2)
+
         check_options(self)
         expect(
             not (self.use_megatron_fsdp and self.use_torch_fsdp2),
@@ -96,6 +97,7 @@ class DataParallelConfig:
         """Into how many parts optimizer states are cut, over `world_size` ranks."""
         if self.data_parallel_sharding_strategy == "no_shard" or not self.is_sharded:
             return 1
+
         is_outer_replicated = self.outer_dp_sharding_strategy == "no_shard"
         return world_size // (
             self.num_distributed_optimizer_instances if is_outer_replicated else 1

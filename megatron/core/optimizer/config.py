@@ -150,6 +150,7 @@ class OptimizerConfig:
             "auto or native with --optimizer-cpu-offload, so that both sides give the same bits",
             self.gpu_optimizer,
         )
+
         is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
             is_ours or self.cpu_optimizer_threads is None,

@@ -87,8 +87,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, log_sum_exp)
         ctx.chunk_numel = chunk_numel
         ctx.holds_gradient = False
-        # Not a view of a flat result: sharding wrappers hang their hooks on a module's output and
-        # warn of views.
+        # Not a view of a flat result: sharding wrappers register hooks on a module's output and
+        # warn about views.
         return log_sum_exp.view_as(labels) - target.view_as(labels)
 
     @staticmethod

@@ -190,6 +190,7 @@ class Saver:
     def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
         self._note(self._begin(engine, info))
+
         failure = self.wait()
         if failure is not None:
             raise ExitError(ExitCode.NOT_SAVED, str(failure), is_reported=True) from failure
