@@ -288,7 +288,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _decode(content: bytes) -> str | None:
-    """The UTF-8 text, without a byte order mark; None if it is not text, which has no zero bytes."""
+    """The UTF-8 text, without a byte order mark; None if it is none, or holds a zero byte."""
     if b"\0" in content:
         return None
     try:

@@ -287,8 +287,9 @@ def check_options(config: Any) -> None:
     fields = {field.name: field for field in options_of(type(config))}
     for field in fields.values():
         field.check(getattr(config, field.name))
-    for field in given_options(config):
-        _check_needs(config, field, fields)
+    for field in fields.values():
+        if getattr(config, field.name) != field.default:
+            _check_needs(config, field, fields)
 
 
 def _check_needs(config: Any, field: Field, fields: Mapping[str, Field]) -> None:
