@@ -54,7 +54,10 @@ ROOT = Path(__file__).resolve().parents[4]
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
 )
-LATE = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+LATE = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] "
+    "Timed out waiting 6000ms for recv operation to complete"
+)
 
 
 def rank(number: int, **fields: object) -> Record:

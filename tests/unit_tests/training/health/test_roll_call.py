@@ -363,8 +363,9 @@ def test_a_roll_call_is_not_called_backwards(store):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf), ("waits", 1), ("host", None),
-        ("error", ["a"]), ("error_code", 42), ("of a later version", 1), ("stack", {"a": 1}),
+        ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf),
+        ("waits", 1), ("host", None), ("error", ["a"]), ("error_code", 42),
+        ("of a later version", 1), ("stack", {"a": 1}),
     ],
 )  # fmt: skip
 def test_words_of_another_type_are_refused(field, value):

@@ -915,7 +915,8 @@ def main():
     with process_group(launch, Device("cpu"), 1.0):
         store = dist.distributed_c10d._get_default_store()
         events = EventLog(folder, rank=launch.rank, restart=launch.restart_count)
-        with Watchdog(launch=launch, store=store, events=events, hang_timeout_seconds=timeout) as watchdog:
+        watching = dict(launch=launch, store=store, events=events, hang_timeout_seconds=timeout)
+        with Watchdog(**watching) as watchdog:
             try:
                 train(launch, watchdog)
             except Exception as error:
