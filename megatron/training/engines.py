@@ -115,12 +115,9 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        # Before sharding, which leaves each rank with its own rows.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-
         config = self.config
         self._shard(model)
-
         optimizer = build_optimizer(
             model,
             config.optimizer,
@@ -252,7 +249,7 @@ class ModuleEngine:
         return replace(self.state.step_info)
 
     def _shard(self, model: nn.Module) -> None:
-        """Shards the model and gives parameters on meta their initial weights."""
+        """Hands the model to FSDP, if it is on meta with its initial weights."""
         if self.mesh.size() > 1:
             raise RuntimeError(
                 f"Expected one process for a module that is not sharded, got {self.mesh.size()} "
@@ -284,7 +281,7 @@ class ModuleEngine:
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
     ) -> None:
-        """ConfigError if the host has no room for the states of `numel` elements, of all ranks."""
+        """Refuses what the host has no room for: the states of `numel` elements, of all ranks."""
         if numel:
             own = numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
             check_host_memory_for(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron.core.options import check_options, expect, option
 
 FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
-# Megatron's names. "Unexpected" are keys that the model expects but the checkpoint lacks.
+# Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")
 _OUR_FORMAT = {"ckpt_format": FSDP_DTENSOR}
 
