@@ -46,7 +46,7 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def run(argv: Sequence[str]) -> Outcome:
-    """Parses the command line and trains. ConfigError before anything is built if it cannot be
+    """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
     honoured.
     """
     config = parse_config(argv, Launch.from_environment().world_size)
@@ -73,9 +73,7 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains. The answer is the status that the process is to end with; docs/recovery.md lists
-    them.
-    """
+    """Trains. Returns the status to exit with, one of those in docs/recovery.md."""
     try:
         launch = Launch.from_environment()
         outcome = run(sys.argv[1:] if argv is None else argv)
@@ -90,15 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, code: ExitCode) -> None:
-    """An error in one line, of the first rank that has it."""
+    """Prints an error in one line, on the first rank that has it."""
     text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
     if code is not ExitCode.BAD_CONFIGURATION:
         print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # All ranks of a machine come to the same conclusion, and the first of them says it. A
-        # launcher ends all ranks as soon as one has ended, so the others wait for that; if it does
-        # not come, they were alone.
+        # All ranks of a machine have this error, and the first one prints it. The launcher ends all
+        # ranks as soon as one exits, so the others wait for that. If it does not come, only this
+        # rank had the error, and prints it.
         time.sleep(_SECONDS_TO_SAY_IT)
     print(f"pretrain_gpt.py: {text}", file=sys.stderr)
 

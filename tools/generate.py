@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lets a trained GPT write: loads the newest checkpoint of a run and samples from it.
+"""Samples text from a trained GPT: loads the newest checkpoint of a run, or a given one.
 
     python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
     python tools/generate.py --load imported/iter_0000001 --config run.yaml
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 2
+
     generator = torch.Generator().manual_seed(arguments.seed)
     for prompt in arguments.prompt or _PROMPTS:
         tokens = sample(
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             generator=generator,
         )
         print(f"--- prompt: {prompt!r}\n{prompt}{tokenizer.detokenize(tokens)}\n")
+
     return 0
 
 
@@ -76,9 +78,9 @@ def load_model(
     iteration: int | None,
     config: str | None = None,
 ) -> tuple[GPTModel, Tokenizer, int]:
-    """A model in fp32, its tokenizer, its sequence length.
+    """A model in fp32, its tokenizer, and its sequence length.
 
-    Of a configuration only this is used: the data and the devices of the training may be gone.
+    Nothing else of the configuration is used: the training's data and devices may be gone.
 
     Args:
         root: a folder of checkpoints, of which the newest is taken, or a checkpoint.
@@ -96,6 +98,7 @@ def load_model(
         where = config or f"the configuration in {path_of(store, name)}"
         shown = reprlib.repr(seq_length)
         raise CheckpointError(f"Expected seq_length in {where} to be an integer >= 1, got {shown}.")
+
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
     with torch.device("meta"):
@@ -103,6 +106,7 @@ def load_model(
             section_from_values(TransformerConfig, values),
             padded_vocab_size(tokenizer_config, tokenizer),
         )
+
     materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
     load_weights(store, name, model)
     return model.eval(), tokenizer, seq_length
@@ -137,6 +141,7 @@ def _saved_values(store: Store, name: str) -> dict[str, Any]:
             f"Expected the run's configuration in {path}, got none: name a YAML file with the "
             "settings of the model and its tokenizer by --config."
         )
+
     return values
 
 
@@ -196,7 +201,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
     parser.add_argument(
-        "--prompt", action="append", help="text to go on from; may be given several times"
+        "--prompt", action="append", help="text to continue; may be given several times"
     )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument(
@@ -216,6 +221,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 f"--{name.replace('_', '-')}: expected a number >= 0, got "
                 f"{getattr(arguments, name)}."
             )
+
     return arguments
 
 

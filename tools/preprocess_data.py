@@ -3,8 +3,8 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-model data/tokenizer.json --append-eod --workers 4
 
-writes `data/corpus_text_document.bin` and `.idx`. The documents stand in the order of the input,
-whatever the number of workers. Nothing stands under the output names until all of it is written.
+writes `data/corpus_text_document.bin` and `.idx`. The documents keep the order of the input,
+whatever the number of workers. The output files appear only when all of it is written.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PLAIN_TEXT_KEY = "text"
 _JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
 _MAX_MESSAGE = 2000  # characters
 _SHOWN = 40  # characters or bytes of the input in a message
-# What a worker is handed at a time: enough to hide the cost of handing over, little enough to share
-# the work evenly.
+# A worker's chunk: large enough to hide the cost of passing it, small enough to share the work
+# evenly.
 _CHUNK_DOCUMENTS = 256
 _CHUNK_CHARACTERS = 1 << 19
 _CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
@@ -82,7 +82,7 @@ class Output:
 
 @dataclass
 class Counts:
-    """What is reported at the end of the input as a whole."""
+    """Totals over the whole input, for the report at the end."""
 
     num_bytes: int = 0
     undecodable: list[Path] = field(default_factory=list)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         files = _find_files(arguments.input, arguments.suffix)
         preprocess(arguments, files)
     except (ValueError, OSError, BrokenProcessPool) as error:
-        # One line, whatever the names of files hold.
+        # In one line, even if the names of files contain control characters.
         parser.exit(1, f"{parser.prog}: error: {printable(str(error), _MAX_MESSAGE)}\n")
 
 
@@ -122,6 +122,7 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
             builder = IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
             outputs.append(Output(key, stack.enter_context(builder)))
         counts = _tokenize(arguments, files, tokenizer, outputs)
+
     _report(counts, outputs, time.monotonic() - begun)
 
 
@@ -141,12 +142,14 @@ def _tokenize(
                 _add(output, part)
             counts.num_bytes += num_bytes
             bar.update(num_bytes)
+
     for output in outputs:
         if output.builder.num_documents == 0:
             raise InputError(
                 f"Expected at least one document with text under {output.key!r} in {len(files)} "
                 "files, got none."
             )
+
     return counts
 
 
@@ -162,7 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--suffix",
         nargs="+",
-        help="only files with these suffixes are read from folders, e.g. .py .md; by default all that are UTF-8 text",
+        help="only files with these suffixes are read from folders, e.g. .py .md; by default all "
+        "that are UTF-8 text",
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines"
@@ -187,11 +191,12 @@ def _parser() -> argparse.ArgumentParser:
             choices=option.option.choices,
             help=option.option.help,
         )
+
     return parser
 
 
 def _tokenizer_options() -> list[Field]:
-    """Those that matter here: the rows of the embedding are the training's affair."""
+    """The tokenizer's options that matter here; the embedding's rows are the training's concern."""
     return [
         option
         for option in options_of(TokenizerConfig)
@@ -207,6 +212,7 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
         raise InputError(
             f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}."
         )
+
     if arguments.tokenizer_model is None:
         arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
     if Path(arguments.tokenizer_model).is_dir():
@@ -214,12 +220,13 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
             f"--tokenizer-model: expected a file to write for --train-tokenizer, got the folder "
             f"{arguments.tokenizer_model}."
         )
+
     texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
     train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
 
 
 def _shows_progress() -> bool:
-    """Where somebody is looking: what is printed goes to a terminal, and so does the bar."""
+    """Whether output and progress bar go to a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
@@ -239,10 +246,12 @@ def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[
             found.append(path)
         else:
             raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
+
     if not found:
         raise InputError(
             f"--input: expected files to read, got none in {', '.join(map(str, inputs))}."
         )
+
     return found
 
 
@@ -265,8 +274,8 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
 
 
 def _content(path: Path) -> bytes | None:
-    """All of a file; None for one that is too large, but no text anyway. InputError for a text that
-    is.
+    """The content of a file; None for one that is too large but not text anyway. InputError for a
+    text that is too large.
     """
     with open_regular(path, "a text file") as stream:
         is_too_large = os.fstat(stream.fileno()).st_size > _MAX_DOCUMENT_BYTES
@@ -279,9 +288,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _decode(content: bytes) -> str | None:
-    """The text in UTF-8, without a byte order mark, or None if it is none: bytes of zero stand in
-    no text.
-    """
+    """The UTF-8 text, without a byte order mark; None if it is none, or holds a zero byte."""
     if b"\0" in content:
         return None
     try:
@@ -315,6 +322,7 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected JSON, got {line[:_SHOWN]!r} ({error}).") from error
+
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
     for key in keys:
@@ -333,9 +341,9 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
             wrong = text[max(0, error.start - 10) :]
             raise InputError(
                 f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} "
-                "at character "
-                f"{error.start}."
+                f"at character {error.start}."
             ) from error
+
     return tuple(record[key] for key in keys)
 
 
@@ -369,8 +377,8 @@ def _encode_all(
         for chunk in chunks:
             yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
         return
-    # Workers are started afresh: a forked copy of a process that has used the tokenizer's threads
-    # may hang.
+
+    # Spawned, not forked: a fork of a process that has used the tokenizer's threads may hang.
     executor = ProcessPoolExecutor(
         num_workers,
         multiprocessing.get_context("spawn"),
@@ -398,10 +406,10 @@ _in_worker: dict[str, tuple[Tokenizer, bool]] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
-    # Ctrl-C reaches every process of the terminal. It is for the one that started the workers,
-    # which then ends them; a worker that it kills may take the queue's lock along.
+    # Ctrl-C reaches every process of the terminal. The process that started the workers handles it
+    # and ends them; a worker killed by it might still hold the queue's lock.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The processes share the cores; threads of the tokenizer's own would only fight over them.
+    # The workers share the cores, so the tokenizer's own threads would only compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _in_worker["settings"] = (tokenizer, append_eod)
 
@@ -424,6 +432,7 @@ def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> li
                     ids.append(tokenizer.eod)
                 lengths.append(len(ids) - begin)
         encoded.append(Encoded(np.array(ids, dtype=np.int32), lengths, len(texts) - len(lengths)))
+
     return encoded
 
 
@@ -442,6 +451,7 @@ def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
             f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} "
             f"tokens{note}"
         )
+
     note = (
         f"; {len(counts.undecodable)} files skipped that are not UTF-8 text"
         if counts.undecodable

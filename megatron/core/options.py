@@ -1,18 +1,22 @@
 """Options: dataclass fields that know their flag, their help line and what values they admit.
 
 A config class lives with the code that reads it. It is a frozen dataclass whose fields are made
-with `option(...)`; `check_options(self)` in its `__post_init__` holds every value against the
-field's type, choices and bounds. The same metadata serves the command line and YAML
-(`megatron/training/arguments.py`), so a value is described in one place.
+with `option(...)`; `check_options(self)` in its `__post_init__` checks every value against the
+field's type, choices and bounds, and against the other options that it needs. The same metadata
+serves the command line and YAML (`megatron/training/arguments.py`), so everything about a flag is
+said in one place.
 
     @dataclass(frozen=True)
     class OptimizerConfig:
         lr: float = option(1e-3, "peak learning rate", more_than=0.0)
+        offload: bool = option(False, "keep the states in host memory")
+        offload_fraction: float = option(1.0, "share of them", no_effect_unless="offload")
 
         def __post_init__(self) -> None:
             check_options(self)
 
-    OptimizerConfig(lr=-1.0)   # ConfigError: --lr: expected a number > 0.0, got -1.0.
+    OptimizerConfig(lr=-1.0)               # --lr: expected a number > 0.0, got -1.0.
+    OptimizerConfig(offload_fraction=0.5)  # --offload-fraction: expected --offload, got 0.5.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +43,7 @@ _SCALARS: dict[type, str] = {
 
 
 class _Shown(reprlib.Repr):
-    """`repr` that ends: of the beginning of long texts and lists, a few levels deep."""
+    """A bounded `repr`: the beginning of long texts and lists, a few levels deep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,16 +60,12 @@ _SHOWN = _Shown()
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: `repr`, bounded. What is nested or repeated without end has
-    one, too.
-    """
+    """A value as a message shows it: its `repr`, bounded, even of values nested without end."""
     return _SHOWN.repr(value)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be honoured. The message is one line: the flag, what was
-    expected, what was got.
-    """
+    """A configuration that cannot be honoured. One line: "FLAG: expected X, got Y."."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class Option:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+    noun: str | None = None
+    requires: str | None = None
+    no_effect_unless: tuple[tuple[str, Any], ...] = ()
+    overridden_by: str | None = None
+    may_change: bool = False
 
 
 def option(
@@ -93,6 +98,11 @@ def option(
     more_than: float | None = None,
     at_most: float | None = None,
     less_than: float | None = None,
+    noun: str | None = None,
+    requires: str | None = None,
+    no_effect_unless: str | Mapping[str, Any] | None = None,
+    overridden_by: str | None = None,
+    may_change: bool = False,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -103,7 +113,20 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
+        noun: the kind of value, for messages of the options that require this one.
+        requires: the option that must have a value where this one is given. Given means: with
+            another value than the default.
+        no_effect_unless: the switch that must be on where this one is given, since it would change
+            nothing otherwise; or the values that other options must have.
+        overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
+        may_change: whether a resumed run may have another value without a line in the log: it says
+            where and when something is done, not what is computed.
+
+    The relations may name options of other config classes. `check_options` holds those of the same
+    class; the composed configuration holds the others.
     """
+    if isinstance(no_effect_unless, str):
+        no_effect_unless = {no_effect_unless: True}
     described = Option(
         help=help,
         flag=flag,
@@ -113,6 +136,11 @@ def option(
         more_than=more_than,
         at_most=at_most,
         less_than=less_than,
+        noun=noun,
+        requires=requires,
+        no_effect_unless=tuple((no_effect_unless or {}).items()),
+        overridden_by=overridden_by,
+        may_change=may_change,
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
@@ -136,6 +164,10 @@ class Field:
     def off_flag(self) -> str:
         return self.option.off_flag or "--no-" + self.name.replace("_", "-")
 
+    def flag_for(self, value: Any) -> str:
+        """The flag that sets this value: for a bool that is false, the one that turns it off."""
+        return self.off_flag if value is False else self.flag
+
     @property
     def expected(self) -> str:
         """The values this field admits, in words."""
@@ -156,13 +188,16 @@ class Field:
         return ConfigError(f"{self.flag}: expected {self.expected}, got {shown(got)}.")
 
     def convert(self, value: Any) -> Any:
-        """`value`, as a command line or a YAML file gives it, as this field's type. ConfigError if
-        it is not one.
+        """`value`, as a command line or a YAML file gives it, in this field's type.
+
+        Raises:
+            ConfigError: if it is not of this type.
         """
         if value is None:
             if not self.is_optional:
                 raise self.error(None)
             return None
+
         if self.is_list:
             items = value.split() if isinstance(value, str) else value
             if not isinstance(items, (list, tuple)):
@@ -183,8 +218,9 @@ class Field:
                 return {"true": True, "false": False}[value.lower()]
             if isinstance(value, str):
                 return self.scalar(value)
-        except (ValueError, KeyError, OverflowError):  # numbers of hundreds of digits, too
+        except (ValueError, KeyError, OverflowError):  # the last for hundreds of digits
             pass
+
         raise self.error(value)
 
     def check(self, value: Any) -> None:
@@ -193,6 +229,7 @@ class Field:
             if not self.is_optional:
                 raise self.error(None)
             return
+
         if self.is_list != isinstance(value, tuple):
             raise self.error(value)
         for item in value if self.is_list else (value,):
@@ -202,6 +239,7 @@ class Field:
         admitted: tuple[type, ...] = (int, float) if self.scalar is float else (self.scalar,)
         if not isinstance(item, admitted) or (isinstance(item, bool) and self.scalar is not bool):
             raise self.error(got)
+
         rule = self.option
         if rule.choices is not None and item not in rule.choices:
             raise self.error(got)
@@ -209,6 +247,7 @@ class Field:
             raise self.error(got)
         if not isinstance(item, (int, float)):
             return
+
         # math.isfinite refuses integers that no float can hold.
         is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
         if (
@@ -234,22 +273,55 @@ def options_of(config: type[Any]) -> list[Field]:
     return found
 
 
+def given_options(config: Any) -> list[Field]:
+    """The options of `config` (an instance) that have another value than their default."""
+    return [
+        field for field in options_of(type(config)) if getattr(config, field.name) != field.default
+    ]
+
+
 def check_options(config: Any) -> None:
-    """ConfigError for the first option of `config` (an instance) whose value its field does not
-    admit.
+    """ConfigError for the first option of `config` (an instance) whose value is not admitted, or
+    that lacks another option it needs.
     """
-    for field in options_of(type(config)):
+    fields = {field.name: field for field in options_of(type(config))}
+    for field in fields.values():
         field.check(getattr(config, field.name))
+    for field in fields.values():
+        if getattr(config, field.name) != field.default:
+            _check_needs(config, field, fields)
+
+
+def _check_needs(config: Any, field: Field, fields: Mapping[str, Field]) -> None:
+    """ConfigError unless the options of this class that a given one needs are given, too."""
+    value = getattr(config, field.name)
+    flag = field.flag_for(value)
+    required = fields.get(field.option.requires or "")
+    if required is not None:
+        noun = required.option.noun or required.expected
+        found = getattr(config, required.name)
+        expect(found is not None, required.flag, f"{noun}, since {flag} is given", found)
+
+    for name, wanted in field.option.no_effect_unless:
+        other = fields.get(name)
+        found = None if other is None else getattr(config, name)
+        # None: an option of another class, or one whose default is not resolved yet.
+        if other is None or found is None or found == wanted:
+            continue
+        if wanted is not True:
+            raise ConfigError(f"{flag}: expected {other.flag} {wanted}, got {shown(found)}.")
+        got = other.off_flag if isinstance(value, bool) else value
+        raise ConfigError(f"{flag}: expected {other.flag}, got {shown(got)}.")
 
 
 def expect(condition: bool, flag: str, expected: str, got: Any) -> None:
-    """ConfigError in the house's one form unless `condition` holds."""
+    """ConfigError "FLAG: expected X, got Y." unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{flag}: expected {expected}, got {shown(got)}.")
 
 
 def resolve_default(config: Any, name: str, value: Any) -> None:
-    """Sets a None option of a frozen config to the value derived from the others. For
+    """Sets an option of a frozen config that is None to a value derived from others. For
     `__post_init__` only.
     """
     if getattr(config, name) is None:
@@ -262,9 +334,11 @@ def _resolve(hint: Any) -> tuple[type, bool, bool]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
         is_optional = True
+
     is_list = typing.get_origin(hint) is tuple
     if is_list:
         hint = typing.get_args(hint)[0]
+
     if hint not in _SCALARS:
         raise TypeError(
             f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}."

@@ -28,7 +28,7 @@ _IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 @dataclass(frozen=True)
 class _Switch:
-    """What a YAML key or a flag stands for: a field, and whether it says the opposite
+    """The field that a YAML key or a flag sets, and whether it sets the opposite
     (`no-load-optim`).
     """
 
@@ -56,8 +56,10 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
     given, unknown = build_parser().parse_known_args(list(argv))
     if unknown:
         raise ConfigError(_unknown(unknown[0], "a known flag", _switches()))
+
     flags = vars(given)
     path = flags.pop("config", None)
+
     values = {} if path is None else read_yaml(path)
     fields = {field.name: field for field in _all_fields()}
     values |= {name: fields[name].convert(value) for name, value in flags.items()}
@@ -65,9 +67,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """A configuration from converted values by field name; the rest takes its defaults. Not
-    resolved yet.
-    """
+    """An unresolved configuration from converted values by field name, and defaults."""
     sections = {
         name: _build_section(config_class, values)
         for name, config_class in _section_classes().items()
@@ -76,8 +76,8 @@ def build_config(values: dict[str, Any]) -> RunConfig:
 
 
 def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
-    """One owner's config out of what `RunConfig.values()` gave (a checkpoint's, say). ConfigError
-    as `build_config`.
+    """One owner's config from `RunConfig.values()`, a checkpoint's for example. ConfigError as
+    `build_config`.
     """
     mine = {
         field.name: field.convert(values[field.name])
@@ -88,7 +88,7 @@ def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, converted, by field name. ConfigError for what is not one."""
+    """The settings in a YAML file, converted, by field name. ConfigError for unusable ones."""
     switches = {flag.lstrip("-"): switch for flag, switch in _switches().items()}
     values: dict[str, Any] = {}
     for key, setting in read_settings(path).items():
@@ -101,6 +101,7 @@ def read_yaml(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: {shown}: expected {expected}, got it twice.")
         converted = _convert_setting(switch.field, setting)
         values[switch.field.name] = not converted if switch.is_negated else converted
+
     return values
 
 
@@ -166,6 +167,7 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
                 help=line,
             )
         return
+
     group.add_argument(
         field.flag,
         dest=field.name,
@@ -200,9 +202,7 @@ def _all_fields() -> list[Field]:
 
 
 def _switches() -> dict[str, _Switch]:
-    """Every flag, and every bool's opposite, by name. Names of fields count too where the flag is
-    called otherwise.
-    """
+    """Every flag and every bool's opposite, by name; and field names that differ from the flag."""
     switches: dict[str, _Switch] = {}
     for field in _all_fields():
         switches[field.flag] = _Switch(field)

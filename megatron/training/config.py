@@ -14,7 +14,15 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.core.options import (
+    ConfigError,
+    Field,
+    check_options,
+    expect,
+    given_options,
+    option,
+    options_of,
+)
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
 from megatron.training.health.inject import InjectConfig, check_paths
@@ -70,18 +78,22 @@ class RecoverConfig:
     recover_mode: str = option(
         "auto",
         "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must "
-        "be one; off: begin "
-        "as --load says, and refuse a --save that holds newer ones",
+        "be one; off: begin as --load says, and refuse a --save that holds newer ones",
         choices=("on", "auto", "off"),
+        may_change=True,
     )
     recover_retries: int = option(
-        3, "relaunches by torchrun or Slurm from one checkpoint before the run gives up", at_least=0
+        3,
+        "relaunches by torchrun or Slurm from one checkpoint before the run gives up",
+        at_least=0,
+        may_change=True,
     )
     hang_timeout_seconds: float | None = option(
         None,
         "end the run when a rank makes no progress for so long; default: "
         "--distributed-timeout-minutes",
         more_than=0,
+        may_change=True,
     )
 
     def __post_init__(self) -> None:
@@ -110,11 +122,12 @@ class RunConfig:
         """This configuration with the defaults that depend on the number of ranks filled in.
 
         Raises:
-            ConfigError: for settings that are fine each by itself, but not together or not on so
-                many ranks.
+            ConfigError: for settings that are valid by themselves, but not together or not on this
+                number of ranks.
         """
         batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
         training = dataclasses.replace(self.training, global_batch_size=batch)
+
         default_format = TORCH_DCP if self.parallel.use_torch_fsdp2 else FSDP_DTENSOR
         config = dataclasses.replace(
             self,
@@ -122,6 +135,7 @@ class RunConfig:
             parallel=self._resolve_main_grads(),
             checkpoint=self.checkpoint.resolve(default_format),
         )
+
         config._check_batch(world_size)
         config._check_model()
         config._check_engine(world_size)
@@ -136,8 +150,7 @@ class RunConfig:
         """Sequences in one iteration; a number once the configuration is resolved."""
         if self.training.global_batch_size is None:
             raise RuntimeError(
-                "Expected a resolved configuration, got one whose --global-batch-size is still "
-                "open."
+                "Expected a resolved configuration, got one without --global-batch-size."
             )
         return self.training.global_batch_size
 
@@ -145,14 +158,14 @@ class RunConfig:
     def events_dir(self) -> str | None:
         """The folder of the run's event log; None: there is none."""
         save = self.checkpoint.save
-        # An evaluation that looks at a run's checkpoints is none of its starts.
+        # An evaluation of a run's checkpoints is not one of its starts.
         if self.logging.events_dir is not None or save is None or self.training.skip_train:
             return self.logging.events_dir
         store = open_store(save)
         return store.root if store.is_rename_atomic else None
 
     def engine(self) -> EngineConfig:
-        """What of it an engine knows."""
+        """The part of it that an engine needs."""
         return EngineConfig(
             self.optimizer,
             self.schedule,
@@ -176,16 +189,21 @@ class RunConfig:
             for value in (getattr(section, field.name),)
         }
 
+    def options(self) -> Iterator[Field]:
+        """Every option, in the order of the sections."""
+        for _, section in self.sections():
+            yield from options_of(type(section))
+
     def sections(self) -> Iterator[tuple[str, Any]]:
-        """The owners' configs with the names they have here."""
+        """The owners' configs, with their names here."""
         for field in dataclasses.fields(self):
             yield field.name, getattr(self, field.name)
 
     def _resolve_main_grads(self) -> DataParallelConfig:
-        """The engine's settings with the dtype of main gradients, which two flags may name.
+        """The engine's settings with the dtype of the main gradients, which two flags may name.
 
-        Offloaded, gradients travel as they are: 4 bytes of each on the device would be half of what
-        that saves.
+        Gradients of an offloaded optimizer leave the device in the dtype they were computed in: an
+        fp32 copy there would cost half of the memory that offloading saves.
         """
         asked, engines = (
             self.optimizer.main_grads_dtype,
@@ -198,6 +216,7 @@ class RunConfig:
             ):
                 expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
             return self.parallel
+
         if asked is not None and engines is not None:
             expect(
                 asked == engines,
@@ -205,6 +224,7 @@ class RunConfig:
                 f"--megatron-fsdp-main-grads-dtype's {engines}",
                 asked,
             )
+
         dtype = asked or engines or ("auto" if self.optimizer.optimizer_cpu_offload else "fp32")
         return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
@@ -234,18 +254,14 @@ class RunConfig:
             "a share for training, or --skip-train",
             self.data.split,
         )
-        for flag, is_given in (
-            ("--override-opt-param-scheduler", self.schedule.override_opt_param_scheduler),
-            (
-                "--use-checkpoint-opt-param-scheduler",
-                self.schedule.use_checkpoint_opt_param_scheduler,
-            ),
-        ):
-            loads_schedule = self.checkpoint.load is not None and not self.checkpoint.finetune
-            recovers = self.checkpoint.save is not None and self.recover.recover_mode != "off"
-            if is_given and not loads_schedule and not recovers:
+
+        checkpoint = self.checkpoint
+        loads_schedule = checkpoint.load is not None and not checkpoint.finetune
+        recovers = checkpoint.save is not None and self.recover.recover_mode != "off"
+        for field in given_options(self.schedule):
+            if field.option.requires == "load" and not loads_schedule and not recovers:
                 raise ConfigError(
-                    f"{flag}: expected --load without --finetune, which loads no schedule."
+                    f"{field.flag}: expected --load without --finetune, which loads no schedule."
                 )
 
     def _check_recovery(self) -> None:
@@ -255,6 +271,7 @@ class RunConfig:
             "--save, in whose folder the checkpoints are",
             self.recover.recover_mode,
         )
+
         places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
         check_paths(self.inject, [place for place in places if place is not None])
         expect(
@@ -290,6 +307,7 @@ class RunConfig:
             return
         if world_size > 1:
             raise ConfigError(f"--no-use-megatron-fsdp: expected one process, got {world_size}.")
+
         dtype = self.training.compute_dtype
         if dtype != "fp32":
             raise ConfigError(
@@ -305,8 +323,9 @@ class RunConfig:
                     f"{self.training.compute_dtype}."
                 )
             return
-        # Ours divide by the loss scale as they read gradients; for others they are divided in
-        # place, where fp16 would lose again what scaling has saved.
+
+        # Our Adam divides by the loss scale as it reads gradients. For other optimizers they are
+        # divided in place, where fp16 would underflow again.
         is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in (
             "auto",
             "native",

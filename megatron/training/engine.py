@@ -1,4 +1,4 @@
-"""`TrainEngine`: what trains a model, as the training loop and programs of others see it.
+"""`TrainEngine`: a model that is trained, as the training loop and other programs see it.
 
     engine = MegatronEngine(config, device, mesh)       # or FSDPEngine
     engine.initialize(model)                            # any nn.Module, on meta or real
@@ -15,20 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.training.step import Batch, ForwardStep, Mark, StepResult, unmarked
+from megatron.core.device import Device
+from megatron.training.checkpoint.run_state import RunState
+from megatron.training.step import Batch, ForwardStep, Mark, StepInfo, StepResult, unmarked
 
 WEIGHT_FORMATS = ("dcp", "hf")
-
-
-@dataclass
-class StepInfo:
-    """How far training has come. With the schedule, all that going on needs besides tensors."""
-
-    iteration: int = 0  # steps made, those that stepped nothing included
-    consumed_samples: int = 0  # over all ranks
-    skipped_iterations: int = 0  # that stepped nothing
-    nan_iterations: int = 0  # whose loss was not finite
 
 
 @dataclass(frozen=True)
@@ -36,9 +29,9 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: the checkpoint's folder, new where it is saved, of another name than a run's own
-            checkpoints have; for `dcp` of `MegatronEngine` also an fsspec URL.
-        weight_format: `dcp`: PyTorch DCP, sharded, for going on with on any number of ranks. `hf`:
+        path: the checkpoint's folder. `save` makes it; its name must not be one that a run's own
+            checkpoints have. `dcp` of `MegatronEngine` takes an fsspec URL, too.
+        weight_format: `dcp`: PyTorch DCP, sharded, to resume from on any number of ranks. `hf`:
             safetensors with config.json, as transformers loads it; weights alone.
         with_optim: also the optimizer's states, the schedule, the random states and the counters.
         tokenizer: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
@@ -67,17 +60,32 @@ class SaveLoadMeta:
 
 
 class TrainEngine(Protocol):
-    """A model that is trained on all ranks of the default process group, which call every method
-    together.
-    """
+    """A model that is trained on all ranks, which call every method together."""
+
+    @property
+    def device(self) -> Device:
+        """The device that this rank computes on."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """One axis, over all ranks of the default process group."""
+
+    @property
+    def state(self) -> RunState:
+        """Model, optimizer, schedule and counters, as they are at the moment.
+
+        Raises:
+            RuntimeError: before `initialize`.
+        """
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
-        """Takes the model over: shards it, and builds its optimizer and schedule. Once.
+        """Shards the model, and builds its optimizer and schedule. Called once.
 
         Args:
-            model: fp32, with the same weights and buffers on every rank, and buffers that stay
-                alike; or what builds one, which is called under the meta device. Parameters on meta
-                get their initial weights from the `reset_parameters` of their modules.
+            model: in fp32, with the same weights and buffers on every rank, and buffers that stay
+                equal; or a function that builds one, which is called under the meta device.
+                Parameters on meta get their initial weights from the `reset_parameters` of their
+                modules.
         """
 
     def train_batch(
@@ -89,11 +97,13 @@ class TrainEngine(Protocol):
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: Mark = unmarked,
     ) -> StepResult:
-        """One step over a global batch; see `train_step`. The schedule sets the learning rate, the
-        counters move on.
+        """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
+        the counters advance. A loss or gradient norm that is not finite steps nothing.
 
         Args:
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
+            votes: called after the backward; the result holds the sums of its numbers over ranks.
+            mark: called with each phase of the step as it begins.
         """
 
     def eval_batch(
@@ -108,7 +118,7 @@ class TrainEngine(Protocol):
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
     ) -> Any:
-        """What the model answers to one microbatch of this rank, without gradients or dropout.
+        """The model's output for one microbatch of this rank, without gradients or dropout.
 
         Args:
             forward_fn: calls the model; default: `model(**batch)`.
@@ -118,17 +128,17 @@ class TrainEngine(Protocol):
         """Saves, and waits for it.
 
         Raises:
-            CheckpointError: on all ranks, if it could not be saved, or there is something at the
-                path. Nothing is left there then that could be taken for a checkpoint.
+            CheckpointError: on all ranks, if it could not be saved, or the path exists. Nothing
+                that looks like a checkpoint is left there.
         """
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads in place what `save` has saved, on however many ranks. All of it is read and
-        checked first.
+        """Loads in place what `save` saved, on any number of ranks. All of it is read and checked
+        first.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be used; the engine is what it was.
-            ConfigError: likewise, if its schedule is another than the engine's.
+            CheckpointError: on all ranks, if it cannot be used; the engine is unchanged.
+            ConfigError: likewise, if its schedule differs from the engine's.
         """
 
     def step_info(self) -> StepInfo:

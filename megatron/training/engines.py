@@ -1,9 +1,9 @@
-"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and a module as it
-is in one process.
+"""The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and `ModuleEngine`,
+which shards nothing and runs in one process.
 
-What they have in common is here once: the optimizer (offloaded or not), schedule, counters, steps
-and evaluations, saving and loading. They differ in how they shard a model and in the format of
-their checkpoints, which load in either.
+They share the optimizer (offloaded or not), the schedule, the counters, steps and evaluations,
+saving and loading. They differ in how they shard a model and in the format of their checkpoints,
+which load in either.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
-from megatron.training.engine import SaveLoadMeta, StepInfo
+from megatron.training.engine import SaveLoadMeta
 from megatron.training.step import (
     Batch,
     ForwardStep,
     Mark,
+    StepInfo,
     StepResult,
     evaluate,
     train_step,
@@ -55,13 +56,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine knows of a run. `RunConfig.engine` takes it from a run's settings.
+    """An engine's part of a run's configuration (`RunConfig.engine`).
 
     Attributes:
-        train_iters: steps of the whole run, over which the schedule goes.
+        train_iters: steps of the whole run, which the schedule spans.
         compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
-        seed: of initial weights.
-        records_timings: whether an offloaded optimizer records what its lanes took.
+        seed: of the initial weights.
+        records_timings: whether an offloaded optimizer records how long its lanes took.
     """
 
     optimizer: OptimizerConfig
@@ -74,10 +75,9 @@ class EngineConfig:
 
 
 class ModuleEngine:
-    """A module as it is, in one process, for debugging; and what the engines have in common.
+    """An unsharded module in one process, for debugging, and the base of the other engines.
 
-    Attributes:
-        state: model, optimizer, schedule and counters; there once `initialize` has been called.
+    Implements `TrainEngine`, which documents the methods.
     """
 
     ckpt_format = FSDP_DTENSOR
@@ -111,12 +111,12 @@ class ModuleEngine:
         return self.state.model
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
-        """See `TrainEngine`."""
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
+
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = self.config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
@@ -131,7 +131,11 @@ class ModuleEngine:
             plan=plan,
         )
         schedule = LRSchedule.build(config.schedule, config.train_iters)
-        dtype = config.compute_dtype
+        self._state = RunState(model, optimizer, schedule, StepInfo())
+        self._log_what_was_built(num_parameters)
+
+    def _log_what_was_built(self, num_parameters: int) -> None:
+        config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
             "%d parameters, %s on %d rank(s), %s, %s",
             num_parameters,
@@ -142,13 +146,15 @@ class ModuleEngine:
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
             self.device.description,
         )
+
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
+
         logger.info(
-            "memory of rank 0, at rest:\n%s", format_state_memory(optimizer.state_memory(model))
+            "memory of rank 0, at rest:\n%s",
+            format_state_memory(optimizer.state_memory(self.model)),
         )
-        self._state = RunState(model, optimizer, schedule, StepInfo())
 
     def train_batch(
         self,
@@ -159,8 +165,8 @@ class ModuleEngine:
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: Mark = unmarked,
     ) -> StepResult:
-        """See `TrainEngine`."""
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
+        # The schedule counts from 0, the iterations that are logged and saved from 1.
         learning_rate = state.schedule.apply(
             state.optimizer.param_groups, state.step_info.iteration
         )
@@ -175,6 +181,8 @@ class ModuleEngine:
             votes=votes,
             mark=mark,
         )
+
+        # A skipped step counts: the schedule and the data go on all the same.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
         state.step_info.skipped_iterations += result.is_skipped
@@ -188,7 +196,6 @@ class ModuleEngine:
         *,
         num_microbatches: int | None = None,
     ) -> float:
-        """See `TrainEngine`."""
         batches, count = _counted(microbatches, num_microbatches)
         try:
             return evaluate(
@@ -206,7 +213,6 @@ class ModuleEngine:
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
     ) -> Any:
-        """See `TrainEngine`."""
         own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
         was_training = self.model.training
         self.model.eval()
@@ -217,7 +223,6 @@ class ModuleEngine:
             self._reshard()
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine`."""
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()
             save_hf(self.model, meta.path, self.device, tokenizer=meta.tokenizer)
@@ -231,11 +236,12 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine`. A damaged checkpoint is a CheckpointDamagedError."""
+        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError."""
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
             load_hf(self.model, meta.path)
             return
+
         root, name = split_path(meta.path)
         store = open_store(root)
         if not on_first_rank(lambda: store.exists(name), f"looking for {meta.path}"):
@@ -244,7 +250,6 @@ class ModuleEngine:
         load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 
     def step_info(self) -> StepInfo:
-        """See `TrainEngine`."""
         return replace(self.state.step_info)
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
@@ -258,9 +263,7 @@ class ModuleEngine:
         self._materialize(model)
 
     def _reshard(self) -> None:
-        """After a forward that no backward has followed: frees whole weights that are kept
-        for one.
-        """
+        """Frees weights that a forward without a backward left gathered."""
 
     def _materialize(self, model: nn.Module) -> None:
         on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -300,6 +303,7 @@ class MegatronEngine(ModuleEngine):
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
         self._check_host_memory(plan, grad_dtype, compute_dtype)
+
         megatron_fsdp.shard_model(
             model,
             self.mesh,
@@ -319,6 +323,7 @@ class FSDPEngine(ModuleEngine):
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         self._check_host_memory(plan, torch.float32, torch.float32)
+
         torch_fsdp2.shard_model(
             model,
             self.mesh,
@@ -328,7 +333,7 @@ class FSDPEngine(ModuleEngine):
         self._materialize(model)
 
     def _reshard(self) -> None:
-        # Else the model's parameters would be other ones than the optimizer's.
+        # While gathered, the model's parameters are not those that the optimizer holds.
         torch_fsdp2.reshard(self.model)
 
 
@@ -347,8 +352,8 @@ def build_engine(
 def _counted(
     microbatches: Sequence[Batch] | Iterator[Batch], number: int | None
 ) -> tuple[Iterator[Batch], int]:
-    """(an iterator, how many to take of it). ValueError if that is not said, or there are too
-    few.
+    """(an iterator, how many to take from it). ValueError if that is unknown or too few are
+    there.
     """
     if isinstance(microbatches, Sequence):
         count = len(microbatches) if number is None else number

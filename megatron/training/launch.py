@@ -1,21 +1,22 @@
-"""Where this process stands among the ranks, and the default process group.
+"""This process's place among the ranks, and the default process group.
 
 The environment is torchrun's. Without torchrun a process is a world of one.
 
 [Note: one store, many starts]
-torchrun's agent keeps its store over restarts, and torch (2.13) uses the same keys in each. A rank
-that is started again may thus read where its peers of the start before were listening, and fails to
+torchrun's agent keeps its store across restarts, and torch (2.13) uses the same keys in each. A
+restarted rank may therefore read where its peers of the previous start were listening, and fail to
 connect. Nothing in the environment tells the starts apart: an agent counts only its own ranks'
-failures, so the counts of two machines differ. Hence the ranks agree on a name for their start
-first, and all keys of the group get that prefix:
+failures, so the counts of two machines differ. So the ranks first agree on a name for their start,
+and all keys of the group get that prefix:
 
     each rank    hello/R = a number of its own, never used before
-    rank 0       welcome = {"name": its own number, "to": everybody's numbers}, again whenever a hello has changed
-    each rank    once "to" holds its number: ready/R = the name, and goes on
-    rank 0       goes on once every ready/R is the name
+    rank 0       welcome = {"name": its own number, "to": everybody's numbers},
+                 again whenever a hello has changed
+    each rank    once "to" holds its number: ready/R = the name, and continues
+    rank 0       continues once every ready/R is the name
 
-What an earlier start has left cannot be mistaken for an answer, since it holds other numbers. Each
-of these is signed (`job_secret.py`); one that is not counts as missing.
+Records of an earlier start hold other numbers, so they cannot be mistaken for answers. Each record
+is signed (`job_secret.py`); an unsigned one counts as missing.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    restart_count: int = 0  # how often the launcher has started this job anew
-    # torchrun's agent watches this process, and starts it anew if it ends with another than 0
+    restart_count: int = 0  # how often the launcher has restarted this job
+    # torchrun's agent watches this process, and restarts it if it exits with another code than 0
     is_elastic: bool = False
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Reads torchrun's variables, and Slurm's for the restarts. ConfigError if they are there
-        but not numbers.
+        """Reads torchrun's variables, and Slurm's for restarts. ConfigError for a set variable that
+        is not a number.
         """
         is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
         if "RANK" not in os.environ:
             return cls(restart_count=_restart_count(), is_elastic=is_elastic)
+
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         try:
             rank, world_size, local_rank, local_world_size = (
@@ -75,13 +77,12 @@ class Launch:
             raise ConfigError(
                 f"torchrun: expected integers in {', '.join(names)}, got {got}."
             ) from None
+
         return cls(rank, world_size, local_rank, local_world_size, _restart_count(), is_elastic)
 
 
 def _restart_count() -> int:
-    """torchrun's count of restarts (of this agent's ranks), else Slurm's (of the whole job), else
-    0.
-    """
+    """torchrun's restarts (of this agent's ranks), else Slurm's (of the whole job), else 0."""
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if name in os.environ:
             try:
@@ -97,18 +98,17 @@ def _restart_count() -> int:
 def process_group(
     launch: Launch, device: Device, timeout_minutes: float, *, watched_seconds: float | None = None
 ) -> Iterator[Signer]:
-    """The default process group over all ranks, for as long as the context is open. Yields what
-    signs their records.
+    """The default process group over all ranks, while the context is open. Yields the signer of
+    their records.
 
-    A group that already exists (a test's, or that of a program which embeds this one) is used and
-    left standing. After an exception the group is left standing too: taking it down while others
-    are inside a collective can block, and the launcher ends them all anyway.
+    A group that already exists (a test's, or that of a program that embeds this one) is used and
+    left standing. So is the group after an exception: destroying it while other ranks are inside a
+    collective can block, and the launcher ends them all anyway.
 
     Args:
         timeout_minutes: for ranks to find each other, and for collectives.
-        watched_seconds: the longest that the watchdog, where one will run, lets a rank be without
-            progress. What the device's backend does about failures of collectives is then left to
-            it.
+        watched_seconds: the longest time without progress that the watchdog allows a rank; None: no
+            watchdog will run. With one, failed collectives are left to it, not to the backend.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
@@ -118,10 +118,12 @@ def process_group(
             )
         yield Signer()
         return
+
     signer = Signer()
     timeout = timedelta(minutes=timeout_minutes)
     if watched_seconds is not None:
         device.prepare_collectives()
+
     if "RANK" in os.environ:
         store, signer = _store_of_this_start(launch, timeout)
         dist.init_process_group(
@@ -136,31 +138,34 @@ def process_group(
         dist.init_process_group(
             device.collective_backend, store=alone, rank=0, world_size=1, timeout=timeout
         )
+
     if device.is_accelerator:
-        # Longer than the watchdog's, which does not count the time in which a rank could not run.
+        # Longer than the watchdog's limit, which excludes time in which a rank could not run.
         if watched_seconds is not None:
             longer = timedelta(seconds=2 * watched_seconds + _TIMEOUT_MARGIN_SECONDS)
             process_groups.set_timeout(device.torch_device, max(timeout, longer))
         process_groups.connect(device.torch_device)
+
     yield signer
     dist.destroy_process_group()
 
 
 def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
-    """The launcher's store, with a prefix that no earlier start of this job has used, and what
-    signs records in it.
+    """The launcher's store, under a prefix that no earlier start of this job used, and the signer
+    of records in it.
     """
     secret = _secret_of(launch)
     store, rank, world_size = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
     )
+
     store.set_timeout(timeout)
     name = agree_on_start(store, rank, world_size, timeout, secret)
     return PrefixStore(name, store), Signer(secret, name)
 
 
 def _secret_of(launch: Launch) -> bytes:
-    """The job's secret. Without one a warning, and nothing: the records are not signed then."""
+    """The job's secret; empty, after a warning, if there is none. Records are unsigned then."""
     if launch.world_size == 1:
         return b""
     is_one_machine = launch.local_world_size == launch.world_size
@@ -170,16 +175,16 @@ def _secret_of(launch: Launch) -> bytes:
     except OSError as error:
         secret, reason = None, str(error)
 
-    # Where no rank has one, rank 0 speaks for all. On one machine only this rank may have failed to
-    # read it.
+    # If no rank has one, rank 0 warns for all. On one machine this may be the only rank that could
+    # not read it.
     if secret is None and (launch.rank == 0 or is_one_machine):
         logger.warning(
             "the ranks share no secret (%s): whoever reaches the launcher's store can end this "
-            "run. Set %s to the same "
-            "random text on all machines, see docs/security.md",
+            "run. Set %s to the same random text on all machines, see docs/security.md",
             reason,
             SECRET_VARIABLE,
         )
+
     return secret or b""
 
 
@@ -215,8 +220,8 @@ def agree_on_start(
 
 
 class _StartRecords:
-    """Signed records in the launcher's store. One that cannot be trusted is as good as missing, and
-    one warning.
+    """Signed records in the launcher's store. One that cannot be trusted counts as missing; the
+    first is a warning.
     """
 
     def __init__(self, store: Store, rank: int, signer: Signer) -> None:
@@ -229,7 +234,7 @@ class _StartRecords:
         self.store.set(key, self._signer.sign(key, self.rank, content))
 
     def get(self, key: str, rank: int) -> dict[str, Any]:
-        """What a rank has put there, or nothing."""
+        """The record that a rank has put there, or an empty one."""
         if not self.store.check([key]):
             return {}
         try:
@@ -264,7 +269,7 @@ def _welcome_all(records: _StartRecords, name: str, world_size: int, deadline: f
 
 
 def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
-    """Waits until keys are there. RuntimeError at the deadline, naming those that are missing."""
+    """Waits until the keys exist. RuntimeError at the deadline, naming the missing ones."""
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
@@ -275,7 +280,7 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
 
 
 def _pause(deadline: float, what: str, records: _StartRecords) -> None:
-    """Lets a moment pass. RuntimeError at the deadline, saying what was expected."""
+    """Sleeps for a moment. RuntimeError at the deadline, naming what was expected."""
     if time.monotonic() > deadline:
         distrusted = ", ".join(sorted(records.distrusted)[:8])
         why = (

@@ -35,25 +35,34 @@ _LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.stat
 class LoggingConfig:
     """Where a run's progress is reported."""
 
-    log_interval: int = option(100, "iterations between log lines", at_least=1)
+    log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
     timing_log_level: int = option(
         0,
         "1: report at each log line how long the offloaded optimizer's lanes took",
         choices=(0, 1),
     )
-    progress_bar: bool = option(True, "show a progress bar, where the output is a terminal")
+    progress_bar: bool = option(
+        True, "show a progress bar, where the output is a terminal", may_change=True
+    )
     metrics_jsonl: str | None = option(
-        None, "file that gets one JSON object for each iteration and evaluation"
+        None, "file that gets one JSON object for each iteration and evaluation", may_change=True
     )
     events_dir: str | None = option(
         None,
         "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no "
         "remote store",
+        may_change=True,
     )
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the extra wandb")
-    wandb_exp_name: str | None = option(None, "name of the run in Weights & Biases")
-    wandb_save_dir: str | None = option(None, "folder for Weights & Biases' local files")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard", may_change=True)
+    wandb_project: str | None = option(
+        None, "Weights & Biases project; needs the extra wandb", noun="a name"
+    )
+    wandb_exp_name: str | None = option(
+        None, "name of the run in Weights & Biases", requires="wandb_project"
+    )
+    wandb_save_dir: str | None = option(
+        None, "folder for Weights & Biases' local files", requires="wandb_project"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -62,15 +71,7 @@ class LoggingConfig:
                 "--wandb-project: expected the package wandb (pip install "
                 "'megatron-hybrid[wandb]'), got none."
             )
-        for name in ("wandb_exp_name", "wandb_save_dir"):
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                expect(
-                    self.wandb_project is not None,
-                    "--wandb-project",
-                    f"a name, since {flag} is given",
-                    None,
-                )
+
         if self.events_dir is not None:
             expect(
                 "://" not in self.events_dir,
@@ -81,32 +82,30 @@ class LoggingConfig:
 
 
 class Sink(Protocol):
-    """Takes one record: `kind` ("train", "eval" or "timing") and flat plain data, `iteration` among
-    it.
+    """Writes records: a `kind` ("train", "eval" or "timing") and flat plain data with an
+    `iteration`.
     """
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Takes a record."""
+        """Writes a record."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run's sink needs to go on where this one is: plain data, under names of
-        its own.
-        """
+        """Plain data that the sink of a resumed run needs, under keys that no other sink uses."""
 
     def close(self) -> None:
-        """Flushes and lets go."""
+        """Flushes and closes the sink."""
 
 
 class JsonlSink:
     """One JSON object a line, appended. Numbers that are not finite become null.
 
-    After a resume the file goes on, so an iteration may stand in it twice: the later line counts. A
-    line that cannot be written, on a full disk say, is lost, with one warning: the training is
-    worth more.
+    A resumed run appends to the same file, so it may hold an iteration twice: the later line
+    counts. A line that cannot be written, on a full disk say, is dropped after one warning: a lost
+    line must not end the training.
     """
 
     def __init__(self, path: str) -> None:
-        """ConfigError if there can be no such file."""
+        """Raises ConfigError if the file cannot be written."""
         self._lines = JsonLines(path)
         self._has_warned = False
         try:
@@ -123,29 +122,25 @@ class JsonlSink:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning(
-                    "Could not write %s: %s. It may lack lines from here on.",
-                    self._lines.path,
-                    error,
-                )
+                text = "Could not write %s: %s. It may lack lines from here on."
+                logger.warning(text, self._lines.path, error)
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        """Nothing is open between two lines."""
+        """Does nothing: the file is not kept open between lines."""
 
 
 class TensorBoardSink:
     """Scalars by iteration: `train/loss`, `validation/loss`, ...
 
-    What an earlier run into the same folder wrote beyond `start_iteration` is dropped, or its
-    curves would double back.
+    Drops what an earlier run wrote to the same folder beyond `start_iteration`; its curves would
+    double back otherwise.
     """
 
     def __init__(self, folder: str, start_iteration: int) -> None:
-        # Here, not above: importing it takes about a second, which runs without TensorBoard need
-        # not wait.
+        # Not at the top: the import takes about a second, which runs without TensorBoard save.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
@@ -164,8 +159,8 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases, with the scalars' names of `TensorBoardSink`.
 
-    A resumed run goes on with the run of its first start there. Iterations that it makes again are
-    dropped by the service, which takes steps in ascending order only.
+    A resumed run continues the run of its first start. The service drops iterations that are made
+    again, since it takes steps in ascending order only.
     """
 
     def __init__(
@@ -179,7 +174,7 @@ class WandbSink:
             dir=config.wandb_save_dir,
             config=run_config,
             id=run_id,
-            resume="allow",  # and a new one if it has been deleted
+            resume="allow",  # begins a new one if it was deleted
         )
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
@@ -218,7 +213,7 @@ def build_sinks(
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns a step's duration into throughput."""
+    """The constants that turn a step's duration into throughput."""
 
     train_iters: int
     global_batch_size: int  # sequences
@@ -228,9 +223,7 @@ class Rates:
 
 
 class Metrics:
-    """A run's report, on every rank; ranks other than 0 have no sinks and their logger shows
-    nothing.
-    """
+    """A run's reports. Every rank has one, but only rank 0 has sinks and a logger that shows."""
 
     def __init__(
         self,
@@ -247,8 +240,8 @@ class Metrics:
         Args:
             sinks: empty on all ranks but 0.
             start_iteration: iterations made before this start.
-            state: what the resumed run's `state` gave. What it lacks, or what cannot be used,
-                starts anew.
+            state: what `state` returned in the run that is resumed. Anything it lacks, or that
+                cannot be used, starts afresh.
             clock: seconds.
         """
         self._rates = rates
@@ -256,12 +249,10 @@ class Metrics:
         self._sinks = sinks
         self._clock = clock
         self._losses = _saved_losses(state)  # the finite ones of the interval under way
-        self._num_steps = (
-            0  # of the interval, that this process has made: those whose time is known
-        )
-        self.ms_per_iteration: float | None = (
-            None  # mean of the interval so far, or of the one before
-        )
+        self._num_steps = 0  # of the interval, made by this process: those whose time is known
+        # The mean of the interval so far, or of the one before.
+        self.ms_per_iteration: float | None = None
+
         self._step_start = self._interval_start = clock()
         is_terminal = config.progress_bar and shows_progress and sys.stderr.isatty()
         self._bar = tqdm(
@@ -292,6 +283,7 @@ class Metrics:
             self._losses.append(result.loss)
         self.ms_per_iteration = (now - self._interval_start) / self._num_steps * _MILLISECONDS
         tokens_per_second, tflops = self._throughput(seconds)
+
         record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -307,20 +299,22 @@ class Metrics:
         }
         for sink in self._sinks:
             sink.write("train", record)
+
         self._bar.update()
         if iteration % self._config.log_interval == 0:
             logger.info("%s", self._interval_line(record))
             self._restart_interval()
 
     def timings(self, timings: OffloadTimings, iteration: int) -> None:
-        """Reports what the offloaded optimizer took in the steps since the last report, as seen by
-        this rank.
+        """Reports how long the offloaded optimizer's lanes took since the last report, on this
+        rank.
         """
         ms = {
             name: value * _MILLISECONDS
             for name, value in timings._asdict().items()
             if name in _TIMES
         }
+
         rate = timings.host_bytes_per_second
         logger.info(
             "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, "
@@ -330,6 +324,7 @@ class Metrics:
             "" if rate is None else f" ({rate / _GIGA:.1f} GB/s)",
             *(ms[name] for name in ("h2d", "waited_d2h", "waited_host", "waited_h2d")),
         )
+
         record: dict[str, Any] = {"iteration": iteration, "num_steps": timings.num_steps}
         record |= {f"{name}_ms": value for name, value in ms.items()}
         if rate is not None:
@@ -355,18 +350,16 @@ class Metrics:
             )
 
     def resume_clock(self) -> None:
-        """Leaves what happened since the last step (evaluation, saving) out of the next step's
-        time.
-        """
+        """Leaves the time since the last step (evaluating, saving) out of the next step's."""
         pause = self._clock() - self._step_start
         self._step_start += pause
         self._interval_start += pause
 
     def state(self) -> dict[str, Any]:
-        """Plain data with which a resumed run reports what this one would have: its losses to the
-        bit, not its times.
+        """Plain data with which a resumed run reports the same losses, to the bit, as this one
+        would have. Times are not included.
 
-        Only rank 0 knows what the sinks need, so what is saved should be rank 0's.
+        Rank 0's is the one to save: only there are sinks.
         """
         state: dict[str, Any] = {_LOSSES: list(self._losses)}
         for sink in self._sinks:
@@ -399,6 +392,7 @@ class Metrics:
         seconds = (self._step_start - self._interval_start) / self._num_steps
         tokens_per_second, tflops = self._throughput(seconds)
         loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+
         width = len(str(self._rates.train_iters))
         parts = [
             f"iteration {record['iteration']:{width}}/{self._rates.train_iters}",
@@ -419,9 +413,7 @@ class Metrics:
 
 
 def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
-    """The interval's losses in what `Metrics.state` gave; none if there is anything else in their
-    place.
-    """
+    """The interval's losses in a saved `Metrics.state`; none if they are not usable."""
     losses = (state or {}).get(_LOSSES)
     if not isinstance(losses, list):
         return []
@@ -430,7 +422,7 @@ def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
 
 
 def _optional_values(result: StepResult) -> dict[str, float]:
-    """What only some runs report of a step."""
+    """The values of a step that only some runs have."""
     values = {"loss_scale": result.loss_scale, "num_zeros": result.num_zeros}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -32,29 +32,23 @@ from megatron.core.process_groups import failed_collective
 from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpoint.loading import Loaded
-from megatron.training.checkpoint.resume import Frequency, RecoverHandler
+from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
+from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
-from megatron.training.engine import StepInfo
-from megatron.training.engines import ModuleEngine, build_engine
+from megatron.training.engine import TrainEngine
+from megatron.training.engines import build_engine
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
-from megatron.training.loop import (
-    NoWatch,
-    Surroundings,
-    Watch,
-    num_train_samples,
-    report_evaluation,
-    train,
-)
+from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
-from megatron.training.step import ForwardStep
+from megatron.training.step import ForwardStep, StepInfo
 from megatron.training.stop import Stop, StopConditions
 
 logger = logging.getLogger(__name__)
@@ -62,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; the same on every rank."""
+    """How a run ended; the same on every rank."""
 
     iteration: int
     validation_loss: float | None
@@ -73,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Providers:
-    """What the caller of `pretrain` knows."""
+    """What the caller of `pretrain` provides."""
 
     model: Callable[[RunConfig], nn.Module]
     datasets: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets]
@@ -89,21 +83,22 @@ def pretrain(
     forward_step: ForwardStep,
     flops_per_sequence: float,
 ) -> Outcome:
-    """Trains, evaluates, checkpoints and recovers as `config` says. All ranks call it together.
+    """Trains, evaluates, saves and recovers as `config` says. All ranks call it together.
 
     Args:
         config: resolved for the number of ranks.
         model_provider: builds the model; called under the meta device. Its modules initialise their
             own parameters in `reset_parameters`.
-        datasets_provider: builds the (train, validation, test) datasets with at least these numbers
-            of samples.
+        datasets_provider: builds the training, validation and test datasets with at least the given
+            numbers of samples.
         forward_step: (model, microbatch) -> the microbatch's mean loss.
         flops_per_sequence: forward and backward, for the throughput that is logged.
 
     Raises:
-        ExitError: for an end with a code of its own; LOST_RANK where another rank is the cause.
+        ExitError: for an end with an exit code of its own; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
+
     device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
@@ -129,6 +124,7 @@ def pretrain(
                 command=sys.argv,
                 max_restarts=_max_restarts(),
             )
+
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
@@ -158,68 +154,96 @@ class _Run:
         self._stop = stop
         self._watch = watch
         self._step_info = StepInfo()  # the engine's own, once there is one
-        self._told: Exception | None = None  # the error that has been written down
+        self._told: Exception | None = None  # the error that the event log has already
         self._injections = Injections(
             config.inject, rank=launch.rank, restart=launch.restart_count, events=events
         )
 
     def run(self) -> Outcome:
-        """All of it."""
-        config, launch = self._config, self._launch
+        """Builds the engine, resumes, and trains."""
+        config = self._config
         logger.info("%s", describe(config))
+        engine = self._built_engine()
+        loaded = self._resume(engine)
+        step_info = engine.state.step_info
+        self._watch.status(iteration=step_info.iteration, train_iters=config.training.train_iters)
+
+        self._mark("data", step_info.iteration)
+        datasets = self._providers.datasets(config, _num_samples(config, step_info))
+        with self._metrics(step_info, loaded) as metrics, self._saver() as saver:
+            loop = self._loop(engine, metrics, saver, datasets.train, loaded)
+            # Reported here, while a save under way may still be published: leaving the context
+            # gives it up.
+            with self.told_how_it_ends():
+                return self._train(loop, datasets)
+
+    def _built_engine(self) -> TrainEngine:
         self._mark("build", 0)
         engine = build_engine(
-            config.engine(),
+            self._config.engine(),
             self._device,
-            build_mesh(self._device.kind, launch.world_size),
-            num_local_ranks=launch.local_world_size,
+            build_mesh(self._device.kind, self._launch.world_size),
+            num_local_ranks=self._launch.local_world_size,
         )
-        engine.initialize(lambda: self._providers.model(config))
+
+        engine.initialize(lambda: self._providers.model(self._config))
         self._step_info = engine.state.step_info
-        seed_all(config.training.seed, launch.rank)
-        recover = RecoverHandler(
-            config,
+        # After the weights, which have seeds of their own: what is drawn from here on is dropout.
+        seed_all(self._config.training.seed, self._launch.rank)
+        return engine
+
+    def _resume(self, engine: TrainEngine) -> Loaded | None:
+        self._mark("load", 0)
+        resumer = Resumer(
+            self._config,
             self._device,
-            num_local_ranks=launch.local_world_size,
             events=self._events,
-            restart_count=launch.restart_count,
+            restart_count=self._launch.restart_count,
+        )
+        loaded = resumer.load(engine)
+        if not self._config.training.skip_train:
+            resumer.prepare_folder(engine, loaded)
+        return loaded
+
+    def _saver(self) -> Saver:
+        return Saver(
+            self._config,
+            self._device,
+            num_local_ranks=self._launch.local_world_size,
+            events=self._events,
             wrap_store=self._injections.store,
         )
-        self._mark("load", 0)
-        loaded = recover.load(engine)
-        if not config.training.skip_train:
-            recover.prepare_folder(engine, loaded)
-        self._watch.status(
-            iteration=engine.step_info().iteration, train_iters=config.training.train_iters
-        )
-        self._mark("data", engine.step_info().iteration)
-        datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
-        # What the run that goes on here has left; nothing, where weights alone were loaded.
+
+    def _loop(
+        self,
+        engine: TrainEngine,
+        metrics: Metrics,
+        saver: Saver,
+        train_data: SampleDataset | None,
+        loaded: Loaded | None,
+    ) -> Loop:
+        # None if nothing was loaded, or weights alone, which say nothing about a run.
         info = None if loaded is None else loaded.info
-        with self._metrics(engine.step_info(), loaded) as metrics, recover:
-            surroundings = Surroundings(
-                config,
-                self._providers.forward_step,
-                metrics,
-                self._stop,
-                recover,
-                _frequency(config, datasets.train),
-                self._events,
-                self._watch,
-                self._injections,
-                self._mark,
-                data=_described(config, datasets.train, info),
-                evaluated=_evaluated(engine.step_info(), info),
-            )
-            # Told here, while a save that is under way can still be: leaving the context gives it
-            # up.
-            with self.told_how_it_ends():
-                return self._train(engine, surroundings, datasets)
+        return Loop(
+            engine,
+            self._config,
+            self._providers.forward_step,
+            metrics,
+            self._stop,
+            saver,
+            _frequency(self._config, train_data),
+            self._events,
+            self._watch,
+            self._injections,
+            self._mark,
+            data=_described(self._config, train_data, info),
+            evaluated=_evaluated(engine.state.step_info, info),
+        )
 
     @contextmanager
     def told_how_it_ends(self) -> Iterator[None]:
-        """An error that comes out of here has been written down once. ExitError if another rank is
-        the cause of it.
+        """Writes an error that leaves the context to the event log, once. It becomes an ExitError
+        if another rank is its cause.
         """
         try:
             yield
@@ -230,7 +254,7 @@ class _Run:
             if is_foreseen(error) or not isinstance(self._watch, Watchdog):
                 self.write_exit(code_of(error), str(error), self._step_info.iteration)
                 raise
-            cause = self._watch.explain(error)  # which writes it down
+            cause = self._watch.explain(error)  # which writes it to the log
             if cause.is_own:
                 raise
             self._told = ExitError(cause.code, cause.text, is_reported=True)
@@ -243,31 +267,29 @@ class _Run:
                 "exit", code=int(code), name=code.name, reason=reason, iteration=iteration
             )
 
-    def _train(
-        self, engine: ModuleEngine, surroundings: Surroundings, datasets: GPTDatasets
-    ) -> Outcome:
-        """Training, unless it is to be skipped, and the evaluations at the end, unless that was no
-        end but a stop.
+    def _train(self, loop: Loop, datasets: GPTDatasets) -> Outcome:
+        """Trains, unless that is to be skipped, and evaluates at the end, unless the run stopped
+        before it.
         """
         stop: Stop | None = None
         if not self._config.training.skip_train and datasets.train is not None:
-            stop = train(engine, surroundings, datasets.train, datasets.valid)
+            stop = loop.train(datasets.train, datasets.valid)
             logger.info("peak memory of rank 0: %.1f MiB", self._device.peak_memory_bytes() / 2**20)
 
         def final_loss(dataset: SampleDataset | None, split: str) -> float | None:
             if dataset is None or stop is not None:
                 return None
-            return report_evaluation(engine, surroundings, dataset, split)
+            return loop.evaluate(dataset, split)
 
         outcome = Outcome(
-            iteration=engine.step_info().iteration,
+            iteration=self._step_info.iteration,
             validation_loss=final_loss(datasets.valid, "validation"),
             test_loss=final_loss(datasets.test, "test"),
         )
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
     def _mark(self, phase: str, iteration: int) -> None:
-        """A phase begins."""
+        """Tells the watchdog that a phase begins, and injects the faults that are due in it."""
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
 
@@ -281,16 +303,17 @@ class _Run:
             flops_per_sequence=self._providers.flops_per_sequence,
             num_devices=self._launch.world_size,
         )
-        state, goes_on, save = None, False, config.checkpoint.save
+        state, continues, save = None, False, config.checkpoint.save
         if loaded is not None and loaded.info is not None:
             state = loaded.info.logger
-            # A branch of another run has reports of its own.
-            goes_on = save is not None and split_path(loaded.path)[0] == place_of(save)
+            # A run that branches off another one has reports of its own.
+            continues = save is not None and split_path(loaded.path)[0] == place_of(save)
+
         metrics = Metrics(
             rates,
             config.logging,
             build_sinks(
-                config.logging, config.values(), step_info.iteration, state if goes_on else None
+                config.logging, config.values(), step_info.iteration, state if continues else None
             )
             if is_first
             else [],
@@ -312,7 +335,7 @@ def _max_restarts() -> int | None:
 
 @waits_for_ranks
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
-    """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
+    """The largest count of any rank: torchrun's agents count only their own ranks' failures."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)
     with issuing("all-reduce of the number of restarts", count):
         dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -320,29 +343,28 @@ def _agreed_restart_count(launch: Launch, device: Device) -> int:
 
 
 def _num_samples(config: RunConfig, step_info: StepInfo) -> tuple[int, int, int]:
-    """Samples that the run will ask of each split."""
+    """Samples that the run needs of each split."""
     num_train = 0 if config.training.skip_train else num_train_samples(config, step_info)
     num_eval = config.training.eval_iters * config.global_batch_size
     return num_train, num_eval, num_eval
 
 
 def _frequency(config: RunConfig, train_data: SampleDataset | None) -> Frequency:
-    """When to save, but for seconds. ConfigError for epochs of data that has none."""
+    """The intervals between saves in steps and samples. ConfigError for epochs of endless data."""
     checkpoint, samples = config.checkpoint, None
     if checkpoint.save_interval_epochs is not None and train_data is not None:
         epoch = _samples_per_epoch(train_data)
         if epoch is None:
             raise ConfigError(
                 "--save-interval-epochs: expected training data from one source, whose end can be "
-                "known, got "
-                f"{type(train_data).__name__}."
+                f"known, got {type(train_data).__name__}."
             )
         samples = max(1, round(checkpoint.save_interval_epochs * epoch))
     return Frequency(checkpoint.save_interval, samples)
 
 
 def _samples_per_epoch(train_data: SampleDataset | None) -> int | None:
-    """Of data from one source; blends and made-up data have no end to come to."""
+    """None for blends and made-up data, which have no end."""
     return getattr(train_data, "samples_per_epoch", None)
 
 
@@ -351,9 +373,7 @@ def _described(
     train_data: SampleDataset | None,
     info: RecoverInfo | None,
 ) -> dict[str, Any]:
-    """What tells the training data from others. Data that has changed since the checkpoint is a
-    loud line.
-    """
+    """Identifies the training data. If it has changed since the checkpoint, that is a warning."""
     data = {
         "kind": type(train_data).__name__,
         "path": None if config.data.data_path is None else list(config.data.data_path),
@@ -369,11 +389,12 @@ def _described(
         logger.warning(
             "the training data is not what it was: %s in the checkpoint, %s now", saved, data
         )
+
     return data
 
 
 def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
-    """The last evaluation; of checkpoints that do not tell, taken for one that has been."""
+    """The last evaluation. A checkpoint that names none counts as evaluated."""
     evaluated = {} if info is None else dict(info.evaluator)
     return (
         evaluated if type(evaluated.get("iteration")) is int else {"iteration": step_info.iteration}
@@ -384,10 +405,11 @@ def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
 def _watch(
     config: RunConfig, launch: Launch, events: EventLog, signer: Signer, is_embedded: bool
 ) -> Iterator[Watchdog | NoWatch]:
-    """The watchdog, unless this is part of a program that minds its own processes."""
+    """The watchdog; none if this is part of a program that minds its own processes."""
     if is_embedded:
         yield NoWatch()
         return
+
     limit, long_limit = _hang_limits(config)
     handles_signals = config.stop.exit_signal_handler
     with Watchdog(
@@ -404,8 +426,8 @@ def _watch(
 
 
 def _hang_limits(config: RunConfig) -> tuple[float, float]:
-    """Seconds that a rank may be without progress: in a step, and in what takes longer."""
+    """The seconds that a rank may make no progress: in a step, and in phases that take longer."""
     minutes = config.parallel.distributed_timeout_minutes
     limit = config.recover.hang_timeout_seconds or 60.0 * minutes
-    # What a save may take besides: ranks wait for each other, and for the save before.
+    # A save may take twice its timeout: ranks wait for the save before, and for each other.
     return limit, 60.0 * max(minutes, 2 * config.checkpoint.save_timeout_minutes)

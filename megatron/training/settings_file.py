@@ -20,9 +20,8 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
 _MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
-_MAX_DEPTH = (
-    8  # of what is parsed; what is nested at all is refused after that, by the name of its key
-)
+# Of nodes. Any nesting is refused, but later, with the name of its key.
+_MAX_DEPTH = 8
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _SHOWN = 80  # characters of a key in a message
@@ -87,11 +86,12 @@ def read_settings(path: str) -> Settings:
             got = f"the key {printable(key, _SHOWN)!r} twice{_place(key_node)}"
             raise ConfigError(f"--config: expected each key once in {path}, got {got}.")
         settings[key] = _value(path, key, value)
+
     return settings
 
 
 def _parse(path: str) -> yaml.Node | None:
-    """The root of what the file says."""
+    """The root node of a file."""
     try:
         content = read_regular(path, max_bytes=_MAX_BYTES, what="a YAML file").decode("utf-8")
         return _Loader(content).get_single_node()
@@ -108,7 +108,7 @@ def _parse(path: str) -> yaml.Node | None:
 
 
 def _value(path: str, key: str, node: yaml.Node) -> Setting | list[Setting]:
-    """What stands under a key."""
+    """The value or the values of a key."""
     if isinstance(node, yaml.SequenceNode):
         return [_setting(path, key, each) for each in node.value]
     return _setting(path, key, node)
@@ -120,6 +120,7 @@ def _setting(path: str, key: str, node: yaml.Node) -> Setting:
         kind = "a list in a list" if isinstance(node, yaml.SequenceNode) else "keys of its own"
         expected = "a value or a list of values"
         raise ConfigError(f"{path}: {shown}: expected {expected}, got {kind}{_place(node)}.")
+
     if node.tag not in _PLAIN_TAGS:
         tag = printable(node.tag.replace(_TAG, "!!"), _SHOWN)
         raise ConfigError(f"{path}: {shown}: expected a plain value, got one with the tag {tag}.")

@@ -1,9 +1,9 @@
-"""One training step, and evaluation: what happens to a global batch.
+"""One training step over a global batch, and evaluation.
 
-A rank runs its microbatches forward and backward. One all-reduce makes the gradient norm, another
-the loss and the votes; one transfer brings all of it to the host, and then all ranks step or none
-does. What can be planned of the optimizer's step is planned while the device computes the norm, so
-that it does not stand still afterwards.
+A rank runs its microbatches forward and backward. One all-reduce computes the gradient norm,
+another the loss and the votes; one transfer brings all of it to the host, and then all ranks step
+or none does. As much of the optimizer's step as possible is planned while the device computes the
+norm, so the device does not idle afterwards.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megatron.training.health.exits import ExitCode, ExitError
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
 ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
-# told of each phase of a step as it begins: batch, forward, backward (for each microbatch), agree,
-# step
+# called with each phase of a step as it begins: batch, forward, backward (for each microbatch),
+# agree, step
 Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step did; the same on every rank."""
+    """The outcome of one training step; the same on every rank."""
 
     loss: float  # mean over the global batch, before the step
     grad_norm: float  # global L2 norm, unscaled, before clipping
-    is_skipped: bool  # nothing was stepped, since the loss or the norm was not finite
+    is_skipped: bool  # nothing was stepped, because the loss or the norm was not finite
     bad_ranks: tuple[int, ...]  # ranks whose own loss was not finite
     votes: tuple[float, ...]  # summed over ranks
     loss_scale: float | None = None  # of the next step; None: the loss is not scaled
@@ -48,12 +48,22 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss is."""
+        """Whether the loss is finite."""
         return math.isfinite(self.loss)
 
 
+@dataclass
+class StepInfo:
+    """How far training has come. With the schedule, all that resuming needs besides tensors."""
+
+    iteration: int = 0  # steps made, including those that were skipped
+    consumed_samples: int = 0  # over all ranks
+    skipped_iterations: int = 0  # that stepped nothing
+    nan_iterations: int = 0  # whose loss was not finite
+
+
 class NonFiniteLossError(ExitError):
-    """The loss of a training step is NaN or infinite, and the run is to end at that."""
+    """The loss of a training step is NaN or infinite, which ends the run."""
 
     def __init__(self, iteration: int, ranks: tuple[int, ...], loss: float) -> None:
         where = ", ".join(str(rank) for rank in ranks)
@@ -64,7 +74,7 @@ class NonFiniteLossError(ExitError):
 
 
 def unmarked(_phase: str) -> None:
-    """The `Mark` of steps that nobody follows."""
+    """A `Mark` that does nothing."""
 
 
 def train_step(
@@ -81,12 +91,18 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
 
-    A loss or gradient norm that is not finite, on whichever rank, leaves weights and optimizer
-    untouched everywhere; the loss scaler of fp16, if there is one, counts it as an overflow. What
-    is returned is unscaled. Ranks whose collectives or gradients were not the same are an error
-    before anything is stepped, with names. `votes` is asked after the backward, so that a signal
-    counts in the step that it came in. Gradients are cleared before the function returns. All ranks
-    have as many samples, and every tensor of a microbatch has them in its first dimension.
+    If the loss or the gradient norm is not finite on any rank, no rank changes its weights or its
+    optimizer; the loss scaler of fp16, if there is one, counts an overflow. The result is unscaled.
+    Gradients are cleared before the function returns.
+
+    Args:
+        microbatches: this rank's; every tensor has its samples in the first dimension, and all
+            ranks have equally many.
+        votes: called after the backward, so a signal counts in the step that it arrived in.
+
+    Raises:
+        RuntimeError: if the ranks' collectives or gradients differed. It names the first
+            difference, and nothing has been stepped.
     """
     model.train()
     num_samples = 0
@@ -102,29 +118,21 @@ def train_step(
             mark("backward")
             optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
+
     mark("agree")
-    measures = [optimizer.grad_norm(), optimizer.num_zeros()]
-    own_votes = votes()
-    context = context_of(model)
-    digest = 0 if context is None else context.history.digest
-    shared = _agree(loss, measures, own_votes, mesh, digest)
-    # Python's part of the step, which the device would have to wait for once it has told the norm.
-    planned = _plan(optimizer)
-    agreed = _read(shared, len(own_votes), mesh)
-    if context is not None:
-        context.compare_digests(agreed.digests, mesh.get_group())
-    loss_sum, num_bad, summed_votes = agreed.loss_sum, agreed.num_bad, agreed.votes
-    norm, *zeros = agreed.measures
-    bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
+    agreed, planned = _agree_and_plan(model, optimizer, loss, votes, mesh)
+    bad_ranks = _ranks_with_bad_loss(loss, mesh) if agreed.num_bad else ()
+
     mark("step")
-    has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan, planned)
+    norm, *zeros = agreed.measures
+    has_stepped = optimizer.step(norm if math.isfinite(agreed.loss_sum) else math.nan, planned)
     optimizer.zero_grad()
     return StepResult(
-        loss=loss_sum / mesh.size(),
+        loss=agreed.loss_sum / mesh.size(),
         grad_norm=norm,
         is_skipped=not has_stepped,
         bad_ranks=bad_ranks,
-        votes=summed_votes,
+        votes=agreed.votes,
         loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
         num_samples=num_samples * mesh.size(),
@@ -159,15 +167,15 @@ def evaluate(
 
 @waits_for_ranks
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
-    """The sum of a scalar over the ranks, in place, and brought to the host."""
+    """The sum of a scalar over the ranks, on the host."""
     with issuing("all-reduce of the evaluation's loss", loss):
         dist.all_reduce(loss, group=mesh.get_group())
     return float(loss)
 
 
 def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
-    """ValueError if there are fewer than are wanted: a StopIteration would end some loop around
-    this one.
+    """The next microbatch. ValueError if there is none: a StopIteration would silently end some
+    loop around this one.
     """
     batch = next(microbatches, None)
     if batch is None:
@@ -176,10 +184,10 @@ def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
 
 
 def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
-    """What the step can know before its scalars.
+    """Plans as much of the step as does not depend on the norm; None if the optimizer refuses.
 
-    What it refuses it will refuse again, when it is taken: ranks first learn whether they have done
-    the same, and a step that is skipped is not refused.
+    It will refuse again when the step is taken. Until then the error waits: ranks first learn
+    whether they did the same, and a step that is skipped needs no plan.
     """
     try:
         return optimizer.plan_step()
@@ -197,8 +205,30 @@ class _Agreed(NamedTuple):
     loss_sum: float
     num_bad: float  # ranks whose loss is not finite
     votes: tuple[float, ...]  # summed
-    digests: tuple[float, ...]  # of each rank; see `NoteHistory`
-    measures: tuple[float, ...]
+    digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
+    measures: tuple[float, ...]  # gradient norm and, if asked for, zeros among the gradients
+
+
+def _agree_and_plan(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    loss: torch.Tensor,
+    votes: Callable[[], tuple[float, ...]],
+    mesh: DeviceMesh,
+) -> tuple[_Agreed, PlannedStep | None]:
+    """What all ranks know after the backward, and the optimizer's step, planned meanwhile."""
+    measures = [optimizer.grad_norm(), optimizer.num_zeros()]
+    own_votes = votes()
+    context = context_of(model)
+    digest = 0 if context is None else context.history.digest
+    shared = _agree(loss, measures, own_votes, mesh, digest)
+
+    # While the device still computes the norm: after the transfer it would wait for Python.
+    planned = _plan(optimizer)
+    agreed = _read(shared, len(own_votes), mesh)
+    if context is not None:
+        context.compare_digests(agreed.digests, mesh.get_group())
+    return agreed, planned
 
 
 @waits_for_ranks
@@ -209,14 +239,16 @@ def _agree(
     mesh: DeviceMesh,
     digest: int = 0,
 ) -> torch.Tensor:
-    """What `_read` understands, the same on every rank.
+    """Scalars for `_read`, the same on every rank; on the device.
 
-    The measures (scalars, fp64; None is left out) already are; the rest takes one all-reduce.
+    The measures (fp64; None is left out) are equal on all ranks already; the rest takes one
+    all-reduce.
     """
     is_bad = (~torch.isfinite(loss)).double()
     votes = [torch.full_like(loss, vote) for vote in own_votes]
-    # A place for each rank, where the others add zero. The numbers are filled in by kernels:
-    # copying them from the host would wait for the device.
+
+    # A place for each rank, where the others add zero. Kernels fill the numbers in, since a copy
+    # from the host would wait for the device.
     digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
     digests[mesh.get_local_rank()].fill_(digest)
     shared = torch.cat([torch.stack([loss, is_bad, *votes]), digests])
@@ -228,7 +260,7 @@ def _agree(
 
 @waits_for_ranks
 def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
-    """Brings what ranks have agreed on to the host: the only synchronisation of the step."""
+    """Copies what the ranks agreed on to the host: the step's only synchronisation."""
     loss_sum, num_bad, *rest = scalars.tolist()
     num_shared = num_votes + mesh.size()
     return _Agreed(
@@ -242,7 +274,7 @@ def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
 
 @waits_for_ranks
 def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks whose own loss is not finite. A collective, so all ranks call it or none."""
+    """The ranks whose own loss is not finite. A collective: all ranks call it, or none does."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)
     flags[mesh.get_local_rank()] = float(not torch.isfinite(loss))
     with issuing("all-reduce of who has a bad loss", flags):

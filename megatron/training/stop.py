@@ -1,8 +1,7 @@
 """Reasons to end a run early, and how all ranks come to agree on them.
 
 A rank may be signalled, or its clock may run out, a step before the others'. So each rank votes,
-the votes travel with the loss in the step's one all-reduce, and what the sum says holds on every
-rank.
+the votes travel with the loss in the step's all-reduce, and every rank acts on their sum.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.core.options import check_options, expect, option
+from megatron.core.options import check_options, option
 from megatron.training.health.exits import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -29,28 +28,35 @@ class StopConfig:
     """When to end before the last iteration. Names are Megatron's, but for the grace period."""
 
     exit_interval: int | None = option(
-        None, "save and exit after the iterations divisible by this", more_than=0
+        None, "save and exit after the iterations divisible by this", more_than=0, may_change=True
     )
     exit_duration_in_mins: float | None = option(
-        None, "save and exit after this many minutes", more_than=0
+        None, "save and exit after this many minutes", more_than=0, may_change=True
     )
     exit_signal_handler: bool = option(
-        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit"
+        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit", may_change=True
     )
     exit_signal_grace_seconds: float | None = option(
         None,
         "after such a signal, exit within these: without saving if a save takes longer; None: save",
         more_than=0,
+        no_effect_unless="exit_signal_handler",
+        may_change=True,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        expect(
-            self.exit_signal_handler or self.exit_signal_grace_seconds is None,
-            "--exit-signal-grace-seconds",
-            "--exit-signal-handler",
-            self.exit_signal_grace_seconds,
-        )
+
+
+class Votes(NamedTuple):
+    """What a rank says about stopping and saving, 0 or 1 each, or the sum over all ranks."""
+
+    signalled: float = 0.0  # a scheduler's signal has come
+    out_of_time: float = 0.0  # --exit-duration-in-mins are over
+    too_short: float = 0.0  # a save takes longer than what is left of the grace period
+    saving: float = 0.0  # a save is under way
+    save_failed: float = 0.0  # a save has failed since the last votes
+    save_late: float = 0.0  # --save-interval-seconds are over
 
 
 @dataclass(frozen=True)
@@ -105,60 +111,71 @@ class StopConditions:
         if self._received is None:
             self._received = (signal.Signals(number), self._clock())
 
-    def votes(self, save_seconds: float | None = None) -> tuple[float, float, float]:
-        """This rank's votes, 0 or 1: (was signalled, ran out of time, a save takes longer than is
-        left).
+    def votes(self, save_seconds: float | None = None) -> Votes:
+        """This rank's votes on stopping; those on saving are the saver's.
 
         Args:
             save_seconds: how long a save takes, as measured on earlier ones; None: not known, and
-                taken to fit while any of the grace period is left.
+                assumed to fit while any of the grace period is left.
         """
         limit = self._config.exit_duration_in_mins
         is_late = limit is not None and self._clock() - self._start > 60.0 * limit
         if self._received is None:
-            return 0.0, float(is_late), 0.0
+            return Votes(out_of_time=float(is_late))
+
         number, when = self._received
         past = self._clock() - when
         grace = self._config.exit_signal_grace_seconds
         is_too_short = grace is not None and past + (save_seconds or 0.0) > grace
         if not self._is_logged:
             self._is_logged = True
-            left = (
-                "no grace period is set"
-                if grace is None
-                else f"{grace - past:.1f} s of {grace:g} s are left"
-            )
-            takes = "unknown" if save_seconds is None else f"{save_seconds:.1f} s"
-            logger.warning(
-                "%s was received by rank %d %.1f s ago; %s; time of a save: %s",
-                number.name, self._rank, past, left, takes,
-            )  # fmt: skip
-        return 1.0, float(is_late), float(is_too_short)
+            self._log_signal(number, past, save_seconds)
 
-    def stop(self, iteration: int, votes: Sequence[float]) -> Stop | None:
-        """What the run comes to after `iteration` iterations, given the votes summed over ranks;
-        None: it goes on.
+        return Votes(1.0, float(is_late), float(is_too_short))
+
+    def _log_signal(self, number: signal.Signals, past: float, save_seconds: float | None) -> None:
+        grace = self._config.exit_signal_grace_seconds
+        left = "no grace period is set"
+        if grace is not None:
+            left = f"{grace - past:.1f} s of {grace:g} s are left"
+        logger.warning(
+            "%s was received by rank %d %.1f s ago; %s; time of a save: %s",
+            number.name,
+            self._rank,
+            past,
+            left,
+            "unknown" if save_seconds is None else f"{save_seconds:.1f} s",
+        )
+
+    def stop(self, iteration: int, votes: Votes) -> Stop | None:
+        """Why the run is to end after `iteration` iterations, by the votes summed over ranks; None:
+        no reason.
 
         The code and whether to save are the same on every rank; the reason names the signal where
         it came.
         """
-        signalled, late, too_short = votes
-        if signalled:
+        if votes.signalled:
             reason = (
                 "another rank was signalled"
                 if self._received is None
                 else f"{self._received[0].name} was received"
             )
-            if too_short:
+            if votes.too_short:
                 grace = self._config.exit_signal_grace_seconds
-                reason += f", and a save takes longer than what is left of --exit-signal-grace-seconds {grace}"
+                reason += (
+                    ", and a save takes longer than what is left of "
+                    f"--exit-signal-grace-seconds {grace}"
+                )
                 return Stop(reason, ExitCode.PREEMPTED_UNSAVED, saves=False)
             return Stop(reason, ExitCode.PREEMPTED, saves=True)
-        if late:
+
+        if votes.out_of_time:
             reason = f"--exit-duration-in-mins {self._config.exit_duration_in_mins} is over"
             return Stop(reason, ExitCode.FINISHED, saves=True)
+
         interval = self._config.exit_interval
         if interval is not None and iteration % interval == 0:
             reason = f"iteration {iteration} is a multiple of --exit-interval {interval}"
             return Stop(reason, ExitCode.FINISHED, saves=True)
+
         return None

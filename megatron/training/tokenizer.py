@@ -81,6 +81,7 @@ class TokenizerConfig:
                 f"nothing with {self.tokenizer_type}",
                 self.tokenizer_model,
             )
+
         if self.tokenizer_type == "NullTokenizer":
             expect(
                 self.vocab_size is not None,
@@ -119,6 +120,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(
                 f"--tokenizer-model: expected a tokenizer with tokens in {path}, got none."
             )
+
         self.name = f"HuggingFaceTokenizer({path})"
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
@@ -269,6 +271,7 @@ def train_bpe(
         raise ValueError(
             f"Expected a vocabulary of at least {len(alphabet) + 1} tokens, got {vocab_size}."
         )
+
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -329,6 +332,7 @@ def _find_eos(folder: Path) -> str | None:
                     token,
                 )
                 return str(token)
+
     return None
 
 
@@ -352,16 +356,16 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
     if eos is not None and eos not in vocabulary:
         raise ConfigError(
             f"--tokenizer-model: expected the eos_token that {path} names among its "
-            f"{len(vocabulary)} tokens, got "
-            f"{shown(eos)}, which is not."
+            f"{len(vocabulary)} tokens, got {shown(eos)}, which is not."
         )
+
     for token in _EOD_CANDIDATES if eos is None else (eos,):
         if token in vocabulary:
             return vocabulary[token]
+
     raise ConfigError(
         f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in "
-        "tokenizer_config.json, or one "
-        f"of {', '.join(_EOD_CANDIDATES)}), got none."
+        f"tokenizer_config.json, or one of {', '.join(_EOD_CANDIDATES)}), got none."
     )
 
 
@@ -372,21 +376,23 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
     except ImportError as error:
         raise ConfigError(
             f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other "
-            "forms needs the `hf` "
-            "extra (pip install megatron-hybrid[hf])."
+            "forms needs the `hf` extra (pip install megatron-hybrid[hf])."
         ) from error
+
     _expect_regular_files(path)
     with _one_line(path):  # ImportError for what some kinds need besides, and much else
         # Code that the files bring along is not executed, and nobody asked whether it may be.
         loaded: Any = transformers.AutoTokenizer.from_pretrained(
             str(path), use_fast=True, local_files_only=True, trust_remote_code=False
         )
+
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
             f"--tokenizer-model: expected a tokenizer with a fast form in {path}, got "
             f"{type(loaded)}."
         )
+
     return backend, loaded.eos_token
 
 

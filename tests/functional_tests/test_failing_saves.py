@@ -24,9 +24,7 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
 from megatron.core.options import ConfigError
-from megatron.training.checkpoint.resume import RecoverHandler
-from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engines import ModuleEngine
+from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.exits import ExitError
 from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
@@ -232,21 +230,18 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     """The first save has read all that it writes, so that the training can go on, and ends once
     another is due.
     """
-    was_due, real_write, real_dump = threading.Event(), LocalStore.write, RecoverHandler.dump
+    was_due, real_write, real_skip = threading.Event(), LocalStore.write, Saver.skip
 
     def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         assert was_due.wait(60), "the run waits for this save"
         real_write(store, path, content, sync)
 
-    def dump(
-        handler: RecoverHandler, engine: ModuleEngine, info: RecoverInfo, num_busy: float
-    ) -> None:
-        real_dump(handler, engine, info, num_busy)
-        if engine.step_info().iteration == 2:
-            was_due.set()
+    def skip(saver: Saver, iteration: int) -> None:
+        real_skip(saver, iteration)
+        was_due.set()
 
     patch.setattr(LocalStore, "write", write)
-    patch.setattr(RecoverHandler, "dump", dump)
+    patch.setattr(Saver, "skip", skip)
 
 
 def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked_for(

@@ -14,7 +14,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.training.checkpoint.resume import RecoverHandler
+from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.inject import Injections
 from tests.functional_tests.recovery_scenes import TIMEOUT, Job, children, started, torchrun, until
 from tests.functional_tests.test_checkpoints import SETTINGS
@@ -126,7 +126,7 @@ def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]
         real(injections, phase, iteration)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
-        patch.setattr(RecoverHandler, "save_seconds", save_seconds)
+        patch.setattr(Saver, "save_seconds", save_seconds)
         patch.setattr(Injections, "at", at)
         outcome = pretrain_gpt.run([*argv, *flags])
     return int(outcome.code), outcome.reason, log.getvalue()

@@ -1,4 +1,4 @@
-"""Several datasets mixed by weight, without an index of who comes when.
+"""Several datasets mixed by weight, without a stored index.
 
 [Note: the order of a blend]
 
@@ -9,7 +9,7 @@ before t is t give or take half a sample per dataset. That bounds where sample i
 it, count what lies before a time that is surely early enough, and merge forward from there over a
 number of steps that is about the number of datasets.
 
-    w = (2/3, 1/3):   d=0 at 0.75 2.25 3.75 5.25 ...     d=1 at 1.5 4.5 ...     order 0 1 0 0 1 0 ...
+    w = (2/3, 1/3):   d=0 at 0.75 2.25 3.75 5.25 ...   d=1 at 1.5 4.5 ...   order 0 1 0 0 1 0 ...
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BlendOrder:
         return [sample for _, _, sample in upcoming]
 
     def _upcoming(self, index: int) -> list[tuple[float, int, int]]:
-        """What each dataset gives next once `index` samples are drawn: a heap of (ideal time,
+        """The next sample of each dataset once `index` samples are drawn: a heap of (ideal time,
         dataset, its sample).
         """
         if index < 0:
@@ -81,10 +81,12 @@ class BlendOrder:
                 break
             # Rounding at very large times; at a time of zero nothing is drawn.
             earlier -= 1 + (num_drawn - index)
+
         heapq.heapify(heap)
         for _ in range(index - num_drawn):
             _, dataset, sample = heap[0]
             heapq.heapreplace(heap, (self._time(dataset, sample + 1), dataset, sample + 1))
+
         return heap
 
     def _first_from(self, time: float, dataset: int) -> tuple[float, int, int]:
@@ -121,6 +123,7 @@ class BlendedDataset(NumberedDataset):
             raise ValueError(
                 f"Expected a weight for each of {len(datasets)} datasets, got {len(weights)}."
             )
+
         self.order = BlendOrder(weights)
         self.num_samples = num_samples
         self._datasets = list(datasets)

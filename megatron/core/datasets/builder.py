@@ -57,6 +57,7 @@ def build_gpt_datasets(
             built.append(
                 _build_blend(config, opened, number, num_samples[number], vocab_size, split_seed)
             )
+
     return GPTDatasets(*built)
 
 
@@ -112,6 +113,5 @@ def _build_part(
     except TooFewTokensError as error:
         raise TooFewTokensError(
             f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of "
-            f"{len(indexed)} documents at "
-            f"{config.split}."
+            f"{len(indexed)} documents at {config.split}."
         ) from error

@@ -45,6 +45,7 @@ class GPTDatasetConfig:
         check_options(self)
         self._check_source()
         _ = self.split_fractions
+
         for part in self.blend:
             for path in (bin_path(part.prefix), idx_path(part.prefix)):
                 # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
@@ -73,6 +74,7 @@ class GPTDatasetConfig:
             shares = [float(share) for share in self.split.split(",")]
         except ValueError:
             shares = []
+
         # The sum of finite numbers may be infinite, and nobody's share of that is more than 0.
         is_split = (
             len(shares) <= 3 and all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf

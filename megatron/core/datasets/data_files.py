@@ -2,11 +2,11 @@
 
 [Note: a data file that shrinks]
 
-Training data is read for days, and may be cut meanwhile: by a copy over it, a quota, a file system
-that fails. Touching a mapped page that no longer has a file behind it kills the process with
-SIGBUS, without a word. So tokens are read by pread, which answers with fewer bytes or with an
-error. Indices are mapped, since they are looked up at random places; their size is asked for before
-each look-up. That costs half a microsecond, and leaves open only the moment between the two.
+Training reads its data for days, and a file may be truncated meanwhile: by a copy over it, a quota,
+a failing file system. Touching a mapped page that no longer has a file behind it kills the process
+with SIGBUS, without a word. So tokens are read by pread, which returns fewer bytes or an error.
+Indices are mapped, because they are read at random places; the file's size is checked before each
+look-up. The check costs half a microsecond and leaves only the moment between the two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class IndexedDatasetError(ValueError):
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from another one that later stands under its name."""
+    """Tells a file from another one that later has its name."""
 
     num_bytes: int
     mtime_ns: int
@@ -79,6 +79,7 @@ class DataFile:
             if not more:
                 raise _shrunk(self.path, size, os.fstat(self._stream.fileno()).st_size)
             content += more
+
         return content
 
     def array(self, offset: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

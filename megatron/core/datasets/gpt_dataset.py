@@ -63,6 +63,7 @@ class GPTDataset(NumberedDataset):
             raise IndexedDatasetError(
                 f"{indexed.prefix}: expected {expected}, got {indexed.dtype}."
             )
+
         if documents.step != 1 or not 0 <= documents.start <= documents.stop <= len(indexed):
             raise ValueError(
                 f"{indexed.prefix}: expected a part of range({len(indexed)}), got {documents}."
@@ -72,14 +73,15 @@ class GPTDataset(NumberedDataset):
                 f"Expected at least 1 sample of at least 1 token, got {num_samples} of "
                 f"{seq_length}."
             )
+
         self.num_tokens = indexed.num_tokens(documents)
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
             raise TooFewTokensError(
                 f"{indexed.prefix}: expected at least {seq_length + 1} tokens (--seq-length + 1) "
-                "in documents "
-                f"{documents.start} to {documents.stop}, got {self.num_tokens}."
+                f"in documents {documents.start} to {documents.stop}, got {self.num_tokens}."
             )
+
         self.indexed = indexed
         self.num_samples = num_samples
         self.seq_length = seq_length
@@ -169,6 +171,7 @@ class GPTDataset(NumberedDataset):
             num_found += length
             if num_found > num_left:
                 break
+
         if num_found != num_left:
             got = "more" if num_found > num_left else num_found
             raise self._wrong_start(epoch, number, f"{num_left} tokens after it", got)
@@ -193,9 +196,8 @@ class GPTDataset(NumberedDataset):
         if lowest < 0 or highest >= self.vocab_size:
             raise IndexedDatasetError(
                 f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the "
-                "vocabulary size, got "
-                f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer "
-                "than this run's."
+                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
+                "with another tokenizer than this run's."
             )
 
     def __getstate__(self) -> dict[str, Any]:

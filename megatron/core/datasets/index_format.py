@@ -83,6 +83,7 @@ def read_header(index: DataFile) -> IndexHeader:
         found = content[: len(_MAGIC)]
         expected = f"an index that begins with {_MAGIC!r}"
         raise IndexedDatasetError(f"{path}: expected {expected}, got {found!r}.")
+
     if len(content) < _HEADER.size:
         expected = f"a header of {_HEADER.size} bytes"
         raise IndexedDatasetError(f"{path}: expected {expected}, got {len(content)}.")
@@ -100,6 +101,7 @@ def read_header(index: DataFile) -> IndexHeader:
             f"{path}: expected {header.end} bytes for {num_sequences} sequences and "
             f"{num_boundaries} document boundaries, got {size} bytes."
         )
+
     return header
 
 
@@ -152,6 +154,7 @@ def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> 
                 f"{tokens.path}: expected at least {ends[wrong]} bytes for sequences 0 to "
                 f"{begin + wrong} of {index.path}, got {size}."
             )
+
     return end
 
 

@@ -128,6 +128,7 @@ class IndexedDataset:
                 f"Expected a part of the {available} tokens of sequence {index}, got {length} from "
                 f"{offset} on."
             )
+
         begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         return self._tokens.array(begin, length, self.dtype)
 
@@ -197,6 +198,7 @@ class IndexedDatasetBuilder:
         if self.dtype not in DTYPES.values():
             known = ", ".join(map(str, DTYPES.values()))
             raise ValueError(f"Expected one of {known}, got {self.dtype}.")
+
         self.num_sequences = 0
         self.num_documents = 0
         self.num_tokens = 0
@@ -227,6 +229,7 @@ class IndexedDatasetBuilder:
         if given.dtype != self.dtype and not np.array_equal(stored, given):
             wrong = given[stored != given][0]
             raise ValueError(f"Expected tokens that {self.dtype} can hold, got {wrong}.")
+
         each = [len(stored)] if lengths is None else [int(length) for length in lengths]
         if max(each, default=0) > _LONGEST:
             raise ValueError(f"Expected sequences of at most {_LONGEST} tokens, got {max(each)}.")
@@ -250,6 +253,7 @@ class IndexedDatasetBuilder:
             raise RuntimeError(
                 f"Expected an open builder, got one of {self.prefix} that is finalized or aborted."
             )
+
         try:
             sync_stream(self._tokens)
             self._tokens.close()

@@ -42,14 +42,14 @@ class MockGPTDataset(NumberedDataset):
         """Sample `index`: two views of one window."""
         num_tokens = self.seq_length + 1
         key = derive_key(self.seed, "mock", index)
-        # Two random numbers per token, and one for the stride.
-        draws = mix64(np.arange(2 * num_tokens + 1, dtype=np.uint64), key) >> np.uint64(
-            11
-        )  # 53 bits, exact as floats
+        # Two random numbers per token, and one for the stride, of 53 bits: exact as floats.
+        numbers = np.arange(2 * num_tokens + 1, dtype=np.uint64)
+        draws = mix64(numbers, key) >> np.uint64(11)
         stride = 1 + int(draws[-1]) % _NUM_STRIDES
         is_jump = draws[:num_tokens] < np.uint64(_NOISE * (1 << 53))
         is_jump[0] = True
         targets = (draws[num_tokens:-1] % np.uint64(self._alphabet)).astype(np.int64)
+
         places = np.arange(num_tokens)
         last_jump = np.maximum.accumulate(np.where(is_jump, places, 0))
         window = torch.from_numpy(

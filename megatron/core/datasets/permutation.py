@@ -25,8 +25,8 @@ _NUM_ROUNDS = 6
 # numpy's cost per call.
 _CHUNK = 1 << 15
 _MAX_SIZE = 1 << 62  # positions are int64
-# Up to here the shuffle is stored after all: a network over a handful of bits reaches some orders
-# far more often.
+# Up to this size the shuffle is stored after all: over a handful of bits, a network yields some
+# orders far more often than others.
 _TABLE_SIZE = 256
 
 
@@ -74,6 +74,7 @@ class RandomPermutation:
                 mix64(np.arange(size, dtype=np.uint64), key), kind="stable"
             ).astype(np.int64)
             return
+
         bits = (size - 1).bit_length()
         self._low_bits = bits // 2
         self._high_bits = bits - self._low_bits
@@ -103,6 +104,7 @@ class RandomPermutation:
                 f"Expected positions in range({self.size}), got {positions.min()} to "
                 f"{positions.max()}."
             )
+
         if self._table is not None:
             return self._table.take(positions)
         permuted = positions.astype(np.uint64)
@@ -146,5 +148,6 @@ class RandomPermutation:
             np.multiply(mixed, second, out=mixed)
             np.right_shift(mixed, np.uint32(32 - bits), out=mixed)
             np.bitwise_xor(target, mixed, out=target)
+
         np.left_shift(high, low_bits, out=values, dtype=np.uint64)
         np.bitwise_or(values, low, out=values)

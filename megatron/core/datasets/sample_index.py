@@ -1,5 +1,5 @@
-"""Where each training sample begins: computed once per data, split and sequence length, kept as a
-mapped file.
+"""Where each training sample begins: computed once per data, split and sequence length, and kept in
+a mapped file.
 
 [Note: the order of samples]
 
@@ -13,17 +13,17 @@ token of one window, a label only, is the first of the next.
     window 2                      C C C C C     what is left after the last whole window is dropped
 
 Both orders, of documents in the stream and of samples drawn from the epoch, are
-`RandomPermutation`s of (seed, epoch). What cannot be computed on the spot is which document a
-window begins in, since that is a running sum over all documents before it. That, and nothing else,
-is stored.
+`RandomPermutation`s of (seed, epoch). Only the document that a window begins in cannot be computed
+on the spot, since that takes a running sum over all documents before it. So it is stored, and
+nothing else.
 
 [Note: a stored start is not believed]
 
-The folder of the cache may be shared, and files in it rot. Checking all starts when they are opened
-would cost what computing them costs. But a window's last token is the first of the next window:
-reading a window leads to where the next one begins, and after the last one the rest of the epoch is
-known, too. So each window that is read is held against the start that follows. One wrong start is
-found before any of its tokens are used.
+The cache's folder may be shared, and files in it may rot. Checking all starts when the file is
+opened would cost as much as computing them. But a window's last token is the first of the next
+window: reading a window leads to where the next one begins, and after the last one the rest of the
+epoch is known, too. So each window that is read is checked against the start that follows. A wrong
+start is found before any of its tokens are used.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class SampleIndex:
                     "mtime_ns": version.mtime_ns,
                 }
             )
+
         return {
             "format": _FORMAT,
             "files": files,
@@ -204,9 +205,11 @@ class SampleIndex:
             raise IndexedDatasetError(
                 f"--data-cache-path: expected {expected}, got {self.folder} ({error})."
             ) from error
+
         if found is None:
             expected = "the sample index that was just written"
             raise IndexedDatasetError(f"{self.path}: expected {expected}, got another file.")
+
         return found
 
     def _map(self) -> SampleStarts | None:
@@ -228,6 +231,7 @@ class SampleIndex:
         except IndexedDatasetError as error:
             logger.warning("%s It is built anew.", error)
             return None
+
         return SampleStarts(mapped, mapped.content[len(header) :].view("<i8").reshape(self.shape))
 
     def _header(self) -> bytes:
@@ -248,6 +252,7 @@ class SampleIndex:
                     epoch, self.seq_length, self.samples_per_epoch
                 ):
                     stream.write(starts.tobytes())
+
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
             self.stream.indexed.prefix,

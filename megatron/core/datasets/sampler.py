@@ -47,14 +47,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
             raise ValueError(
                 "Expected a micro batch size, a global batch size and a data parallel size of at "
-                "least 1, got "
-                f"{micro_batch_size}, {global_batch_size} and {data_parallel_size}."
+                f"least 1, got {micro_batch_size}, {global_batch_size} and {data_parallel_size}."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"Expected a data parallel rank in range({data_parallel_size}), got "
                 f"{data_parallel_rank}."
             )
+
         per_pass = micro_batch_size * data_parallel_size
         if global_batch_size % per_pass:
             raise ValueError(
@@ -66,6 +66,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"Expected 0 to {num_samples} consumed samples, got {consumed_samples}."
             )
+
         self.num_microbatches = global_batch_size // per_pass
         self.num_global_batches = (num_samples - consumed_samples) // global_batch_size
         self._consumed_samples = consumed_samples

@@ -16,19 +16,23 @@ class DataParallelConfig:
     use_megatron_fsdp: bool | None = option(
         None,
         "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, "
-        "the model is not "
-        "sharded and runs in one process, in fp32",
+        "the model is not sharded and runs in one process, in fp32",
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params",
         "what Megatron-FSDP shards: nothing, or optimizer states, or gradients too, or parameters "
         "too (ZeRO-1, 2, 3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        no_effect_unless="use_megatron_fsdp",
     )
     num_distributed_optimizer_instances: int = option(
         1,
         "groups of ranks among each of which the model is sharded, side by side (HSDP)",
         at_least=1,
+        no_effect_unless={
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
     )
     outer_dp_sharding_strategy: str = option(
         "no_shard",
@@ -38,61 +42,43 @@ class DataParallelConfig:
     megatron_fsdp_main_grads_dtype: str | None = option(
         None,
         "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, "
-        "or auto with "
-        "--optimizer-cpu-offload",
+        "or auto with --optimizer-cpu-offload",
         choices=_DTYPES,
+        no_effect_unless="use_megatron_fsdp",
     )
     megatron_fsdp_grad_comm_dtype: str = option(
         "auto",
         "dtype in which gradients are reduced; auto: that of the main gradients",
         choices=_DTYPES,
+        no_effect_unless="use_megatron_fsdp",
     )
     megatron_fsdp_reshard_after_forward: bool = option(
         True,
         "free a layer's full weights after its forward and gather them again for its backward",
         off_flag="--megatron-fsdp-no-reshard-after-forward",
+        no_effect_unless="use_megatron_fsdp",
     )
     use_torch_fsdp2: bool = option(False, "shard with PyTorch FSDP2, the reference engine")
     torch_fsdp2_reshard_after_forward: bool = option(
         True,
         "free a layer's full weights after its forward and gather them again for its backward",
         off_flag="--torch-fsdp2-no-reshard-after-forward",
+        no_effect_unless="use_torch_fsdp2",
     )
     distributed_timeout_minutes: float = option(
         10.0, "how long a collective may take before the run ends", more_than=0
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        # First: the options that need an engine are checked against the one that runs.
         resolve_default(self, "use_megatron_fsdp", not self.use_torch_fsdp2)
+
+        check_options(self)
         expect(
             not (self.use_megatron_fsdp and self.use_torch_fsdp2),
             "--use-torch-fsdp2",
             "one engine",
             "--use-megatron-fsdp too",
-        )
-        for name, default, flag in (
-            (
-                "data_parallel_sharding_strategy",
-                "optim_grads_params",
-                "--data-parallel-sharding-strategy",
-            ),
-            ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
-            ("megatron_fsdp_main_grads_dtype", None, "--megatron-fsdp-main-grads-dtype"),
-            ("megatron_fsdp_grad_comm_dtype", "auto", "--megatron-fsdp-grad-comm-dtype"),
-            (
-                "megatron_fsdp_reshard_after_forward",
-                True,
-                "--megatron-fsdp-no-reshard-after-forward",
-            ),
-        ):
-            is_used = self.use_megatron_fsdp or getattr(self, name) == default
-            expect(is_used, flag, "--use-megatron-fsdp", "--no-use-megatron-fsdp")
-        expect(
-            self.torch_fsdp2_reshard_after_forward or self.use_torch_fsdp2,
-            "--torch-fsdp2-no-reshard-after-forward",
-            "--use-torch-fsdp2",
-            "--no-use-torch-fsdp2",
         )
         expect(
             self.outer_dp_sharding_strategy == "no_shard"
@@ -100,13 +86,6 @@ class DataParallelConfig:
             "--outer-dp-sharding-strategy",
             "--num-distributed-optimizer-instances of at least 2",
             self.num_distributed_optimizer_instances,
-        )
-        expect(
-            self.num_distributed_optimizer_instances == 1
-            or self.data_parallel_sharding_strategy == "optim_grads_params",
-            "--num-distributed-optimizer-instances",
-            "--data-parallel-sharding-strategy optim_grads_params",
-            self.data_parallel_sharding_strategy,
         )
 
     @property
@@ -118,6 +97,7 @@ class DataParallelConfig:
         """Into how many parts optimizer states are cut, over `world_size` ranks."""
         if self.data_parallel_sharding_strategy == "no_shard" or not self.is_sharded:
             return 1
+
         is_outer_replicated = self.outer_dp_sharding_strategy == "no_shard"
         return world_size // (
             self.num_distributed_optimizer_instances if is_outer_replicated else 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, expect, option, options_of
+from megatron.core.options import check_options, expect, given_options, option, options_of
 
 _WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
 _MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
 _HOST_MOMENT_DTYPES = ("fp32", "bf16")
-_DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_DTYPE_OPTIONS = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,38 @@ class OptimizerConfig:
         "adam", "adam is AdamW: weight decay is decoupled", choices=("adam", "sgd")
     )
     weight_decay: float = option(
-        0.01, "weight decay of matrices; biases and norms have none", at_least=0
+        0.01,
+        "weight decay of matrices; biases and norms have none",
+        at_least=0,
+        overridden_by="use_checkpoint_opt_param_scheduler",
     )
-    adam_beta1: float = option(0.9, "decay of Adam's first moment", at_least=0, less_than=1)
-    adam_beta2: float = option(0.999, "decay of Adam's second moment", at_least=0, less_than=1)
-    adam_eps: float = option(1e-8, "term added to Adam's denominator", more_than=0)
-    sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, less_than=1)
+    adam_beta1: float = option(
+        0.9,
+        "decay of Adam's first moment",
+        at_least=0,
+        less_than=1,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    adam_beta2: float = option(
+        0.999,
+        "decay of Adam's second moment",
+        at_least=0,
+        less_than=1,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    adam_eps: float = option(
+        1e-8,
+        "term added to Adam's denominator",
+        more_than=0,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    sgd_momentum: float = option(
+        0.9,
+        "momentum of SGD",
+        at_least=0,
+        less_than=1,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
     clip_grad: float = option(
         1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0
     )
@@ -33,27 +59,36 @@ class OptimizerConfig:
         False, "count the zeros among the gradients' elements, and report them"
     )
     loss_scale: float | None = option(
-        None, "with --fp16: scale of the loss, which stays; default: one that adapts", more_than=0
+        None,
+        "with --fp16: scale of the loss, which stays; default: one that adapts",
+        more_than=0,
+        no_effect_unless="fp16",
     )
     initial_loss_scale: float = option(
-        2.0**32, "first value of a loss scale that adapts", more_than=0
+        2.0**32, "first value of a loss scale that adapts", more_than=0, no_effect_unless="fp16"
     )
     min_loss_scale: float = option(
-        1.0, "value below which a loss scale that adapts is not halved", more_than=0
+        1.0,
+        "value below which a loss scale that adapts is not halved",
+        more_than=0,
+        no_effect_unless="fp16",
     )
     loss_scale_window: int = option(
-        1000, "finite steps in a row after which the loss scale is doubled", at_least=1
+        1000,
+        "finite steps in a row after which the loss scale is doubled",
+        at_least=1,
+        no_effect_unless="fp16",
     )
     hysteresis: int = option(
         2,
         "steps that are not finite until the loss scale is halved; counted anew once it is doubled",
         at_least=1,
+        no_effect_unless="fp16",
     )
     gpu_optimizer: str = option(
         "auto",
         "whose Adam steps what is on the device: native is ours, auto takes it; "
-        "TransformerEngine's and Apex's need "
-        "their packages and a GPU",
+        "TransformerEngine's and Apex's need their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
     use_precision_aware_optimizer: bool = option(
@@ -76,20 +111,29 @@ class OptimizerConfig:
         "share of the elements that is offloaded, in whole layers from the network's end",
         at_least=0,
         at_most=1,
+        no_effect_unless="optimizer_cpu_offload",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = option(
-        False, "move gradients down during backward, and weights up, beside the update of others"
+        False,
+        "move gradients down during backward, and weights up, beside the update of others",
+        no_effect_unless="optimizer_cpu_offload",
     )
     overlap_optimizer_with_forward: bool = option(
-        False, "begin the next forward at once; each layer waits for its own weights"
+        False,
+        "begin the next forward at once; each layer waits for its own weights",
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
     pin_cpu_grads: bool = option(
         True,
         "page-locked host memory for gradients on their way down",
         off_flag="--no-pin-cpu-grads",
+        no_effect_unless="optimizer_cpu_offload",
     )
     pin_cpu_params: bool = option(
-        True, "page-locked host memory for weights on their way up", off_flag="--no-pin-cpu-params"
+        True,
+        "page-locked host memory for weights on their way up",
+        off_flag="--no-pin-cpu-params",
+        no_effect_unless="optimizer_cpu_offload",
     )
     cpu_optimizer_threads: int | None = option(
         None,
@@ -100,27 +144,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, default, flag in (
-            ("optimizer_offload_fraction", 1.0, "--optimizer-offload-fraction"),
-            ("overlap_cpu_optimizer_d2h_h2d", False, "--overlap-cpu-optimizer-d2h-h2d"),
-            ("overlap_optimizer_with_forward", False, "--overlap-optimizer-with-forward"),
-            ("pin_cpu_grads", True, "--no-pin-cpu-grads"),
-            ("pin_cpu_params", True, "--no-pin-cpu-params"),
-        ):
-            is_used = self.optimizer_cpu_offload or getattr(self, name) == default
-            expect(is_used, flag, "--optimizer-cpu-offload", "--no-optimizer-cpu-offload")
-        expect(
-            self.overlap_cpu_optimizer_d2h_h2d or not self.overlap_optimizer_with_forward,
-            "--overlap-optimizer-with-forward",
-            "--overlap-cpu-optimizer-d2h-h2d",
-            "--no-overlap-cpu-optimizer-d2h-h2d",
-        )
         expect(
             not self.optimizer_cpu_offload or self.gpu_optimizer in ("auto", "native"),
             "--gpu-optimizer",
             "auto or native with --optimizer-cpu-offload, so that both sides give the same bits",
             self.gpu_optimizer,
         )
+
         is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
             is_ours or self.cpu_optimizer_threads is None,
@@ -135,26 +165,26 @@ class OptimizerConfig:
                 "auto or torch for sgd",
                 self.gpu_optimizer,
             )
+
         self._check_dtypes(is_ours)
         self._check_loss_scale()
 
     def given_loss_scale_flags(self) -> list[str]:
-        """The flags of loss scaling whose values are not the defaults."""
-        defaults = {field.name: field.default for field in options_of(OptimizerConfig)}
-        names = ("loss_scale", *_DYNAMIC_LOSS_SCALE)
+        """The flags of loss scaling that are given: those that have no effect without --fp16."""
         return [
-            "--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]
+            field.flag
+            for field in given_options(self)
+            if ("fp16", True) in field.option.no_effect_unless
         ]
 
     def _check_loss_scale(self) -> None:
-        if self.loss_scale is not None:
-            others = [flag for flag in self.given_loss_scale_flags() if flag != "--loss-scale"]
-            expect(
-                not others,
-                "--loss-scale",
-                "no flags of a loss scale that adapts",
-                ", ".join(others),
-            )
+        others = [flag for flag in self.given_loss_scale_flags() if flag != "--loss-scale"]
+        expect(
+            self.loss_scale is None or not others,
+            "--loss-scale",
+            "no flags of a loss scale that adapts",
+            ", ".join(others),
+        )
         expect(
             self.min_loss_scale <= self.initial_loss_scale,
             "--min-loss-scale",
@@ -163,26 +193,23 @@ class OptimizerConfig:
         )
 
     def _check_dtypes(self, is_ours: bool) -> None:
-        dtypes = {
-            "--main-params-dtype": self.main_params_dtype,
-            "--main-grads-dtype": self.main_grads_dtype or "fp32",
-            "--exp-avg-dtype": self.exp_avg_dtype,
-            "--exp-avg-sq-dtype": self.exp_avg_sq_dtype,
-        }
-        for flag, dtype in dtypes.items():
-            is_allowed = self.use_precision_aware_optimizer or dtype == "fp32"
+        for field in options_of(OptimizerConfig):
+            if field.name not in _DTYPE_OPTIONS:
+                continue
+            dtype = getattr(self, field.name) or "fp32"
             expect(
-                is_allowed,
-                flag,
+                self.use_precision_aware_optimizer or dtype == "fp32",
+                field.flag,
                 "--use-precision-aware-optimizer for another dtype than fp32",
                 dtype,
             )
             expect(
                 is_ours or dtype == "fp32",
-                flag,
+                field.flag,
                 "fp32 for other optimizers than our own Adam",
                 dtype,
             )
+
         if self.optimizer_cpu_offload:
             expect(
                 self.exp_avg_dtype == self.exp_avg_sq_dtype

@@ -47,10 +47,14 @@ class LRScheduleConfig:
         None, "iterations of the last phase of WSD", more_than=0
     )
     override_opt_param_scheduler: bool = option(
-        False, "on load, take this run's schedule where it differs from the checkpoint's"
+        False,
+        "on load, take this run's schedule where it differs from the checkpoint's",
+        requires="load",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, "on load, take the checkpoint's schedule where it differs from this run's"
+        False,
+        "on load, take the checkpoint's schedule where it differs from this run's",
+        requires="load",
     )
 
     def __post_init__(self) -> None:

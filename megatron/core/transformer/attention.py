@@ -31,12 +31,14 @@ class SelfAttention(nn.Module):
                 ("value", config.key_value_size),
             )
         )
+
         self.linear_qkv = FusedLinear(
             config.hidden_size,
             sections,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init_std=config.init_method_std,
         )
+
         self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
         self.linear_proj = Linear(
@@ -65,6 +67,7 @@ class SelfAttention(nn.Module):
             context = checkpoint(self._core_attention, query, key, value, use_reentrant=False)
         else:
             context = self._core_attention(query, key, value)
+
         output: Tensor = self.linear_proj(
             rearrange(context, "batch head seq dim -> batch seq (head dim)")
         )

@@ -99,6 +99,7 @@ class TransformerConfig:
                 f"a multiple of --num-attention-heads ({heads}), or --kv-channels",
                 self.hidden_size,
             )
+
         resolve_default(self, "kv_channels", self.hidden_size // heads)
         if self.group_query_attention:
             expect(
@@ -116,6 +117,7 @@ class TransformerConfig:
                 "--group-query-attention beside it",
                 self.num_query_groups,
             )
+
         resolve_default(self, "num_query_groups", heads)
         expect(
             heads % self.num_key_value_heads == 0,

@@ -58,12 +58,14 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, chunk_numel: int = CHUNK
             f"Expected contiguous logits, got strides {logits.stride()} for shape "
             f"{tuple(logits.shape)}."
         )
+
     owner = logits if logits._base is None else logits._base
     if torch.is_grad_enabled() and logits.requires_grad and owner.is_leaf:
         raise ValueError(
             "Expected logits that an operation made, got a leaf's values, which backward would "
             "overwrite."
         )
+
     _check_labels(labels, logits.shape[-1])
     apply: Any = _VocabCrossEntropy.apply  # torch declares it without types
     losses: Tensor = apply(logits, labels, chunk_numel)
@@ -74,19 +76,19 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk_numel: int) -> Tensor:
         flat_logits, flat_labels = _rows(logits, labels)
-        log_sum_exp = torch.empty(
-            len(flat_labels), dtype=torch.float32, device=logits.device
-        )  # [n]
+        num_rows, device = len(flat_labels), logits.device
+        log_sum_exp = torch.empty(num_rows, dtype=torch.float32, device=device)  # [n]
         target = torch.empty_like(log_sum_exp)  # [n], each row's logit of its label
         for rows in _row_chunks(flat_logits, chunk_numel):
             chunk = flat_logits[rows].float()  # [rows, vocab]
             log_sum_exp[rows] = torch.logsumexp(chunk, dim=1)
             target[rows] = chunk.gather(1, flat_labels[rows].unsqueeze(1)).squeeze(1)
+
         ctx.save_for_backward(logits, labels, log_sum_exp)
         ctx.chunk_numel = chunk_numel
         ctx.holds_gradient = False
-        # Not a view of a flat result: sharding wrappers hang their hooks on a module's output and
-        # warn of views.
+        # Not a view of a flat result: sharding wrappers register hooks on a module's output and
+        # warn about views.
         return log_sum_exp.view_as(labels) - target.view_as(labels)
 
     @staticmethod
@@ -101,18 +103,19 @@ class _VocabCrossEntropy(torch.autograd.Function):
                 "Expected one backward through vocab_cross_entropy, got a second: "
                 "the first wrote the gradient over the logits."
             )
+
         logits, labels, log_sum_exp = ctx.saved_tensors
         ctx.holds_gradient = True
         flat_logits, flat_labels = _rows(logits, labels)
         flat_grad = grad_losses.flatten()  # [n]
         for rows in _row_chunks(flat_logits, ctx.chunk_numel):
             chunk = flat_logits[rows]
-            # Subtracting an fp32 column makes the difference fp32 in one pass.
-            gradient = (
-                chunk - log_sum_exp[rows].unsqueeze(1)
-            ).exp_()  # [rows, vocab]: the probabilities
+            # The probabilities, [rows, vocab]. Subtracting an fp32 column makes the difference fp32
+            # in one pass.
+            gradient = (chunk - log_sum_exp[rows].unsqueeze(1)).exp_()
             gradient[torch.arange(len(gradient), device=gradient.device), flat_labels[rows]] -= 1.0
             chunk.copy_(gradient.mul_(flat_grad[rows].unsqueeze(1)))
+
         return logits.detach(), None, None
 
 

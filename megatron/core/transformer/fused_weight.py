@@ -1,8 +1,8 @@
 """Linear layers, and fused weights: several matrices stored as consecutive rows of one parameter.
 
-The module that fuses says so where it builds the weight; whoever stores it unfused (checkpoints)
-reads the sections from there and never guesses them from names. Two query heads and one key-value
-head of four channels each:
+A module that fuses declares the sections where it builds the weight. Checkpoints, which store the
+sections unfused, read them from there and never guess them from names. Two query heads and one
+key-value head of four channels each:
 
     FusedWeight((("query", 8), ("key", 4), ("value", 4)))
 
@@ -42,6 +42,7 @@ class FusedWeight:
         object.__setattr__(
             self, "sections", tuple(Section(name, num_rows) for name, num_rows in sections)
         )
+
         if not self.sections:
             raise ValueError("Expected at least one section, got none.")
         if len(set(self.names)) != len(self.names):
@@ -104,8 +105,7 @@ class Linear(nn.Linear):
 
 
 class FusedLinear(Linear):
-    """A linear layer whose output features are the sections of a `FusedWeight`; its forward gives
-    them fused.
+    """A linear layer whose output features are the sections of a `FusedWeight`, still fused.
 
     Attributes:
         fused: the sections of `weight` [fused.num_rows, in_features] and of `bias`

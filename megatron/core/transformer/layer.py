@@ -36,10 +36,11 @@ class TransformerLayer(nn.Module):
             and self.training
             and torch.is_grad_enabled()
         ):
-            # Inside forward, so that hooks which gather and release this module's weights stay
-            # outside what is rerun.
+            # Inside forward, so the hooks that gather and release this module's weights are not
+            # rerun.
             recomputed: Tensor = checkpoint(self._body, hidden, rotary, use_reentrant=False)
             return recomputed
+
         return self._body(hidden, rotary)
 
     def _body(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:

@@ -30,9 +30,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # torch computes 16 bit inputs in fp32. Where it has a kernel for it (CUDA) it keeps no
-            # fp32 copies for backward; on the CPU it composes the norm of single operations, which
-            # keep them.
+            # torch computes 16-bit inputs in fp32. Its CUDA kernel keeps no fp32 copies for
+            # backward; on the CPU it composes the norm of single operations, which do.
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight.float(), self.eps).to(x.dtype)
 
@@ -58,8 +57,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.dtype == self.weight.dtype:
-            # A kernel on every device: fp32 inside, and no copies of x kept but x itself and the
-            # row statistics.
+            # A kernel on every device: fp32 inside, and for backward it keeps only x and the row
+            # statistics.
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         return F.layer_norm(
             x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps

@@ -28,7 +28,7 @@ class RotaryAngles:
 
 
 def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.device) -> RotaryAngles:
-    """The angles of positions 0 .. seq_length - 1, computed anew at each call: no buffer to
+    """The angles of positions 0 .. seq_length - 1. Computed on each call, so there is no buffer to
     initialize or move.
     """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
@@ -60,6 +60,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(
             f"Expected cosines and sines in torch.float32, got {cos.dtype} and {sin.dtype}."
         )
+
     seq_length, head_dim = x.shape[1], x.shape[3]
     half = cos.shape[1]
     if cos.shape != sin.shape or cos.shape[0] != seq_length or 2 * half > head_dim:
@@ -67,12 +68,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"Expected angles of {seq_length} positions and at most {head_dim} channels, "
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
         )
+
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = (
-        cos.unsqueeze(1),
-        sin.unsqueeze(1),
-    )  # [seq, 1, rotary_dim / 2], broadcast over the heads
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-        x.dtype
-    )
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [seq, 1, rotary_dim / 2], for all heads
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = turned.to(x.dtype)
     return torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < head_dim else rotated

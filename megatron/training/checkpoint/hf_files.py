@@ -1,6 +1,4 @@
-"""The files in a folder of weights as the transformers library keeps them: safetensors, JSON, a
-tokenizer's.
-"""
+"""The files in a folder of weights of the transformers library: safetensors, JSON, a tokenizer."""
 
 from __future__ import annotations
 
@@ -40,6 +38,7 @@ CONFIG_FILE = "config.json"
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
 _SHOWN = 80  # characters of a name in a message
 
+# With the names of safetensors.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,14 +52,14 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}  # by the names of safetensors
+}
 
 
 # Weights, written
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, with the name that it is to have."""
+    """A tensor of a checkpoint, with the name to write it under."""
 
     name: str
     key: str  # in the checkpoint
@@ -84,19 +83,20 @@ def write_weights(
     """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
 
     Raises:
-        CheckpointError: for a dtype that safetensors does not have, and a checkpoint that turns out
-            to be damaged.
+        CheckpointError: for a dtype that safetensors does not have, and for a damaged checkpoint.
         OSError: if the file system failed.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     if len(shards) == 1:
         _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0])
         return
+
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, checkpoint, shard)
         weight_map |= {tensor.name: file for tensor in shard}
+
     total_size = sum(tensor.nbytes for tensor in tensors)
     write_json(
         folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
@@ -104,7 +104,7 @@ def write_weights(
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
-    """Tensors that follow each other and have at most `max_bytes` together, or a single one."""
+    """Runs of tensors with at most `max_bytes` together, or of a single larger one."""
     shard: list[StoredTensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -119,14 +119,12 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[St
 def _write_shard(
     path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]
 ) -> None:
-    """One safetensors file: the header's length as 8 bytes, the header in JSON, the tensors one
-    after the other.
-    """
-    # In this order each begins at a multiple of its elements' size.
+    """Writes a safetensors file: the header's length in 8 bytes, the JSON header, the tensors."""
+    # The largest elements first: each tensor then begins at a multiple of its elements' size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt"}
-    }  # the framework, which some readers insist on
+    # Some readers insist on the name of the framework.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+
     end = 0
     for tensor in ordered:
         if tensor.dtype not in _DTYPES:
@@ -139,8 +137,10 @@ def _write_shard(
             "shape": list(tensor.entry.size),
             "data_offsets": [begin, end],
         }
+
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+
     with path.open("xb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
@@ -152,7 +152,7 @@ def _write_shard(
 
 
 class WeightFile(NamedTuple):
-    """A safetensors file, opened."""
+    """An open safetensors file."""
 
     path: Path
     num_bytes: int
@@ -163,8 +163,8 @@ class WeightFile(NamedTuple):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
-        # What is mapped and no longer there kills the process, see [Note: a data file that
-        # shrinks].
+        # Reading a mapped page beyond the file's end kills the process, see [Note: a data file
+        # that shrinks].
         size = self.path.stat().st_size
         if size < self.num_bytes:
             raise CheckpointDamagedError(
@@ -175,7 +175,7 @@ class WeightFile(NamedTuple):
 
 
 class WeightFiles:
-    """The safetensors files of a folder, opened.
+    """The open safetensors files of a folder.
 
     Attributes:
         folder: where they are.
@@ -192,15 +192,15 @@ class WeightFiles:
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
         """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
-        listed: dict[str, list[str] | None] = {
-            WEIGHTS_FILE: None
-        }  # by file; None: whatever there is
+        # The tensors of each file; None: any.
+        listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}
         if os.path.lexists(folder / INDEX_FILE):
             listed = _read_index(folder / INDEX_FILE)
         elif not os.path.lexists(folder / WEIGHTS_FILE):
             raise CheckpointError(
                 f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither."
             )
+
         found: dict[str, WeightFile] = {}
         for file, wanted in listed.items():
             opened = _open_weights(folder / file, stack)
@@ -212,6 +212,7 @@ class WeightFiles:
                     f"{different}."
                 )
             found |= dict.fromkeys(names, opened)
+
         path = folder / CONFIG_FILE
         return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
@@ -219,7 +220,7 @@ class WeightFiles:
         return tuple(self._files[name].slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """None for one that is unknown here."""
+        """A tensor's dtype; None for one that is unknown here."""
         wanted = self._files[name].slice(name).get_dtype()
         return next((dtype for dtype, own in _DTYPES.items() if own == wanted), None)
 
@@ -242,12 +243,13 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
 
     names: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        # Nothing outside of the folder is read. The name of ".." is "..".
+        # Nothing outside of the folder may be read. `Path("..").name` is "..".
         is_name = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
         if not is_name or not file.isprintable():
             got = f"{shown(file)} for {printable(name, _SHOWN)}"
             raise CheckpointDamagedError(f"Expected names of files beside it in {path}, got {got}.")
         names.setdefault(file, []).append(name)
+
     return {file: names[file] for file in sorted(names)}
 
 
@@ -265,13 +267,12 @@ def _open_weights(path: Path, stack: ExitStack) -> WeightFile:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of one JSON object. CheckpointDamagedError if it is none."""
+    """Reads a file of one JSON object. CheckpointDamagedError if it is something else."""
     with system_errors(str(path)):
         text = read_regular(path, max_bytes=_MAX_JSON_BYTES, what="a JSON object")
     try:
-        content = parse_json(
-            text, max_depth=100, allow_nan=True
-        )  # some models' limits are infinite
+        # NaN and infinities are allowed: some models' limits are infinite.
+        content = parse_json(text, max_depth=100, allow_nan=True)
     except ValueError as error:
         raise CheckpointDamagedError(f"Expected a JSON object in {path}, got {error}.") from error
     if not isinstance(content, dict):
@@ -283,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """CheckpointError for what `save_tokenizer` does not take."""
+    """CheckpointError for a tokenizer that `save_tokenizer` cannot write."""
     is_ours = isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer))
     if (
         tokenizer is not None
@@ -311,20 +312,23 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
         write_json(
             folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False}
         )
+
     if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer)):
         return {"eos_token_id": tokenizer.eod}
+
     tokenizer.save_pretrained(folder)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name, None) for name in names}
 
 
 def _byte_level() -> tokenizers.Tokenizer:
-    """`ByteTokenizer` as the tokenizers library has it."""
-    # Its printable stand-in for each byte: the bytes that are printable stand for themselves,
-    # others for later letters.
+    """`ByteTokenizer` in the form of the tokenizers library."""
+    # The library's byte alphabet: printable bytes stand for themselves, the others are replaced by
+    # letters from 256 on.
     is_printable = [chr(byte) in set(pre_tokenizers.ByteLevel.alphabet()) for byte in range(256)]
     others = iter(range(256, 512))
     letters = [chr(byte) if is_printable[byte] else chr(next(others)) for byte in range(256)]
+
     found = tokenizers.Tokenizer(
         models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
     )

@@ -1,16 +1,16 @@
-"""Weights as the transformers library keeps them: safetensors files, config.json and a tokenizer in
-one folder.
+"""Weights in the layout of the transformers library: safetensors files, config.json and a tokenizer
+in one folder.
 
     save_hf(model, "exports/gpt", device, tokenizer=tokenizer)   # all ranks together
-    load_hf(model, "exports/gpt")                                # all ranks together, on any number of ranks
+    load_hf(model, "exports/gpt")                                # on any number of ranks
 
-Our GPT goes by the names of an architecture that computes the same
-(`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library by its own; any
-other module has its own names too, and no config.json.
+Our GPT is written under the names of an architecture that computes the same
+(`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library under its own. Any
+other module keeps its own names, too, and gets no config.json.
 
-[Note: no tensor is gathered] Ranks write what they hold as a checkpoint of weights alone, beside
-the folder and under a hidden name. Rank 0 reads that one piece by piece, writes it down as
-safetensors, and deletes it. So no rank ever has a whole tensor, and the disk has room for the
+[Note: no tensor is gathered] The ranks write their parts as a checkpoint of weights alone, beside
+the folder and under a hidden name. Rank 0 reads it piece by piece, writes the pieces as
+safetensors, and deletes it. No rank ever holds a whole tensor, but the disk needs room for the
 weights twice.
 """
 
@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
-# What a config.json says that decides what weights of the same names and shapes compute. Rotary
-# embeddings are compared besides.
+# Keys of a config.json that decide what weights of the same names and shapes compute. Rotary
+# embeddings are compared as well.
 _ARITHMETIC = (
     "model_type",
     "num_attention_heads",
@@ -93,33 +93,35 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
-    default group together.
+    default group call it together.
 
-    The folder is there once it is whole and on disk, or it is not there. Main weights are written,
-    in their dtype. Updates of them that are under way are waited for.
+    The folder appears once it is whole and on disk, or not at all. The main weights are written, in
+    their dtype, once pending updates of them are done.
 
     Args:
         model: sharded by either engine, or plain and the same on every rank.
-        folder: of a file system that all ranks see. What an earlier save into it has left
-            unfinished is deleted.
+        folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
+            deleted.
         tokenizer: one of ours, or anything with a `save_pretrained(folder)`; rank 0's is written.
-        max_shard_bytes: of the tensors in one file; one tensor always fits.
+        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if there is something at `folder` already, or it cannot be
-            written, or for a tokenizer of another kind.
-        ValueError: for a URL, or shards without room.
+        CheckpointError: on all ranks, if `folder` exists or cannot be written, or for a tokenizer
+            of another kind.
+        ValueError: for a URL, or shards that hold nothing.
     """
     if "://" in str(folder):
         raise ValueError(f"Expected a folder of a file system, got {folder}.")
     if max_shard_bytes < 1:
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
+
     start, folder = time.perf_counter(), Path(folder)
     on_all_ranks(lambda: check_tokenizer(tokenizer))
     contents = on_all_ranks(lambda: _collect(model))
     names = on_all_ranks(lambda: _names_of(model, contents))
     token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
+
     draft = _Draft(folder, token)
     try:
         on_all_ranks(lambda: _save_weights(draft, contents, device))
@@ -130,27 +132,26 @@ def save_hf(
     finally:
         if _rank() == 0:
             draft.remove()
+
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> None:
     """Loads weights from safetensors files into a model, in place. All ranks of the default group
-    together.
+    call it together.
 
-    Each rank reads what it holds. Compute weights follow when they are used next, and so do the
-    main weights of an offloaded optimizer; its other states stay as they are. Other floating-point
-    dtypes are converted.
+    Each rank reads its own part. Compute weights follow when they are next used, and so do the main
+    weights of an offloaded optimizer; its other states stay. Floating-point dtypes are converted.
 
     Args:
         model: as in `save_hf`, with no save of it under way.
-        folder: with `model.safetensors`, or shards and their index. If it has a config.json, that
-            must describe what the model computes.
+        folder: with `model.safetensors`, or shards and their index. Its config.json, if any, must
+            describe what the model computes.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, before anything is touched: for files that are missing or
-            broken, and for names, shapes, dtypes or a config that are not this model's. Only
-            reading may fail later.
+        CheckpointError: on all ranks, before anything is changed, for missing or broken files, and
+            for names, shapes, dtypes or a config of another model. Only reading may fail later.
     """
     folder = Path(folder)
     contents = on_all_ranks(lambda: _collect(model))
@@ -170,10 +171,10 @@ def _world_size() -> int:
 
 
 def _collect(model: nn.Module) -> Contents:
-    """The weights and buffers, which nothing is about to change."""
-    reshard(
-        model
-    )  # after a forward without a backward, the root of FSDP2 still shows its whole compute weights
+    """The weights and buffers, with no update of them pending."""
+    # After a forward without a backward, FSDP2's root module still shows gathered compute weights.
+    reshard(model)
+
     groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}
     for group in groups.values():
         group.wait_main_weight()
@@ -185,6 +186,7 @@ def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
         return {key: key.removeprefix(_PREFIX) for key in keys}
+
     names = {f"{_PREFIX}{own}": name for own, name in hf_names(model).items()}
     if differing := sorted(set(keys) ^ set(names)):
         raise CheckpointError(
@@ -197,7 +199,7 @@ def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
 
 
 class _Draft:
-    """What there is of a folder before it is one, and for its making: hidden folders beside it."""
+    """The hidden folders beside a folder while it is being written."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
@@ -207,12 +209,13 @@ class _Draft:
         self.name = f".{folder.name}.{token}.writing"
 
     def remove(self) -> None:
-        """Deletes what is left of it."""
+        """Deletes what is left of this draft."""
         _remove(self.folder, re.escape(self.token))
 
 
 def _remove(folder: Path, token: str) -> None:
-    """Deletes hidden folders of saves into `folder`, by a pattern of their tokens."""
+    """Deletes the hidden folders of saves to `folder` whose tokens match a pattern."""
+
     pattern = re.compile(
         rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)"
     )
@@ -222,9 +225,7 @@ def _remove(folder: Path, token: str) -> None:
 
 
 def _begin(folder: Path) -> str:
-    """Rank 0: looks whether there may be a folder, deletes what earlier saves have left, and draws
-    a token.
-    """
+    """Rank 0: checks that the folder is free, deletes remains of earlier saves, draws a token."""
     _check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove(folder, "[0-9a-f]{8}")
@@ -234,12 +235,12 @@ def _begin(folder: Path) -> str:
 def _check_is_free(folder: Path) -> None:
     if os.path.lexists(folder):
         raise CheckpointError(
-            f"Expected nothing yet at {folder}, got what is there. Weights are never written over."
+            f"Expected nothing yet at {folder}, got what is there. Weights are never overwritten."
         )
 
 
 def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
-    """This rank's part of the checkpoint of weights alone."""
+    """Writes this rank's part of the checkpoint of weights alone."""
     with CheckpointManager(draft.store, device, _rank(), _world_size(), draft.token) as manager:
         manager.save(0, contents, {}, name=draft.checkpoint)
         manager.finish()
@@ -248,26 +249,29 @@ def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
 def _export(
     draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer: Any, max_shard_bytes: int
 ) -> None:
-    """Rank 0: from the checkpoint to the folder."""
+    """Rank 0: writes the folder from the checkpoint."""
     target = draft.folder.parent / draft.name
     target.mkdir()
+
     checkpoint = PublishedCheckpoint.open(draft.store, draft.checkpoint)
     tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
     write_weights(target, checkpoint, tensors, max_shard_bytes)
     ids = save_tokenizer(tokenizer, target)
     _save_config(model, target, _main_dtype(tensors), ids)
+
     for path in sorted(target.rglob("*")):
         if path.is_dir():
             sync_folder(path)
         else:
             with path.open("rb") as stream:
                 sync_stream(stream)
+
     _check_is_free(draft.folder)
     draft.store.publish(draft.name, draft.folder.name)
 
 
 def _main_dtype(tensors: Sequence[StoredTensor]) -> torch.dtype | None:
-    """That of most elements, of those with a floating-point dtype."""
+    """The floating-point dtype of most elements."""
     numels: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
@@ -288,13 +292,16 @@ def _save_config(
         )
         write_json(folder / CONFIG_FILE, content)
         return
+
     config = _config_of(model)
     if config is None:
         return
+
     config = copy.deepcopy(config)
     config.dtype = dtype
     config.architectures = [_original_class(model).__name__]
     config.save_pretrained(folder)
+
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(folder)  # type: ignore[union-attr]
@@ -333,10 +340,11 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
         if not there:
             missing.append(name)
             continue
+
         sources[entry.key] = there[0]
         for other in there:
             problems += _differences(files, other, entry)
-        # A config that ties them says which one counts.
+        # Tied weights must be equal, unless the config ties them: then the first one counts.
         if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
             differing = [
                 other for other in there[1:] if not _are_equal(files, there[0], other, entry)
@@ -344,6 +352,7 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
             problems += [
                 f"{other} is not {there[0]}, with which it is tied here" for other in differing
             ]
+
     if missing:
         problems.append(f"it lacks {few(missing)}")
     if unexpected:
@@ -354,15 +363,11 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
 
 
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
-    """Of tied weights, the names that the transformers library does not write, by the one that it
-    does.
-    """
+    """Further names of tied weights, by the one name that the transformers library writes."""
     if isinstance(model, GPTModel):
-        return (
-            {}
-            if model.output_layer is not None
-            else {"model.embed_tokens.weight": ["lm_head.weight"]}
-        )
+        is_tied = model.output_layer is None
+        return {"model.embed_tokens.weight": ["lm_head.weight"]} if is_tied else {}
+
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -400,7 +405,7 @@ def _pieces(entry: Entry) -> Iterator[Box]:
 
 @torch.no_grad()
 def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
-    """Reads this rank's parts, in place. That autograd sees the writes is what makes compute
+    """Reads this rank's parts, in place. Autograd must see the writes: they make the compute
     weights follow.
     """
     for entry in contents.entries:
@@ -411,14 +416,13 @@ def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) ->
 
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """What a config.json says of the arithmetic that is not so in the model; nothing where one of
-    them says nothing.
-    """
+    """Differences in arithmetic between a config.json and the model, where both say something."""
     own: Mapping[str, Any] = {}
     if isinstance(model, GPTModel):
         own = hf_config(model.config, model.vocab_size)
     elif (config := _config_of(model)) is not None:
         own = config.to_dict()
+
     pairs = {name: (saved.get(name), own.get(name)) for name in _ARITHMETIC}
     pairs["rope_parameters"] = _rope(saved), _rope(own)
     pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)
@@ -430,7 +434,7 @@ def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """As it is, but for one that is too long or may hold anything: a text, or something nested."""
+    """A value for a message: numbers as they are, texts and nested values bounded."""
     return printable(str(value)) if isinstance(value, (str, int, float)) else shown(value)
 
 
@@ -440,9 +444,7 @@ def _rotated_share(config: Mapping[str, Any]) -> Any:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding that a config.json describes, as it does since version 5 of transformers
-    or before.
-    """
+    """The rotary embedding in a config.json, in the form of transformers 5 or of those before."""
     parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     if theta is None:
@@ -451,15 +453,16 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointDamagedError(
             f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}."
         )
+
     kind = parameters.pop("rope_type", "default")
     older = parameters.pop("type", kind)
-    # Architectures differ in what it means that this is left out.
+    # Architectures have different defaults for it; `_rotated_share` compares it.
     parameters.pop("partial_rotary_factor", None)
     return {"rope_type": older if kind == "default" else kind, "rope_theta": theta, **parameters}
 
 
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of what a config.json has under a key of its own, empty if it has nothing there."""
+    """A copy of an object inside a config.json; empty if it is missing."""
     found = config.get(name)
     if found is not None and not isinstance(found, Mapping):
         raise CheckpointDamagedError(

@@ -1,6 +1,6 @@
-"""What a load takes over besides the tensors of model and optimizer: plain data, and random states.
+"""The part of a load besides the tensors of model and optimizer: plain data and random states.
 
-All of it is read and checked first, as the flags ask for it, and installed once the tensors are.
+All that the flags ask for is read and checked first, and installed once the tensors are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 RNG_KEY = re.compile(r"rng\.(\d{1,9})\.(.+)")
 # Optimizer options that a run never takes from a checkpoint: the schedule sets `lr` in every step,
-# and the others choose among implementations of the same, which depends on the machine.
+# and the others choose an implementation, which depends on the machine.
 _NEVER_TAKEN = {"lr", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -57,7 +57,11 @@ class RunData(NamedTuple):
         store: Store,
         name: str,
     ) -> RunData:
-        """CheckpointError, ConfigError for what cannot be taken over; `state` stays as it is."""
+        """Reads and checks it without changing `state`.
+
+        Raises:
+            CheckpointError, ConfigError: if this run cannot use it.
+        """
         source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
         if not is_of_a_run(train_state):
             raise no_run_error(path_of(store, name), f"its {TRAIN_STATE_FILE} has no schedule")
@@ -81,7 +85,7 @@ class RunData(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What a load takes over besides the tensors of model and optimizer. All of it is checked.
+    """The checked data of a load besides the tensors of model and optimizer.
 
     Attributes:
         run: None if weights alone are asked for.
@@ -112,7 +116,7 @@ def options_to_load(
 
     Args:
         names: of the parameters that are loaded.
-        read: gives the saved parameter groups, and is not called if they are not wanted.
+        read: reads the saved parameter groups; not called if they are not wanted.
     """
     if not config.use_checkpoint_opt_param_scheduler:
         return None
@@ -123,7 +127,7 @@ def options_to_load(
     unknown = named - known - _NEVER_TAKEN
     if unknown:
         logger.warning(
-            "the checkpoint's optimizer options %s are left out: %s has no such",
+            "the checkpoint's optimizer options %s are left out: %s does not have them",
             ", ".join(sorted(unknown)),
             type(optimizer).__name__,
         )
@@ -138,17 +142,19 @@ def options_to_load(
             if str(value) != str(group[option]):
                 text = "parameter group %d: %s is %s, as in the checkpoint, not %s"
                 logger.info(text, number, option, value, group[option])
+
     return found
 
 
 def rng_to_load(
     checkpoint: ReadableCheckpoint, device: Device, flags: CheckpointConfig
 ) -> dict[str, torch.Tensor] | None:
-    """This rank's random states, checked; None if they are not wanted, or those of other ranks.
+    """This rank's random states, checked; None if they are not wanted, or are those of another
+    number of ranks.
 
     Raises:
         CheckpointDamagedError: if their bytes are not those that were written.
-        CheckpointError: if they are no states of these generators.
+        CheckpointError: if they are not states of these generators.
     """
     if flags.finetune or not flags.load_rng:
         return None
@@ -181,6 +187,7 @@ def rng_to_load(
     except ValueError as failure:
         message = f"Expected random states {prefix}* in {checkpoint.path}, got: {failure}"
         raise CheckpointError(message) from None
+
     return states
 
 
@@ -198,27 +205,26 @@ def _schedule(
     except ValueError as failure:
         message = f"Expected the schedule of a run in {source}, got: {failure}"
         raise CheckpointError(message) from None
+
     if saved == own:
         return own
     if config.use_checkpoint_opt_param_scheduler:
         logger.info("the learning rate follows the checkpoint's %s, not this run's %s", saved, own)
         return saved
+
     differences = ", ".join(
         f"{name} {saved_value} (checkpoint) and {own.state()[name]} (this run)"
         for name, saved_value in saved.state().items()
         if saved_value != own.state()[name]
     )
     raise ConfigError(
-        f"Expected the learning-rate schedule of the checkpoint, got {differences}. "
-        "Choose with --override-opt-param-scheduler (this run's) or "
-        "--use-checkpoint-opt-param-scheduler."
+        f"Expected the learning-rate schedule of the checkpoint, got {differences}. Choose with "
+        "--override-opt-param-scheduler (this run's) or --use-checkpoint-opt-param-scheduler."
     )
 
 
 def _loss_scaler(own: LossScaler | None, info: RecoverInfo, source: str) -> LossScaler | None:
-    """This run's scaler as the checkpoint's was; as it is, if the checkpoint's run or this one had
-    none.
-    """
+    """This run's scaler in the checkpoint's state; unchanged if either run has none."""
     if own is None or info.loss_scaler is None:
         return own
     try:

@@ -1,8 +1,8 @@
-"""Loading a checkpoint: which one, what must fit, and what happens to one that is damaged.
+"""Loading a checkpoint: which one is loaded, what must fit, and what follows if it is damaged.
 
-A load is a transaction: everything is read and checked first, on all ranks, then installed.
+A load is a transaction: everything is read and checked on all ranks first, and then installed.
 
-What the flags do not ask for is not read, and so is never a reason to refuse a checkpoint. With
+Whatever the flags do not ask for is not read, so it is never a reason to refuse a checkpoint. With
 `--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options
 that this run replaces with its own may be anything.
 """
@@ -10,7 +10,8 @@ that this run replaces with its own may be anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +59,10 @@ from megatron.core.dist_checkpointing.state.collect import (
     saved_param_groups,
 )
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
-from megatron.core.dist_checkpointing.state.entries import Entry
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.core.options import ConfigError, expect
+from megatron.core.options import ConfigError, expect, given_options
 from megatron.training.checkpoint.load_extras import (
     RNG_KEY,
     Extras,
@@ -76,12 +77,12 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """What a load has come to.
+    """A checkpoint that was loaded.
 
     Attributes:
         path: of the checkpoint.
         info: what it says of its run; None if weights alone were asked for.
-        damaged: paths of newer checkpoints that were passed over for being damaged.
+        damaged: paths of newer checkpoints that were passed over as damaged.
     """
 
     path: str
@@ -96,19 +97,19 @@ def load_run(
     device: Device,
     *,
     known_damage: Mapping[str, str] | None = None,
-    on_damage: Callable[[str, str], None] | None = None,
+    on_damage: Callable[[str, str], None] = lambda _path, _reason: None,
 ) -> Loaded | None:
     """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks
     together.
 
-    One that turns out to be damaged is passed over, loudly, for the one before it, unless
-    `--ckpt-step` or `--load` names that very checkpoint.
+    A damaged one is passed over, loudly, for the one before it, unless `--ckpt-step` or `--load`
+    names that very checkpoint.
 
     Args:
         schedule: says whose schedule and optimizer options hold where the checkpoint's differ.
-        known_damage: why checkpoints at these paths are damaged, as was found before: they are not
+        known_damage: reasons, by path, of checkpoints that were found damaged before; they are not
             read again.
-        on_damage: is told the path and the reason of each that is found to be.
+        on_damage: called with the path and the reason of each that is found damaged.
 
     Returns:
         None if there is no checkpoint at all, which `--exit-on-missing-checkpoint` makes an error.
@@ -121,11 +122,13 @@ def load_run(
     load = config.load
     if load is None:
         return None
-    what = f"looking for checkpoints in {load}"
-    root, wanted = on_first_rank(lambda: _wanted(config, load), what)
+    root, wanted = on_first_rank(
+        lambda: _wanted(config, load), f"looking for checkpoints in {load}"
+    )
     store = open_store(root)
     if not wanted:
         return None
+
     damaged: dict[str, str] = {}
     for name in wanted:
         path = f"{place_of(root)}/{name}"
@@ -133,25 +136,27 @@ def load_run(
         if reason is None:
             try:
                 info = load_checkpoint(config, schedule, state, device, store, name)
+                _log_loaded(f"{root}/{name}", info, state)
+                return Loaded(path, info, list(damaged))
             except CheckpointDamagedError as failure:
                 reason = str(failure)
-                if on_damage is not None:
-                    on_damage(path, reason)
-            else:
-                logger.info(
-                    "loaded %s %s/%s; this run begins after iteration %d and %d samples",
-                    "the weights of" if info is None else "checkpoint",
-                    root,
-                    name,
-                    state.step_info.iteration,
-                    state.step_info.consumed_samples,
-                )
-                return Loaded(path, info, list(damaged))
+                on_damage(path, reason)
         if dist.get_rank() == 0:
             logger.error("DAMAGED: checkpoint %s/%s is passed over. %s", root, name, reason)
         damaged[path] = reason
+
     raise CheckpointError(
         f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}"
+    )
+
+
+def _log_loaded(path: str, info: RecoverInfo | None, state: RunState) -> None:
+    logger.info(
+        "loaded %s %s; this run begins after iteration %d and %d samples",
+        "the weights of" if info is None else "checkpoint",
+        path,
+        state.step_info.iteration,
+        state.step_info.consumed_samples,
     )
 
 
@@ -186,8 +191,8 @@ def load_checkpoint(
         CheckpointDamagedError, CheckpointError, ConfigError: as `load_run`.
     """
     found = on_first_rank(lambda: format_of(store, name), f"looking at {name}")
-    load = _load_fsdp_dtensor if found == FSDP_DTENSOR else _load_torch_dcp
-    return load(config, schedule, state, device, store, name)
+    load = _Load(config, schedule, state, device, store, name)
+    return load.fsdp_dtensor() if found == FSDP_DTENSOR else load.torch_dcp()
 
 
 def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
@@ -210,99 +215,124 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
                 f"{config.ckpt_step}."
             )
         return [load, [checkpoint_name(config.ckpt_step)]]
+
     newest = latest_iteration(store)
     if newest is None and config.exit_on_missing_checkpoint:
         raise ConfigError(
             f"--load: expected a checkpoint in {store.root}, got none, and "
             "--exit-on-missing-checkpoint is set."
         )
+
     return [load, [checkpoint_name(iteration) for iteration in reversed(published)]]
 
 
-def _load_fsdp_dtensor(
-    flags: CheckpointConfig,
-    schedule: LRScheduleConfig,
-    state: RunState,
-    device: Device,
-    store: Store,
-    name: str,
-) -> RecoverInfo | None:
-    optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
+@dataclass(frozen=True)
+class _Load:
+    """One checkpoint, and what the flags ask for of it."""
 
-    def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
-        checkpoint = PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint)
-        if flags.finetune:
-            return checkpoint, None
-        return checkpoint, RunData.read(flags, schedule, state, checkpoint.train_state, store, name)
+    flags: CheckpointConfig
+    schedule: LRScheduleConfig
+    state: RunState
+    device: Device
+    store: Store
+    name: str
 
-    checkpoint, run = on_all_ranks(open_it)
-    contents = collect(
-        state.model,
-        optimizer,
-        with_states=with_states,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    # Random states and options are read on their own, where they are wanted.
-    skip = [*flags.load_skip_keys, "rng.*", PARAM_GROUPS if with_states else "optimizer.*"]
+    @property
+    def with_states(self) -> bool:
+        """Whether the optimizer's states are asked for."""
+        return self.flags.load_optim and not self.flags.finetune
 
-    def check() -> tuple[list[Entry], Extras]:
-        entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-        options = None
-        if with_states and not is_skipped(PARAM_GROUPS, flags.load_skip_keys):
-            loaded = {entry.key for entry in entries}
-            names = {
-                p: own
-                for p, own in contents.names.items()
-                if all(f"model.{name}" in loaded for name in own)
-            }
-            options = options_to_load(
-                schedule, optimizer, names, lambda: saved_param_groups(checkpoint)
-            )
-        extras = Extras(run, options, rng_to_load(checkpoint, device, flags))
-        if flags.verify_checkpoint:
-            check_data(checkpoint, entries)
-        return entries, extras
+    def fsdp_dtensor(self) -> RecoverInfo | None:
+        """Loads a checkpoint of our own format. Returns what it says of its run."""
+        flags, store, name = self.flags, self.store, self.name
 
-    entries, extras = on_all_ranks(check)
-    on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
-    extras.install(state, device)
-    return None if run is None else run.info
+        def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
+            checkpoint = PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint)
+            return checkpoint, self._run_data(lambda: checkpoint.train_state)
 
-
-def _load_torch_dcp(
-    flags: CheckpointConfig,
-    schedule: LRScheduleConfig,
-    state: RunState,
-    device: Device,
-    store: Store,
-    name: str,
-) -> RecoverInfo | None:
-    folder = _local_folder(store, name)
-    for flag, is_given in (
-        ("--load-skip-keys", bool(flags.load_skip_keys)),
-        ("--dist-ckpt-strictness", flags.dist_ckpt_strictness != "raise_all"),
-    ):
-        expect(
-            not is_given,
-            flag,
-            f"a checkpoint of the format {FSDP_DTENSOR}",
-            f"{folder}, which is {TORCH_DCP}",
+        checkpoint, run = on_all_ranks(open_it)
+        contents = collect(
+            self.state.model,
+            self.state.optimizer.optimizer,
+            with_states=self.with_states,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
         )
-    optimizer, with_states = state.optimizer.optimizer, flags.load_optim and not flags.finetune
-    app = DCPState(state.model, optimizer if with_states else None)
 
-    def check() -> tuple[Metadata, Extras]:
+        def check() -> tuple[list[Entry], Extras]:
+            # Random states and options are read on their own, where they are wanted.
+            states = PARAM_GROUPS if self.with_states else "optimizer.*"
+            skip = [*flags.load_skip_keys, "rng.*", states]
+            entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
+            options = self._options_of(checkpoint, contents, entries)
+            extras = Extras(run, options, rng_to_load(checkpoint, self.device, flags))
+            if flags.verify_checkpoint:
+                check_data(checkpoint, entries)
+            return entries, extras
+
+        entries, extras = on_all_ranks(check)
+        on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
+        extras.install(self.state, self.device)
+        return None if run is None else run.info
+
+    def _options_of(
+        self, checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]
+    ) -> list[dict[str, Any]] | None:
+        if not self.with_states or is_skipped(PARAM_GROUPS, self.flags.load_skip_keys):
+            return None
+        loaded = {entry.key for entry in entries}
+        names = {
+            parameter: own
+            for parameter, own in contents.names.items()
+            if all(f"model.{name}" in loaded for name in own)
+        }
+        return options_to_load(
+            self.schedule,
+            self.state.optimizer.optimizer,
+            names,
+            lambda: saved_param_groups(checkpoint),
+        )
+
+    def torch_dcp(self) -> RecoverInfo | None:
+        """Loads a checkpoint that PyTorch wrote. Returns what it says of its run."""
+        folder = _local_folder(self.store, self.name)
+        for field in given_options(self.flags):
+            expect(
+                field.name not in ("load_skip_keys", "dist_ckpt_strictness"),
+                field.flag,
+                f"a checkpoint of the format {FSDP_DTENSOR}",
+                f"{folder}, which is {TORCH_DCP}",
+            )
+
+        model, verify = self.state.model, self.flags.verify_checkpoint
+        app = DCPState(model, self.state.optimizer.optimizer if self.with_states else None)
+        metadata, extras = on_all_ranks(lambda: self._check_torch_dcp(folder))
+        if self.with_states:
+            tensors = app.state_dict()
+            # PyTorch installs states and options together. These options are this run's own: the
+            # checkpoint's are not read here.
+            own_groups = tensors["optim"].pop("param_groups")
+            ignored = ("rng.", "optim.param_groups.")
+            load_tensors(folder, metadata, tensors, ignored, verify=verify)
+            tensors["optim"]["param_groups"] = own_groups
+            app.load_state_dict(tensors)
+        else:
+            load_model_weights(folder, metadata, model, verify=verify)
+
+        extras.install(self.state, self.device)
+        return None if extras.run is None else extras.run.info
+
+    def _check_torch_dcp(self, folder: Path) -> tuple[Metadata, Extras]:
+        flags, model = self.flags, self.state.model
         metadata = read_metadata(folder)
-        run, options = None, None
-        if not flags.finetune:
-            train_state = _train_state(store, name, metadata)
-            run = RunData.read(flags, schedule, state, train_state, store, name)
+        run = self._run_data(lambda: _train_state(self.store, self.name, metadata))
+
         # What the flags do not ask for may be damaged, or be what only another program understands.
         keys = None
-        if not with_states:
-            keys = weight_keys(folder, metadata, state.model)
+        if not self.with_states:
+            keys = weight_keys(folder, metadata, model)
             keys.update(key for key in metadata.state_dict_metadata if RNG_KEY.fullmatch(key))
+
         check_files(
             folder,
             metadata,
@@ -311,31 +341,30 @@ def _load_torch_dcp(
             checks_data=flags.verify_checkpoint,
             keys=keys,
         )
-        checkpoint = TorchDcpCheckpoint(store, name, metadata, {})
-        if with_states:
+
+        checkpoint = TorchDcpCheckpoint(self.store, self.name, metadata, {})
+        options = None
+        if self.with_states:
             check_steps(folder, metadata, verify=flags.verify_checkpoint)
             names: dict[torch.Tensor, list[str]] = {
-                parameter: [fqn] for fqn, parameter in state.model.named_parameters()
+                parameter: [name] for name, parameter in model.named_parameters()
             }
             options = options_to_load(
-                schedule, optimizer, names, lambda: dcp_param_groups(checkpoint)
+                self.schedule,
+                self.state.optimizer.optimizer,
+                names,
+                lambda: dcp_param_groups(checkpoint),
             )
-        return metadata, Extras(run, options, rng_to_load(checkpoint, device, flags))
 
-    metadata, extras = on_all_ranks(check)
-    if with_states:
-        tensors = app.state_dict()
-        # PyTorch installs states and options together. These are this run's own: the checkpoint's
-        # are not read here.
-        own_groups = tensors["optim"].pop("param_groups")
-        ignored = ("rng.", "optim.param_groups.")
-        load_tensors(folder, metadata, tensors, ignored, verify=flags.verify_checkpoint)
-        tensors["optim"]["param_groups"] = own_groups
-        app.load_state_dict(tensors)
-    else:
-        load_model_weights(folder, metadata, state.model, verify=flags.verify_checkpoint)
-    extras.install(state, device)
-    return None if extras.run is None else extras.run.info
+        return metadata, Extras(run, options, rng_to_load(checkpoint, self.device, flags))
+
+    def _run_data(self, train_state: Callable[[], dict[str, Any]]) -> RunData | None:
+        """What the checkpoint says of its run; None if weights alone are asked for."""
+        if self.flags.finetune:
+            return None
+        return RunData.read(
+            self.flags, self.schedule, self.state, train_state(), self.store, self.name
+        )
 
 
 def _local_folder(store: Store, name: str) -> Path:

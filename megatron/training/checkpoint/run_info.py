@@ -1,9 +1,9 @@
-"""`RecoverInfo`: what a checkpoint says of its run besides tensors. It is `train_state.json`,
+"""`RecoverInfo`: what a checkpoint says about its run besides tensors. It is `train_state.json`,
 inside the checkpoint.
 
-The states of random generators are not among it: they are each rank's own, and so are tensors of
-the checkpoint that each rank writes (`rng.<rank>.<name>`). Put together here, they would have to be
-gathered, and saving communicates nothing.
+The states of random generators are not part of it: each rank has its own, and writes them as
+tensors of the checkpoint (`rng.<rank>.<name>`). To stand here they would have to be gathered, and
+saving communicates nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.training.engine import StepInfo
+from megatron.training.step import StepInfo
 
 FORMAT_VERSION = 1
 
@@ -94,6 +94,7 @@ class RecoverInfo:
         for name, value in progress.items():
             is_count = type(value) is int and 0 <= value <= _MAX_COUNT
             _check(is_count, f"progress.{name}", "an integer from 0 to 2**63 - 1", value, source)
+
         _check(isinstance(schedule, dict), "schedule", "an object", schedule, source)
         assert isinstance(schedule, dict), "as just checked"
 
@@ -114,7 +115,7 @@ def is_of_a_run(plain: dict[str, Any]) -> bool:
 
 
 def no_run_error(path: str, reason: str) -> CheckpointError:
-    """The error for a checkpoint from which no run can go on, though its weights may be whole.
+    """The error for a checkpoint that cannot be resumed, though its weights may be whole.
 
     Args:
         path: the checkpoint.

@@ -1,5 +1,5 @@
-"""What a run's checkpoint covers, and saving it as one: model, optimizer, schedule, random
-generators and counters.
+"""The state that a run's checkpoint covers: model, optimizer, schedule, random generators and
+counters. And saving it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engine import StepInfo
 from megatron.training.rng import rng_state
+from megatron.training.step import StepInfo
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class RunState:
-    """What a checkpoint covers."""
+    """The state that a checkpoint covers."""
 
     model: nn.Module
     optimizer: DistributedOptimizer
@@ -63,8 +63,8 @@ class RunState:
         evaluator: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> RecoverInfo:
-        """What a checkpoint of the present moment says besides tensors. Without what others know,
-        it says nothing.
+        """What a checkpoint of this moment says besides tensors. The arguments are what others know
+        about the run; empty by default.
         """
         scaler = self.optimizer.loss_scaler
         return RecoverInfo(
@@ -80,7 +80,7 @@ class RunState:
         )
 
     def contents(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> Contents:
-        """What an `fsdp_dtensor` checkpoint of it holds."""
+        """The contents of an `fsdp_dtensor` checkpoint of it."""
         return collect(
             self.model,
             self.optimizer.optimizer,
@@ -91,7 +91,7 @@ class RunState:
         )
 
     def tensors(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> dict[str, Any]:
-        """What a `torch_dcp` checkpoint of it holds."""
+        """The contents of a `torch_dcp` checkpoint of it."""
         state = DCPState(self.model, self.optimizer.optimizer if with_optim else None).state_dict()
         return {**state, **rng_entry(rng_state(device))} if with_rng else state
 
@@ -109,10 +109,11 @@ def save_torch_dcp(
 
     Args:
         root: a folder of the file system.
-        name: of the checkpoint's folder; see `CheckpointManager.save`.
+        name: of the checkpoint's folder, for one that is not among a run's own. Default: the
+            iteration's.
 
     Returns:
-        The seconds that it took.
+        The seconds it took.
     """
     start = time.perf_counter()
     tensors = state.tensors(device, with_optim=with_optim, with_rng=name is None or with_optim)
@@ -127,18 +128,19 @@ def save_torch_dcp(
 def save_once(
     path: str, state: RunState, device: Device, *, with_optim: bool, ckpt_format: str
 ) -> None:
-    """Saves to a folder of this path, which is none of a run's. Called by all ranks together, which
-    wait for it.
+    """Saves to a folder at this path, outside of a run's own checkpoints, and waits for it. Called
+    by all ranks together.
 
     Raises:
-        CheckpointError: on all ranks, if it could not be saved, or there is something at the path.
-        ValueError: for a path that none of the kind can have.
+        CheckpointError: on all ranks, if it could not be saved, or the path exists.
+        ValueError: for the name of a run's own checkpoint, or a path that the format cannot use.
     """
     root, name = split_path(path)
     if is_checkpoint_name(name):
         raise ValueError(
             f"Expected another name than those of a run's own checkpoints, got {path!r}."
         )
+
     store = open_store(root)
     if ckpt_format != FSDP_DTENSOR and not store.is_rename_atomic:
         raise ValueError(
@@ -152,7 +154,7 @@ def save_once(
             )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):
-                store.remove(abandoned)  # of an earlier save to this path that was killed
+                store.remove(abandoned)  # an earlier save to this path was killed
         return secrets.token_hex(8)
 
     token = on_first_rank(prepare, f"preparing {path}")
@@ -173,9 +175,7 @@ def save_once(
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """(the folder that a checkpoint is in, its own name). ValueError for a path that has no two
-    parts.
-    """
+    """(the folder that a checkpoint is in, its own name). ValueError for a path without both."""
     root, _, name = str(path).rstrip("/").rpartition("/")
     if not name or name in (".", "..") or root.endswith(":/"):
         raise ValueError(f"Expected the path of a checkpoint's folder, got {path!r}.")
@@ -183,7 +183,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def make_save_folder(root: str) -> None:
-    """Makes the folder of `--save`. On one rank. ConfigError if it cannot be written."""
+    """Makes the folder of `--save`, on one rank. ConfigError if it cannot be written."""
     store = open_store(root)
     if store.is_rename_atomic:
         try:
@@ -199,18 +199,17 @@ def make_save_folder(root: str) -> None:
 def check_save_folder(
     config: CheckpointConfig, start_iteration: int, damaged: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """Makes the folder of `--save` ready for a run. Called by all ranks together, before there is
-    anything to lose.
+    """Makes the folder of `--save` ready for a run. Called by all ranks together, before training.
 
     Args:
-        damaged: paths of checkpoints that were passed over for being damaged. Those in the folder
-            of `--save` are set aside: they would stand in the way of what is saved again.
+        damaged: paths of checkpoints that were passed over as damaged. Those in the folder of
+            `--save` are set aside, since the run will save the same iterations again.
 
     Returns:
-        The paths of what has been set aside, each with a sentence that says where it is now.
+        The paths that were set aside, each with a sentence that says where the checkpoint is now.
 
     Raises:
-        ConfigError: if it holds checkpoints that this run would come to overwrite.
+        ConfigError: if it holds checkpoints that this run would overwrite.
     """
     root = config.save
     if root is None:
@@ -223,20 +222,18 @@ def check_save_folder(
 
 
 def place_of(root: str) -> str:
-    """A folder of checkpoints, however it is named."""
+    """The canonical name of a folder of checkpoints."""
     store = open_store(root)
     return str(Path(store.root).resolve()) if store.is_rename_atomic else store.root
 
 
 def checkpoint_path(root: str, iteration: int) -> str:
-    """Where the checkpoint of an iteration is, as events and relaunches know it: the same however
-    `root` is named.
-    """
+    """The canonical path of an iteration's checkpoint, as events and relaunches know it."""
     return f"{place_of(root)}/{checkpoint_name(iteration)}"
 
 
 def named_checkpoint(root: str) -> tuple[str, str] | None:
-    """(folder, name) if `root` is no folder of checkpoints, but a checkpoint itself; else None."""
+    """(folder, name) if `root` is a checkpoint itself; None if it is a folder of checkpoints."""
     store = open_store(root)
     if not any(store.exists(file) for file in (MARKER_FILE, METADATA_FILE)):
         return None
@@ -254,15 +251,15 @@ def _check_save_folder(
     if in_the_way:
         raise ConfigError(
             f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, "
-            "where this run begins, "
-            f"got {in_the_way} in {root}. Load the newest with --load, or save elsewhere."
+            f"where this run begins, got {in_the_way} in {root}. Load the newest with --load, or "
+            "save elsewhere."
         )
     return _set_aside(store, start_iteration, newer)
 
 
 def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> list[tuple[str, str]]:
     if damaged:
-        # First: it must not name what is not there.
+        # First of all: the tracker must not name a checkpoint that is gone.
         store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
     done = []
     for iteration in damaged:
@@ -275,10 +272,10 @@ def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> li
 
 
 def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Random generators are each rank's own."""
+    """The random states under their keys, in a checkpoint where each rank writes its own."""
     return {f"rng.{kind}": tensor for kind, tensor in states.items()}
 
 
 def rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Random generators are each rank's own, so their keys carry the rank."""
+    """The random states under keys with the rank, since each rank has its own."""
     return {"rng": {str(dist.get_rank()): states}}

@@ -133,6 +133,7 @@ class InjectConfig:
         (),
         "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow or disk-full; e.g. "
         "kill:rank=1,step=17",
+        may_change=True,
     )
 
     def __post_init__(self) -> None:

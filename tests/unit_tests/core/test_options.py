@@ -10,6 +10,7 @@ from megatron.core.options import (
     Option,
     check_options,
     expect,
+    given_options,
     option,
     options_of,
     resolve_default,
@@ -154,3 +155,60 @@ def test_what_is_shown_of_a_value_is_one_line_of_bounded_length():
     assert shown(10**5000) == "an integer of 16610 bits"
     assert len(shown("x" * 10**7)) <= 400
     assert len(shown([["x" * 10**7] * 1000] * 1000)) < 30_000
+
+
+@dataclass(frozen=True)
+class Related:
+    folder: str | None = option(None, "a place", noun="a folder")
+    every: int | None = option(None, "how often", requires="folder")
+    name: str | None = option(None, "of what")
+    title: str | None = option(None, "its title", requires="name")
+    is_fast: bool = option(False, "fast or not", requires="folder")
+    mode: str = option("plain", "a mode", choices=("plain", "rich"))
+    tone: str = option("low", "a tone", no_effect_unless="is_fast")
+    echo: bool = option(True, "echo or not", off_flag="--quiet", no_effect_unless="is_fast")
+    color: int = option(0, "a color", no_effect_unless={"mode": "rich", "is_fast": True})
+    kind: str | None = option(None, "filled in later")
+    depth: int = option(1, "a depth", no_effect_unless={"kind": "deep"})
+    elsewhere: int = option(1, "needs another class", requires="x", no_effect_unless="y")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"every": 3}, "--folder: expected a folder, since --every is given, got None."),
+        ({"is_fast": True}, "--folder: expected a folder, since --is-fast is given, got None."),
+        ({"title": "a"}, "--name: expected a non-empty string, since --title is given, got None."),
+        ({"tone": "high"}, "--tone: expected --is-fast, got 'high'."),
+        ({"echo": False}, "--quiet: expected --is-fast, got '--no-is-fast'."),
+        ({"color": 2}, "--color: expected --mode rich, got 'plain'."),
+        ({"color": 2, "mode": "rich"}, "--color: expected --is-fast, got 2."),
+        ({"depth": 2, "kind": "flat"}, "--depth: expected --kind deep, got 'flat'."),
+        # What is not admitted at all is said first.
+        ({"every": 3, "mode": "odd"}, "--mode: expected one of plain, rich, got 'odd'."),
+    ],
+)
+def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(values, message):
+    with pytest.raises(ConfigError) as error:
+        Related(**values)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"folder": "a", "every": 3, "is_fast": True, "tone": "high", "echo": False},
+        {"folder": "a", "is_fast": True, "mode": "rich", "color": 2},
+        {"every": None, "tone": "low", "echo": True},  # the defaults ask for nothing
+        {"depth": 2},  # nobody knows yet
+        {"kind": "deep", "depth": 2},
+        {"elsewhere": 2},
+    ],
+)
+def test_an_option_with_what_it_needs_is_taken(values):
+    names = [field.name for field in given_options(Related(**values))]
+    assert names == [name for name in values if values[name] != getattr(Related(), name)]

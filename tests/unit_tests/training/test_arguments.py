@@ -69,6 +69,13 @@ def test_every_field_of_every_config_is_a_flag_with_a_help_line():
         assert all(described.values())
 
 
+def test_what_an_option_needs_is_an_option():
+    options = {field.name: field.option for field in parse_config(MINIMAL, 1).options()}
+    for option in options.values():
+        needed = (option.requires, option.overridden_by, *dict(option.no_effect_unless))
+        assert {name for name in needed if name is not None} <= options.keys()
+
+
 def test_help_shows_every_flag_and_its_default():
     text = " ".join(build_parser().format_help().split())
     assert "--lr-warmup-iters" in text

@@ -31,7 +31,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.run_state import split_path
-from megatron.training.engine import SaveLoadMeta, StepInfo, TrainEngine
+from megatron.training.engine import SaveLoadMeta, TrainEngine
 from megatron.training.engines import (
     EngineConfig,
     FSDPEngine,
@@ -39,6 +39,7 @@ from megatron.training.engines import (
     ModuleEngine,
     build_engine,
 )
+from megatron.training.step import StepInfo
 from tests.ranks import run_ranks
 
 OFFLOADED = OptimizerConfig(

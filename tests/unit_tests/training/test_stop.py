@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.health.exits import ExitCode
-from megatron.training.stop import Stop, StopConditions, StopConfig
+from megatron.training.stop import Stop, StopConditions, StopConfig, Votes
 
 
 class Clock:
@@ -25,10 +25,10 @@ class Clock:
 def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
     before = signal.getsignal(number)
     with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
-        assert stop.votes() == (0.0, 0.0, 0.0)
+        assert stop.votes() == Votes()
         os.kill(os.getpid(), number)
-        assert stop.votes() == (1.0, 0.0, 0.0)
-        assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(
+        assert stop.votes() == Votes(signalled=1.0)
+        assert stop.stop(7, Votes(signalled=1.0)) == Stop(
             f"{number.name} was received", ExitCode.PREEMPTED, saves=True
         )
     assert signal.getsignal(number) is before
@@ -44,28 +44,28 @@ def test_a_rank_votes_to_stop_once_its_clock_has_run_out():
     clock = Clock()
     stop = StopConditions(StopConfig(exit_duration_in_mins=2.0), clock)
     clock.now += 119.0
-    assert stop.votes() == (0.0, 0.0, 0.0)
+    assert stop.votes() == Votes()
     clock.now += 2.0
-    assert stop.votes() == (0.0, 1.0, 0.0)
+    assert stop.votes() == Votes(out_of_time=1.0)
 
 
 def test_one_ranks_vote_is_enough_and_the_reason_is_named():
     stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
-    assert stop.stop(7, (0.0, 0.0, 0.0)) is None
-    assert stop.stop(7, (1.0, 0.0, 0.0)) == Stop(
+    assert stop.stop(7, Votes()) is None
+    assert stop.stop(7, Votes(signalled=1.0)) == Stop(
         "another rank was signalled", ExitCode.PREEMPTED, saves=True
     )
-    assert stop.stop(7, (0.0, 1.0, 0.0)) == Stop(
+    assert stop.stop(7, Votes(out_of_time=1.0)) == Stop(
         "--exit-duration-in-mins 3.0 is over", ExitCode.FINISHED, saves=True
     )
-    assert stop.stop(20, (0.0, 0.0, 0.0)) == Stop(
+    assert stop.stop(20, Votes()) == Stop(
         "iteration 20 is a multiple of --exit-interval 10", ExitCode.FINISHED, saves=True
     )
 
 
 def test_a_signal_outranks_the_other_reasons():
     stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
-    assert stop.stop(20, (1.0, 1.0, 0.0)).code is ExitCode.PREEMPTED
+    assert stop.stop(20, Votes(signalled=1.0, out_of_time=1.0)).code is ExitCode.PREEMPTED
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,11 @@ def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_
     clock = Clock()
     config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=grace)
     with StopConditions(config, clock) as stop:
-        assert stop.votes(save_seconds) == (0.0, 0.0, 0.0), (
-            "a rank without a signal has all the time"
-        )
+        assert stop.votes(save_seconds) == Votes(), "a rank without a signal has all the time"
         os.kill(os.getpid(), signal.SIGTERM)
         signal.getsignal(signal.SIGTERM)  # bytecode, so that the handler has run
         clock.now += passed
-        assert stop.votes(save_seconds) == (1.0, 0.0, too_short)
+        assert stop.votes(save_seconds) == Votes(signalled=1.0, too_short=too_short)
 
 
 def test_the_grace_period_begins_with_the_first_signal():
@@ -99,16 +97,18 @@ def test_the_grace_period_begins_with_the_first_signal():
         StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0), clock
     ) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.votes(20.0) == (1.0, 0.0, 0.0)
+        assert stop.votes(20.0) == Votes(signalled=1.0)
         clock.now += 15.0
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.votes(20.0) == (1.0, 0.0, 1.0)
-        assert stop.stop(3, (1.0, 0.0, 1.0)).reason.startswith("SIGUSR1 was received")
+        assert stop.votes(20.0) == Votes(signalled=1.0, too_short=1.0)
+        assert stop.stop(3, Votes(signalled=1.0, too_short=1.0)).reason.startswith(
+            "SIGUSR1 was received"
+        )
 
 
 def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
     stop = StopConditions(StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0))
-    decision = stop.stop(7, (2.0, 0.0, 1.0))
+    decision = stop.stop(7, Votes(signalled=2.0, too_short=1.0))
     assert (decision.code, decision.saves) == (ExitCode.PREEMPTED_UNSAVED, False)
     assert decision.reason == (
         "another rank was signalled, and a save takes longer than what is left of "

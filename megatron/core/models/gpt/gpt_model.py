@@ -73,6 +73,7 @@ class GPTModel(nn.Module):
         super().__init__()
         if vocab_size < 1:
             raise ValueError(f"Expected a vocabulary of at least one token, got {vocab_size}.")
+
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = LanguageModelEmbedding(config, vocab_size)
@@ -102,6 +103,7 @@ class GPTModel(nn.Module):
         rotary = None
         if self.config.position_embedding_type == "rope":
             rotary = rotary_angles(self.config, tokens.shape[1], tokens.device)
+
         logits = self._logits(self.decoder(self.embedding(tokens), rotary))
         if labels is None:
             return logits
@@ -119,12 +121,14 @@ class GPTModel(nn.Module):
             raise ValueError(
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
             )
+
         longest = self.config.max_position_embeddings
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(
                 f"Expected at most --max-position-embeddings {longest} tokens, got "
                 f"{tokens.shape[1]}."
             )
+
         if labels is not None and labels.shape != tokens.shape:
             raise ValueError(
                 f"Expected labels of shape {tuple(tokens.shape)}, got {tuple(labels.shape)}."

@@ -1,7 +1,7 @@
-"""Our GPT under the names of the transformers library: which of its architectures computes the
-same, and how that one calls each weight.
+"""Our GPT under the names of the transformers library: the architecture that computes the same, and
+its name for each weight.
 
-An architecture fits exactly or not at all. Dropout is a matter of training and is left out.
+An architecture fits exactly or not at all. Dropout is left out, since it concerns training only.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _GATED_MLP = {
 
 @dataclass(frozen=True)
 class _Architecture:
-    """A causal language model of the transformers library: what it computes, and how its config and
-    weights are called.
+    """A causal language model of the transformers library: its arithmetic, and the names in its
+    config and of its weights.
 
     Attributes:
         model_type: in config.json.
@@ -75,7 +75,7 @@ class _Architecture:
         return self.mlp_names is _GATED_MLP
 
     def name_of(self, own: str) -> str:
-        """Of one of our weights."""
+        """Its name for one of our weights."""
         module, _, kind = own.rpartition(".")
         if module in _OUTER_NAMES:
             return f"{_OUTER_NAMES[module]}.{kind}"
@@ -147,7 +147,7 @@ _ARCHITECTURES = (
 
 
 def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-    """What config.json says of a GPT.
+    """The content of config.json for a GPT.
 
     Args:
         vocab_size: rows of the embedding, padding included.
@@ -176,19 +176,20 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         **architecture.biases[_biases_of(config)],
         **_rope(config, architecture),
     }
+
     if architecture.has_own_head_dim:
         content["head_dim"] = config.head_dim
     if config.max_position_embeddings is not None:
         content["max_position_embeddings"] = config.max_position_embeddings
     if config.position_embedding_type == "none":
-        content["no_rope_layers"] = [
-            0
-        ] * config.num_layers  # of which 1 would have rotary positions
+        # By layer: 1 would mean rotary positions.
+        content["no_rope_layers"] = [0] * config.num_layers
+
     return content
 
 
 def hf_names(model: GPTModel) -> dict[str, str]:
-    """The name there of each weight, or section of a fused one, by its name in our checkpoints
+    """The names of all weights and sections of fused weights, by their names in our checkpoints
     without "model.".
 
     Raises:
@@ -210,7 +211,7 @@ def _section_names(name: str, fused: FusedWeight | None) -> list[str]:
 
 
 def _rope(config: TransformerConfig, architecture: _Architecture) -> dict[str, Any]:
-    """Where transformers looks for it, and where it did before version 5."""
+    """The rotary embedding, under the keys of transformers 5 and of the versions before."""
     parameters: dict[str, Any] = {"rope_theta": config.rotary_base}
     if architecture.is_partly_rotated:
         parameters["partial_rotary_factor"] = config.rotary_percent
@@ -224,7 +225,7 @@ def _biases_of(config: TransformerConfig) -> str:
 
 
 def _architecture_of(config: TransformerConfig) -> _Architecture:
-    """The one that computes what a GPT of this config does, or ConfigError."""
+    """The architecture that computes the same as a GPT of this config. ConfigError if none does."""
     candidates = [
         (_differences(config, architecture), architecture) for architecture in _ARCHITECTURES
     ]
@@ -236,8 +237,7 @@ def _architecture_of(config: TransformerConfig) -> _Architecture:
     got = ", ".join(f"{difference.got}" for difference in differences)
     raise ConfigError(
         f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
-        "which "
-        f"{nearest.class_name} is the nearest ({expected}), got {got}."
+        f"which {nearest.class_name} is the nearest ({expected}), got {got}."
     )
 
 
@@ -273,14 +273,17 @@ def _differences(config: TransformerConfig, architecture: _Architecture) -> list
         found.append(
             _Difference("--disable-bias-linear and --add-qkv-bias", expected, f"biases {biases}")
         )
+
     if is_rotated and config.rotary_dim != config.head_dim and not architecture.is_partly_rotated:
         found.append(_Difference("--rotary-percent", 1.0, config.rotary_percent))
     if architecture.has_even_heads and config.hidden_size % heads:
         found.append(
             _Difference("--hidden-size", f"a multiple of {heads} heads", config.hidden_size)
         )
+
     if not architecture.has_own_head_dim and config.query_size != config.hidden_size:
         found.append(
             _Difference("--kv-channels", f"{config.hidden_size / heads:g}", config.head_dim)
         )
+
     return found

@@ -32,8 +32,9 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.checkpoint.loading import load_weights
-from megatron.training.engine import SaveLoadMeta, StepInfo
+from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.step import StepInfo
 from tests.ranks import run_ranks
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.weight"]

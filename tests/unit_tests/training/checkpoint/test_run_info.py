@@ -15,10 +15,9 @@ from megatron.core.dist_checkpointing.load.small_files import parse_train_state
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.training.checkpoint.resume import Frequency
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.engine import StepInfo
 from megatron.training.health.earlier_starts import Memory
+from megatron.training.step import StepInfo
 
 SCHEDULE = LRSchedule.build(LRScheduleConfig(lr=1e-3, lr_warmup_iters=3), 10)
 
@@ -237,38 +236,6 @@ def test_an_event_that_a_relaunch_cannot_understand_is_an_error_that_names_the_f
         events_of(tmp_path, event)
     expected = f"Expected {name} of the event '{event['event']}' in {tmp_path}/events.jsonl to be "
     assert str(caught.value).startswith(expected)
-
-
-@given(
-    epoch=st.integers(1, 40),
-    batches=st.lists(st.integers(1, 60), max_size=60),
-)
-def test_every_epoch_that_is_passed_is_followed_by_one_dump_however_large_the_batches(
-    epoch, batches
-):
-    frequency, consumed, dumped = Frequency(samples=epoch), 0, []
-    for iteration, batch in enumerate(batches, start=1):
-        before, consumed = consumed, consumed + batch
-        is_due = frequency.is_due(StepInfo(iteration, consumed), batch, 0.0)
-        assert is_due == any(
-            before < multiple * epoch <= consumed for multiple in range(1, consumed // epoch + 1)
-        )
-        dumped += [iteration] if is_due else []
-    assert len(dumped) <= consumed // epoch
-
-
-@pytest.mark.parametrize(
-    ("frequency", "num_late", "due"),
-    [
-        (Frequency(), 0.0, []),
-        (Frequency(steps=4), 0.0, [4, 8]),
-        (Frequency(steps=4, samples=12), 0.0, [3, 4, 6, 8, 9]),
-        (Frequency(steps=4), 2.0, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
-    ],
-)
-def test_the_state_is_dumped_by_whichever_comes_first(frequency, num_late, due):
-    found = [n for n in range(1, 10) if frequency.is_due(StepInfo(n, 4 * n), 4, num_late)]
-    assert found == due
 
 
 PATHS = ("/runs/a/iter_0000010", "/runs/a/iter_0000020")

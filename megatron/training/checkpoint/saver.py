@@ -1,0 +1,259 @@
+"""`Saver`: saves a run's own checkpoints, at intervals and at the end.
+
+    with Saver(config, device, num_local_ranks=launch.local_world_size, events=events) as saver:
+        ...
+        saver.save(engine, info)           # where `Frequency` says that one is due
+        saver.save_last(engine, info)
+
+What becomes of each save is written to the event log, and shows in the ranks' next votes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.training.checkpoint.run_info import RecoverInfo
+from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
+from megatron.training.config import RunConfig
+from megatron.training.engine import TrainEngine
+from megatron.training.health.events import EventLog
+from megatron.training.health.exits import ExitCode, ExitError
+from megatron.training.step import StepInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """How often the state is saved, in steps and in samples; None: not by that.
+
+    `--save-interval-seconds` is not here: clocks differ, so ranks vote on it (`Votes.save_late`).
+    """
+
+    steps: int | None = None
+    samples: int | None = None
+
+    def is_due(self, step_info: StepInfo, num_samples: int, num_late: float) -> bool:
+        """Whether a save is due after a step; the same on every rank.
+
+        Args:
+            num_samples: in that step's global batch.
+            num_late: ranks whose seconds between saves are over, by their votes in that step.
+        """
+        consumed = step_info.consumed_samples
+        return (
+            (self.steps is not None and step_info.iteration % self.steps == 0)
+            or num_late > 0
+            or (
+                self.samples is not None
+                and consumed // self.samples > (consumed - num_samples) // self.samples
+            )
+        )
+
+
+class Saver:
+    """Saves a run's checkpoints. A context manager, which all ranks enter together."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: Device,
+        *,
+        num_local_ranks: int,
+        events: EventLog,
+        wrap_store: Callable[[Store], Store] = lambda store: store,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            num_local_ranks: ranks on this machine, which share the memory that saves stage in.
+            wrap_store: wraps the store that is written to, for fault injection.
+            clock: seconds that only grow.
+        """
+        self._config = config
+        self._device = device
+        self._num_local_ranks = num_local_ranks
+        self._events = events
+        self._wrap_store = wrap_store
+        self._clock = clock
+        self._manager: CheckpointManager | None = None
+        self._has_failed = False
+        self._last_save = 0.0  # on the clock; set as the context is entered
+        self._save_seconds: list[float] = []
+
+    def __enter__(self) -> Saver:
+        """Sweeps what earlier runs left unfinished.
+
+        Raises:
+            CheckpointError: on all ranks, if that could not be read.
+        """
+        checkpoint = self._config.checkpoint
+        # An evaluation saves nothing, and drafts in the folder may be those of a run that trains.
+        if checkpoint.save is None or self._config.training.skip_train:
+            return self
+
+        store = open_store(checkpoint.save)
+        if checkpoint.ckpt_format == FSDP_DTENSOR:
+            self._manager = CheckpointManager.start(
+                self._wrap_store(store),
+                self._device,
+                dist.get_rank(),
+                dist.get_world_size(),
+                retention=Retention(checkpoint.save_keep_last, checkpoint.save_retain_interval),
+                timeout_seconds=60.0 * checkpoint.save_timeout_minutes,
+                staging_share=checkpoint.save_staging_share if checkpoint.async_save else 0.0,
+                num_local_ranks=self._num_local_ranks,
+                on_published=self._on_published,
+                on_failed=self._on_failed,
+            )
+        elif swept := on_first_rank(store.sweep, f"sweeping {store.root}"):
+            logger.warning(
+                "swept what earlier runs left unfinished in %s: %s", store.root, ", ".join(swept)
+            )
+
+        self._last_save = self._clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._manager is not None:
+            self._manager.close(is_told=error is not None)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._manager is not None and self._manager.is_busy
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the seconds between saves are over on this rank's clock."""
+        limit = self._config.checkpoint.save_interval_seconds
+        return limit is not None and self._clock() - self._last_save >= limit
+
+    @property
+    def save_seconds(self) -> float | None:
+        """How long a save takes that begins now: as long as the longest of the last few, or twice
+        that if one is under way, which it waits for. None: not known yet.
+        """
+        seconds = max(self._save_seconds[-3:], default=None)
+        return 2 * seconds if seconds is not None and self.is_saving else seconds
+
+    def take_failure(self) -> bool:
+        """Whether a save has failed since this was last asked."""
+        if self._manager is not None:
+            self._note(self._manager.failure())
+        has_failed, self._has_failed = self._has_failed, False
+        return has_failed
+
+    def check(self, engine: TrainEngine) -> None:
+        """Raises CheckpointError now, rather than at the first save, if the format cannot hold the
+        engine's state.
+        """
+        if self._manager is not None:
+            engine.state.contents(self._device, with_optim=self._config.checkpoint.save_optim)
+
+    def save(self, engine: TrainEngine, info: RecoverInfo) -> None:
+        """Saves, in the background with `--async-save`. All ranks call it together.
+
+        A failed write is logged and shows in the next votes. A state that the format cannot hold is
+        an error here.
+        """
+        self._last_save = self._clock()
+        self._note(self._begin(engine, info))
+        if not self._config.checkpoint.async_save:
+            self.wait()
+
+    def skip(self, iteration: int) -> None:
+        """Skips a save that is due, because the one before is still being written."""
+        self._last_save = self._clock()
+        reason = "the save before is still under way"
+        logger.warning("iteration %d is not saved: %s", iteration, reason)
+        self._on_rank_0("save_skipped", iteration=iteration, reason=reason)
+
+    def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
+        """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
+        self._note(self._begin(engine, info))
+
+        failure = self.wait()
+        if failure is not None:
+            raise ExitError(ExitCode.NOT_SAVED, str(failure), is_reported=True) from failure
+
+    def wait(self) -> CheckpointError | None:
+        """Waits for the save under way. A failure is logged and returned."""
+        failure = self._finish()
+        self._note(failure)
+        return failure
+
+    def _begin(self, engine: TrainEngine, info: RecoverInfo) -> CheckpointError | None:
+        """Begins to save. Returns the failure of the save before, if that has failed.
+
+        Raises:
+            ExitError: NOT_SAVED, if PyTorch could not write a checkpoint of its own format.
+        """
+        checkpoint, iteration = self._config.checkpoint, engine.step_info().iteration
+        if checkpoint.save is None:
+            raise RuntimeError("Expected --save to be set where a checkpoint is saved, got none.")
+        if self._manager is None:
+            self._save_torch_dcp(checkpoint.save, engine, info)
+            return None
+
+        contents = engine.state.contents(self._device, with_optim=checkpoint.save_optim)
+        # `manager.save` would wait for the save before as well, but raise its failure, although
+        # this one has begun.
+        failure = self._finish()
+        self._on_rank_0("save_begun", iteration=iteration)
+        self._manager.save(iteration, contents, info.to_plain())
+        return failure
+
+    def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:
+        iteration, with_optim = engine.step_info().iteration, self._config.checkpoint.save_optim
+        self._on_rank_0("save_begun", iteration=iteration)
+        try:
+            seconds = save_torch_dcp(root, engine.state, self._device, info, with_optim=with_optim)
+        except CheckpointError as error:
+            self._note(error)
+            self._on_failed(iteration, str(error))
+            raise ExitError(ExitCode.NOT_SAVED, str(error), is_reported=True) from error
+        self._on_published(iteration, seconds)
+
+    def _finish(self) -> CheckpointError | None:
+        try:
+            if self._manager is not None:
+                self._manager.finish()
+        except CheckpointError as failure:
+            return failure
+        return None
+
+    def _on_published(self, iteration: int, seconds: float) -> None:
+        self._save_seconds.append(seconds)
+        path = checkpoint_path(str(self._config.checkpoint.save), iteration)
+        self._on_rank_0("save_published", iteration=iteration, checkpoint=path, seconds=seconds)
+
+    def _on_failed(self, iteration: int, reason: str) -> None:
+        self._on_rank_0("save_failed", iteration=iteration, reason=reason)
+
+    def _note(self, failure: CheckpointError | None) -> None:
+        if failure is not None:
+            logger.error("%s", failure)
+            self._has_failed = True
+
+    def _on_rank_0(self, kind: str, **fields: Any) -> None:
+        if dist.get_rank() == 0:
+            self._events.write(kind, **fields)

@@ -1,0 +1,105 @@
+"""Stand-ins for an engine and a saver: they note in `calls` what a run does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.training.step import Batch, StepInfo, StepResult
+
+
+class FakeEngine:
+    """An engine on one rank whose steps cost nothing and whose losses are given.
+
+    Args:
+        losses: by iteration, where it is not 1.0.
+    """
+
+    def __init__(self, calls: list[Any], losses: dict[int, float] | None = None) -> None:
+        self.calls = calls
+        self.losses = losses or {}
+        optimizer = SimpleNamespace(
+            synchronize=lambda: calls.append("synchronize"), timings=lambda: None
+        )
+        self.state = SimpleNamespace(
+            step_info=StepInfo(), optimizer=optimizer, info=lambda **says: says
+        )
+        self.mesh = SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0, get_rank=lambda: 0)
+        self.device = SimpleNamespace(pins_batches=False)
+
+    def initialize(self, model: Callable[[], Any]) -> None:
+        self.calls.append(("initialize", model()))
+
+    def step_info(self) -> StepInfo:
+        return StepInfo(**vars(self.state.step_info))
+
+    def train_batch(
+        self,
+        microbatches: Iterator[Batch],
+        forward_step: object,  # noqa: ARG002
+        *,
+        num_microbatches: int,
+        votes: Callable[[], tuple[float, ...]],
+        mark: Callable[[str], None],  # noqa: ARG002
+    ) -> StepResult:
+        num_samples = sum(len(next(microbatches)["tokens"]) for _ in range(num_microbatches))
+        info = self.state.step_info
+        info.iteration += 1
+        info.consumed_samples += num_samples
+        self.calls.append(("step", info.iteration))
+        return StepResult(
+            self.losses.get(info.iteration, 1.0), 1.0, False, (), votes(), num_samples=num_samples
+        )
+
+    def eval_batch(
+        self,
+        microbatches: Iterator[Batch],
+        forward_step: object,  # noqa: ARG002
+        *,
+        num_microbatches: int,
+    ) -> float:
+        num_samples = sum(len(next(microbatches)["tokens"]) for _ in range(num_microbatches))
+        self.calls.append(("evaluate", num_samples))
+        return 2.5
+
+
+class FakeSaver:
+    """A saver that writes nothing."""
+
+    is_saving = False
+    is_late = False
+    save_seconds = None
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+        self.fails_at: set[int] = set()  # iterations whose saves fail
+        self._has_failed = False
+
+    def __enter__(self) -> FakeSaver:
+        self.calls.append("enter saver")
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.calls.append("leave saver")
+
+    def take_failure(self) -> bool:
+        has_failed, self._has_failed = self._has_failed, False
+        return has_failed
+
+    def check(self, engine: FakeEngine) -> None:  # noqa: ARG002
+        self.calls.append("check")
+
+    def save(self, engine: FakeEngine, info: dict[str, Any]) -> None:  # noqa: ARG002
+        iteration = engine.step_info().iteration
+        self._has_failed = iteration in self.fails_at
+        self.calls.append(("save", iteration))
+
+    def skip(self, iteration: int) -> None:
+        self.calls.append(("skip", iteration))
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def save_last(self, engine: FakeEngine, info: dict[str, Any]) -> None:
+        self.calls.append(("save_last", engine.step_info().iteration, info["evaluator"]))
