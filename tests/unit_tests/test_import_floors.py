@@ -73,7 +73,11 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.uneven_dtensor",
         "megatron.core.distributed.fsdp.dbuffer",
     ],
-    ["megatron.core.distributed.fsdp.gradients", "megatron.core.distributed.fsdp.parameter_group"],
+    [
+        "megatron.core.distributed.fsdp.gradients",
+        "megatron.core.distributed.fsdp.delivery",
+        "megatron.core.distributed.fsdp.parameter_group",
+    ],
     [
         "megatron.core.distributed.fsdp.optimizer_hooks",
         "megatron.core.distributed.fsdp.context",

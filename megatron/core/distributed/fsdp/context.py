@@ -279,7 +279,7 @@ class FsdpContext:
         Why not look whether the delivery is done? That differs from rank to rank, and so would the
         order in which ranks issue their collectives. Whether there is one is the same everywhere.
         """
-        if self.lanes_issue_at_once and group.awaits_delivery:
+        if self.lanes_issue_at_once and group.delivery.is_announced:
             group.reserve()
         else:
             group.unshard(self.gather_lane)

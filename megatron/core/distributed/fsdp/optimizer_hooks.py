@@ -83,7 +83,7 @@ def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     will be delivered.
     """
     for group in {id(group): group for group in _groups_of(optimizer)}.values():
-        if not group.is_delivered_by(optimizer):
+        if not group.delivery.is_claimed_by(optimizer):
             group.mark_updated()
 
 

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
+from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
@@ -112,6 +112,7 @@ class FsdpParameterGroup:
         name: of the module, for messages; known once the context is complete.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
+        delivery: the updates of an optimizer that copies the compute weights to the device itself.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -147,7 +148,6 @@ class FsdpParameterGroup:
         self._is_on_host = (
             self.requires_grad and offload is not None and offload.main_weights_on_host
         )
-        self._deliverer: weakref.ref[object] | None = None
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
         self.fsdp_parameters = [
@@ -157,20 +157,13 @@ class FsdpParameterGroup:
         if self.is_gathered:
             # Once there are views: of released storage none can be made.
             self.unsharded_weight.release_storage()
+        self.delivery = Delivery()
         self._is_unsharded = False
         self._weights_ready: Event | None = None
-        self._reserved: Event | None = (
-            None  # after which the full parameters' memory may be written to
-        )
+        # After which the full parameters' memory may be written to.
+        self._reserved: Event | None = None
         self._is_updated = True
         self._seen_versions = 0
-        self._delivery: Event | None = None
-        self._failure: tuple[Exception, TracebackType | None] | None = None
-        self._before_use: Callable[[], None] | None = None  # of the delivery
-        self._before_wait: Callable[[], None] | None = (
-            None  # of the delivery that the weights in the making wait for
-        )
-        self._main_weight_ready: Event | None = None
         self._send_down: Callable[[Event], Event] | None = None
         self._main_grad_read: Event | None = None
 
@@ -225,39 +218,9 @@ class FsdpParameterGroup:
             parameter.sharded._local_tensor = buffer.get_local_tensor(index)  # type: ignore[attr-defined]
         self._is_updated = True
 
-    def claim_delivery(self, owner: object) -> None:
-        """From here on `owner` updates the main weights and delivers the compute weights; nobody
-        else does.
-
-        Its own steps need no cast: see `deliver`. It is known weakly.
-        """
-        self.wait_main_weight()
-        self._deliverer = weakref.ref(owner)
-
-    def is_delivered_by(self, owner: object) -> bool:
-        """Whether `owner` was the last to claim the group's delivery."""
-        return self._deliverer is not None and self._deliverer() is owner
-
-    def deliver(self, updated: Event, before_use: Callable[[], None] | None = None) -> None:
-        """Says that after this event the main weights and this rank's post_optimizer_model_weight
-        are up to date.
-
-        Args:
-            before_use: called once, by the thread that uses the weights, when it is about to wait
-                for them. It may wait for the event itself, to see how long that takes.
-        """
-        self._delivery = self._main_weight_ready = updated
-        self._before_use = before_use
-
     def wait_main_weight(self) -> None:
-        """What this thread does from here on comes after the updates of the main weights that are
-        under way.
-        """
-        if self._main_weight_ready is not None:
-            self._main_weight_ready.synchronize()
-            self._main_weight_ready = (
-                None  # not before: who has failed here must not get through the second time
-            )
+        """Blocks this thread until no update of the main weights is under way."""
+        self.delivery.synchronize()
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
         """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are
@@ -279,13 +242,6 @@ class FsdpParameterGroup:
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
-    @property
-    def awaits_delivery(self) -> bool:
-        """Whether the next `unshard` comes after an update of the main weights by their
-        deliverer.
-        """
-        return self._delivery is not None
-
     def reserve(self) -> None:
         """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing
         issued after this.
@@ -299,55 +255,33 @@ class FsdpParameterGroup:
             self._reserved = self._device.event()
 
     def unshard(self, lane: CollectiveLane) -> None:
-        """Begins to bring the full parameters up to date, if they are not. Raises what has kept
-        them from it before.
+        """Begins to bring the full parameters up to date, unless they are. Raises what an earlier
+        `wait_unsharded` raised.
         """
-        if self._failure is not None:
-            error, traceback = self._failure
-            raise error.with_traceback(traceback)
+        self.delivery.check()
         versions = self._versions()
         is_overwritten = self._is_updated or versions != self._seen_versions
-        delivery = self._delivery
-        has_changed = is_overwritten or delivery is not None
+        has_changed = is_overwritten or self.delivery.is_announced
         if self._is_unsharded and not has_changed:
             return
+
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
-        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
-        if self.is_gathered or is_stale or is_scattered or delivery is not None:
-            ready = (
-                self._device.event() if self._reserved is None or is_overwritten else self._reserved
-            )
-            after = [ready] if delivery is None else [ready, delivery]
-            notes = [self._gather_note] if self.is_gathered or is_scattered else []
-            self._weights_ready = lane.enqueue(
-                lambda: self._gather(is_stale, is_scattered), after, notes
-            )
+        self._enqueue_gather(lane, is_overwritten, has_changed)
         if has_changed:
-            # For autograd, what it has saved of these weights is no longer what they are.
+            # What autograd has saved of these weights is not what they will be.
             torch.autograd.graph.increment_version(
                 [parameter.full for parameter in self.fsdp_parameters]
             )
-        if delivery is not None:
-            self._before_wait, self._before_use = self._before_use, None
-        self._is_updated, self._seen_versions, self._delivery = False, versions, None
-        self._reserved = None
-        self._is_unsharded = True
+
+        self._is_updated, self._seen_versions = False, versions
+        self._is_unsharded, self._reserved = True, None
 
     def wait_unsharded(self) -> None:
-        """What this thread does from here on comes after `unshard` has done its work."""
+        """Orders what this thread does next after the work of `unshard`."""
         if self._weights_ready is not None:
-            event, self._weights_ready = self._weights_ready, None
-            before_wait, self._before_wait = self._before_wait, None
-            try:
-                if before_wait is not None:
-                    before_wait()
-                event.wait()
-            except Exception as error:
-                # The weights are not what they should be, whoever asks for them next.
-                self._failure = error, error.__traceback__
-                raise
+            gathered, self._weights_ready = self._weights_ready, None
+            self.delivery.wait(gathered)
 
     def reshard(self) -> None:
         """Frees the full parameters' memory, if it is not also the compute weights'; a reservation
@@ -540,6 +474,27 @@ class FsdpParameterGroup:
     @property
     def _gather_note(self) -> list[int]:
         return [_GATHER, self.number]
+
+    def _enqueue_gather(
+        self, lane: CollectiveLane, is_overwritten: bool, has_changed: bool
+    ) -> None:
+        """Queues whatever work the compute weights need, which may be none."""
+        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
+        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
+        awaited = self.delivery.events
+        if not (self.is_gathered or is_stale or is_scattered or awaited):
+            return
+
+        # A reservation lets the gather run beside kernels that were issued after it, unless these
+        # may have written to the main weights.
+        ready = self._reserved
+        if ready is None or is_overwritten:
+            ready = self._device.event()
+        notes = [self._gather_note] if self.is_gathered or is_scattered else []
+        self._weights_ready = lane.enqueue(
+            lambda: self._gather(is_stale, is_scattered), [ready, *awaited], notes
+        )
+        self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         note = self._gather_note

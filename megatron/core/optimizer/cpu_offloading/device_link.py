@@ -128,10 +128,10 @@ class GroupLink:
     def adopt(self, main_weight: torch.Tensor, owner: object) -> None:
         if not self.group.is_on_host:
             self.group.put_main_weight(self._as_buffer(apart(main_weight)))
-        self.group.claim_delivery(owner)
+        self.group.delivery.claim(owner)
 
     def check(self, owner: object) -> None:
-        if not self.group.is_delivered_by(owner):
+        if not self.group.delivery.is_claimed_by(owner):
             raise RuntimeError(
                 f"Expected to be the one optimizer of {self.name}, got another one, made later, "
                 "that updates its main "

@@ -709,9 +709,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         bucket.sent = relay(self._update_lane, update, after=[fetched, *reads])
         if isinstance(link, GroupLink):
             if timings is None:
-                link.group.deliver(bucket.sent)
+                link.group.delivery.announce(bucket.sent)
             else:
-                link.group.deliver(
+                link.group.delivery.announce(
                     timings.awaited(bucket.sent), before_use=partial(timings.wait, bucket.sent)
                 )
         return fetched
