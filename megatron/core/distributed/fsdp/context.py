@@ -183,8 +183,7 @@ class FsdpContext:
                     for group in module.parameter_groups:
                         group.name = name
         _check_replicas(_alive(self._groups.values()))
-        for handle in follow_optimizers():
-            weakref.finalize(self, handle.remove).atexit = False
+        follow_optimizers(self)
         self.is_finalized = True
 
     def is_root(self, module: nn.Module) -> bool:

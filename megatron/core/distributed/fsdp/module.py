@@ -56,28 +56,59 @@ class FsdpModule(nn.Module):
     """
 
     class Phase(enum.Enum):
-        """What a module is doing. A recomputation inside its own backward stays BACKWARD."""
+        """What a module is doing.
+
+            phase          full weights              goes to
+            RESTING        freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
+            CHECKPOINTED   freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
+            FORWARD        in use                    RESTING
+            CHECKPOINTING  in use                    CHECKPOINTED
+            BACKWARD       in use                    RESTING
+
+        Exceptions are `reshard_after_forward=False` and a recomputation, whose weights are kept for
+        the backward. A failed forward leads back to the phase before it, a failed backward to
+        RESTING. A recomputation inside the module's own backward stays BACKWARD.
+
+        CHECKPOINTING and CHECKPOINTED belong to reentrant checkpoints, which first run a module
+        without building a graph, on inputs that have one. Its outputs have no hook that would
+        announce a backward, so the phase does. It lasts until that backward begins.
+        """
 
         RESTING = "resting"
+        CHECKPOINTED = "checkpointed"
         FORWARD = "forward"
+        CHECKPOINTING = "checkpointing"
         BACKWARD = "backward"
 
-        def leads_to(self, phase: FsdpModule.Phase) -> bool:
-            """Whether a module may go from this phase to that one: through rest, always."""
-            return (self is FsdpModule.Phase.RESTING) != (phase is FsdpModule.Phase.RESTING)
+        @property
+        def is_resting(self) -> bool:
+            """Whether the module does nothing now."""
+            return self in (FsdpModule.Phase.RESTING, FsdpModule.Phase.CHECKPOINTED)
+
+        @property
+        def is_forward(self) -> bool:
+            """Whether the module's forward is running."""
+            return self in (FsdpModule.Phase.FORWARD, FsdpModule.Phase.CHECKPOINTING)
+
+        @property
+        def awaits_recomputation(self) -> bool:
+            """Whether the module's backward comes after a recomputation."""
+            return self in (FsdpModule.Phase.CHECKPOINTED, FsdpModule.Phase.CHECKPOINTING)
+
+        @property
+        def at_rest(self) -> FsdpModule.Phase:
+            """The phase in which a module comes to rest from this one."""
+            phases = FsdpModule.Phase
+            return phases.CHECKPOINTED if self.awaits_recomputation else phases.RESTING
 
     context: FsdpContext
     parameter_groups: list[FsdpParameterGroup]
     phase: FsdpModule.Phase
     reshard_after_forward: bool
 
-    _fsdp_calls: weakref.WeakSet[
-        _Call
-    ]  # whose backward has not come yet; those whose graph is gone vanish
+    # Calls whose backward has not come yet; those whose graph is freed vanish.
+    _fsdp_calls: weakref.WeakSet[_Call]
     _fsdp_call: _Call | None  # under way, where there will be a graph
-    _fsdp_will_be_recomputed: (
-        bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
-    )
     _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
 
     def is_root(self) -> bool:
@@ -86,23 +117,23 @@ class FsdpModule(nn.Module):
 
     @property
     def is_resting(self) -> bool:
-        return self.phase is FsdpModule.Phase.RESTING
+        return self.phase.is_resting
 
     @property
     def expects_backward(self) -> bool:
         """Whether a backward of this module is to be expected, since its last forward was one of
         training.
         """
-        return len(self._fsdp_calls) > 0 or self._fsdp_will_be_recomputed
+        return len(self._fsdp_calls) > 0 or self.phase.awaits_recomputation
 
     def finish_backward(self) -> None:
         """Leaves nothing of a backward behind: neither whole weights nor gradients that were not
         reduced.
         """
-        if self.phase is FsdpModule.Phase.FORWARD:
-            return  # a backward inside this module's forward
-        if self._fsdp_will_be_recomputed and self.is_resting:
-            return  # a backward inside another, which has not come to this module yet
+        # A backward inside this module's forward, or, of a checkpoint, inside another backward that
+        # has not come to this module yet.
+        if self.phase.is_forward or self.phase.awaits_recomputation:
+            return
         self._fsdp_rest()
         self._fsdp_reduce()
         self._fsdp_calls = weakref.WeakSet(
@@ -115,7 +146,7 @@ class FsdpModule(nn.Module):
         for group in self.parameter_groups:
             group.forget_gradients()
         self._fsdp_calls = weakref.WeakSet()
-        self._fsdp_will_be_recomputed = False
+        self.phase = FsdpModule.Phase.RESTING
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -151,7 +182,8 @@ class FsdpModule(nn.Module):
             self.context.enter_forward(self)
         elif self.phase is FsdpModule.Phase.BACKWARD:
             return None  # recomputed inside its own backward, which has brought the weights
-        self._fsdp_enter(FsdpModule.Phase.FORWARD)
+        before = self.phase
+        self._fsdp_enter(self._fsdp_forward_phase(args, kwargs, is_recomputation))
         try:
             if is_recomputation:
                 self.context.unshard_for_recomputation(self)
@@ -159,23 +191,30 @@ class FsdpModule(nn.Module):
                 self.context.unshard_for_forward(self)
             self._fsdp_show_full()
         except BaseException:
+            self.phase = before
             self._fsdp_rest()
             raise
-        if not is_recomputation:
-            has_graph = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
-            self._fsdp_will_be_recomputed = has_graph and not torch.is_grad_enabled()
+
         if torch.is_grad_enabled():
             self._fsdp_call = _Call(self.context.num_passes)
             return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
         self._fsdp_call = None
         return None
 
+    def _fsdp_forward_phase(self, args: Any, kwargs: Any, is_recomputation: bool) -> Phase:
+        is_checkpointed = self.phase.awaits_recomputation
+        if not is_recomputation:
+            has_graph = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+            is_checkpointed = has_graph and not torch.is_grad_enabled()
+        phases = FsdpModule.Phase
+        return phases.CHECKPOINTING if is_checkpointed else phases.FORWARD
+
     def _fsdp_after_forward(self, output: Any) -> None:
         """Also called after a forward that has raised, with None for its output."""
-        if self.phase is not FsdpModule.Phase.FORWARD:
+        if not self.phase.is_forward:
             return
         call, self._fsdp_call = self._fsdp_call, None
-        self._fsdp_enter(FsdpModule.Phase.RESTING)
+        self._fsdp_enter(self.phase.at_rest)
         for group in self.parameter_groups:
             group.show_sharded()
         if call is None:
@@ -250,7 +289,6 @@ class FsdpModule(nn.Module):
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         call.has_backward = True
-        self._fsdp_will_be_recomputed = False
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
@@ -297,7 +335,7 @@ class FsdpModule(nn.Module):
 
     def _fsdp_rest(self) -> None:
         """At rest, from whatever phase: sharded parameters, no full weights."""
-        self.phase = FsdpModule.Phase.RESTING
+        self.phase = self.phase.at_rest
         for group in self.parameter_groups:
             group.show_sharded()
         reshard(self)
@@ -307,7 +345,8 @@ class FsdpModule(nn.Module):
             group.show_full()
 
     def _fsdp_enter(self, phase: Phase) -> None:
-        if not self.phase.leads_to(phase):
+        # Between two phases of work lies rest, always.
+        if self.phase.is_resting == phase.is_resting:
             raise RuntimeError(
                 f"Expected {type(self).__name__} to come to {phase.value} from another phase, got "
                 f"{self.phase.value}; "
@@ -331,7 +370,6 @@ def attach(
     module.phase = FsdpModule.Phase.RESTING
     module._fsdp_call = None
     module._fsdp_calls = weakref.WeakSet()
-    module._fsdp_will_be_recomputed = False
     module._fsdp_reduced_pass = 0
     for group_index, group in enumerate(groups):
         group.show_sharded()

@@ -1,7 +1,9 @@
-"""What every optimizer's step does with sharded parameters, before it and after."""
+"""What happens to sharded parameters before and after every optimizer's step."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,30 +24,67 @@ CASTS_GRADIENTS = "_fsdp_casts_gradients"
 RECUTS_ON_LOAD = "recuts_states_on_load"
 
 
-def follow_optimizers() -> tuple[RemovableHandle, RemovableHandle]:
-    """Registers the hooks on all optimizers there are and will be; they do nothing for plain
-    parameters.
+class _OptimizerHooks:
+    """The hooks that torch runs around every optimizer's step, registered while a context lives.
+
+    They look at an optimizer's parameters only, so one pair serves all contexts: a pair for each
+    would repeat the same work in every step.
     """
-    return register_optimizer_step_pre_hook(_recut_states), register_optimizer_step_post_hook(
-        _mark_updated
-    )
+
+    def __init__(self) -> None:
+        self._contexts: set[object] = set()  # a token for each that lives
+        self._handles: list[RemovableHandle] = []
+        # Reentrant, since a garbage collection inside it may end a context.
+        self._lock = threading.RLock()
+
+    def follow(self, context: object) -> None:
+        """Keeps the hooks registered as long as `context` lives."""
+        token = object()
+        with self._lock:
+            self._contexts.add(token)
+            weakref.finalize(context, self._leave, token).atexit = False
+            if not self._handles:
+                self._handles = [
+                    register_optimizer_step_pre_hook(_before_step),
+                    register_optimizer_step_post_hook(_mark_updated),
+                ]
+
+    def _leave(self, token: object) -> None:
+        with self._lock:
+            self._contexts.discard(token)
+            if not self._contexts:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
 
 
-def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: states that PyTorch's helpers have loaded lie on the ranks as
-    their parameters do.
+# One for the process, as are torch's own tables of these hooks.
+_hooks = _OptimizerHooks()
+
+
+def follow_optimizers(context: object) -> None:
+    """Has every optimizer's step, of optimizers yet to be made too, keep sharded parameters right
+    for as long as `context` lives. Does nothing for plain parameters.
+    """
+    _hooks.follow(context)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _check_gradient_dtypes(optimizer)
+    _recut_states(optimizer)
+
+
+def _recut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Distributes loaded states over the ranks as their parameters are.
 
     `set_optimizer_state_dict(full_state_dict=True)` distributes states evenly. Steps would be right
     even so, but every one of them would gather every state.
     """
-    _check_gradient_dtypes(optimizer)
-
+    # Between the scalars of a step and its first kernel there is no time to look at every state.
     if getattr(type(optimizer), RECUTS_ON_LOAD, False):
-        # between the scalars of a step and its first kernel there is no time to look at every state
         return
 
-    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such
-    # a one does this when it loads.
+    # `optimizer.state` would wait for updates under way if the optimizer is offloaded.
     states = vars(optimizer).get("state", {})
     for parameter, values in states.items():
         if isinstance(parameter, UnevenRows) and isinstance(values, dict):
@@ -55,8 +94,8 @@ def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError where torch's own optimizers would fail on gradients of another dtype, with a
-    word of what to do.
+    """RuntimeError that says what to do, where torch's own optimizers would fail on gradients of
+    another dtype.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(
         optimizer
@@ -79,8 +118,8 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After any optimizer's step: the compute weights of what it has stepped are out of date, or
-    will be delivered.
+    """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
+    them itself.
     """
     for group in {id(group): group for group in _groups_of(optimizer)}.values():
         if not group.delivery.is_claimed_by(optimizer):
