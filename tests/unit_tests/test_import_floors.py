@@ -22,6 +22,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.nccl",
         "megatron.core.process_groups",
         "megatron.core.drivers",
+        "megatron.core.spans",
         "megatron.core.lanes",
         "megatron.core.device",
         "megatron.core.issued_collectives",
