@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
+from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,13 +16,97 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameters import REPLACED
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.dtensors import check_whole
 
 # Left on an optimizer that `fully_shard_optimizer` has prepared.
-CASTS_GRADIENTS = "_fsdp_casts_gradients"
+_CASTS_GRADIENTS = "_fsdp_casts_gradients"
 # The attribute of classes of optimizers that cut loaded states as their parameters themselves.
 RECUTS_ON_LOAD = "recuts_states_on_load"
+
+
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
+    refuse partial sums.
+
+    Gradients are cast to the parameters' dtype for the time of a step. Compute weights need no
+    call: they follow the main weights when they are used next, once for each group.
+
+    Raises:
+        TypeError: for anything but a `torch.optim.Optimizer`.
+        ValueError: if it has no sharded parameters, or some that `fully_shard` has replaced.
+
+    Later, by `optimizer.step()`:
+        RuntimeError: for gradients whose last microbatch is still to come.
+        NotImplementedError: for a closure, where gradients have to be cast.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+
+    parameters = list(_parameters(optimizer))
+    num_replaced = sum(REPLACED in vars(parameter) for parameter in parameters)
+    if num_replaced:
+        raise ValueError(
+            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from "
+            "before."
+        )
+    if not any(group_of(parameter) for parameter in parameters):
+        raise ValueError(
+            "Expected an optimizer over sharded parameters, got none among its parameters."
+        )
+
+    vars(optimizer)[_CASTS_GRADIENTS] = True
+    casts = _GradientCasts()
+    optimizer.register_step_pre_hook(casts.before_step)
+    optimizer.register_step_post_hook(casts.after_step)
+
+
+class _Cast(NamedTuple):
+    """A parameter whose gradient has been cast for the time of a step."""
+
+    parameter: nn.Parameter
+    original: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+class _GradientCasts:
+    """Casts gradients to their parameters' dtype before a step, and puts them back after it."""
+
+    def __init__(self) -> None:
+        self._uncast: list[_Cast] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A step may run inside another, a subclass's, and a step that raised leaves its casts
+        # behind: what is still in its place is put back later, the rest is stale.
+        self._uncast = [cast for cast in self._uncast if cast.parameter.grad is cast.gradient]
+        with_gradient = [
+            (parameter, parameter.grad)
+            for parameter in _parameters(optimizer)
+            if parameter.grad is not None and group_of(parameter) is not None
+        ]
+        check_whole(gradient for _, gradient in with_gradient)
+
+        to_cast = [
+            (parameter, gradient)
+            for parameter, gradient in with_gradient
+            if gradient.dtype != parameter.dtype
+        ]
+        # A hook's arguments begin with the optimizer itself.
+        if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise NotImplementedError(
+                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
+                f"would cast to {to_cast[0][0].dtype}, got one."
+            )
+        for parameter, gradient in to_cast:
+            parameter.grad = gradient.to(parameter.dtype)
+            self._uncast.append(_Cast(parameter, gradient, parameter.grad))
+
+    def after_step(self, *_: Any) -> None:
+        while self._uncast:
+            cast = self._uncast.pop()
+            cast.parameter.grad = cast.original
 
 
 class _OptimizerHooks:
@@ -97,38 +182,34 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
     """RuntimeError that says what to do, where torch's own optimizers would fail on gradients of
     another dtype.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(
+    if not type(optimizer).__module__.startswith("torch.optim") or _CASTS_GRADIENTS in vars(
         optimizer
     ):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if (
-                gradient is not None
-                and gradient.dtype != parameter.dtype
-                and group_of(parameter) is not None
-            ):
-                raise RuntimeError(
-                    f"Expected gradients in {parameter.dtype}, as the main weights, got "
-                    f"{gradient.dtype}: call "
-                    "fully_shard_optimizer(optimizer), or choose MixedPrecisionPolicy's dtypes "
-                    "alike."
-                )
+    for parameter in _parameters(optimizer):
+        gradient = parameter.grad
+        if (
+            gradient is not None
+            and gradient.dtype != parameter.dtype
+            and group_of(parameter) is not None
+        ):
+            raise RuntimeError(
+                f"Expected gradients in {parameter.dtype}, as the main weights, got "
+                f"{gradient.dtype}: call fully_shard_optimizer(optimizer), or choose "
+                "MixedPrecisionPolicy's dtypes alike."
+            )
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
     them itself.
     """
-    for group in {id(group): group for group in _groups_of(optimizer)}.values():
+    found = (group_of(parameter) for parameter in _parameters(optimizer))
+    for group in {id(group): group for group in found if group is not None}.values():
         if not group.delivery.is_claimed_by(optimizer):
             group.mark_updated()
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> Iterator[FsdpParameterGroup]:
-    for parameter_group in optimizer.param_groups:
-        for parameter in parameter_group["params"]:
-            group = group_of(parameter)
-            if group is not None:
-                yield group
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
+from megatron.core.distributed.fsdp.aliases import apart
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES

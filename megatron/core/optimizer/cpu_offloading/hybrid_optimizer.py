@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
+from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.dtensors import check_whole
 from megatron.core.lanes import Event, InlineLane, Lane, RelayedEvent, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
