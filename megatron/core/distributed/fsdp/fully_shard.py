@@ -348,8 +348,10 @@ def _fill(
                 if other.owners[0][0] is module and other.original.is_meta
             ]
             dtype = group.main_weight.dtype
-            whole = draw_parameters(module, on_meta, device, reset_parameters, dtype)
-            for own_name, values in whole.items():
+            # Without a name: one module's whole weights must be freed before the next one's come.
+            for own_name, values in draw_parameters(
+                module, on_meta, device, reset_parameters, dtype
+            ).items():
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, values)
 
