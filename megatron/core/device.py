@@ -1,9 +1,8 @@
-"""The device a rank computes on. Everything else asks it, so the rest of the project has no
-branches.
+"""The device a rank computes on. The rest of the project asks it instead of branching on kinds.
 
-A `Device` answers: which `torch.device`, which collective backend, how much memory was used at
-most, the state of its random generator, a lane (lanes.py). The CPU answers all of it too. What
-differs between kinds of accelerators is in drivers.py.
+A `Device` knows its `torch.device`, its collective backend, its peak memory and the state of its
+random generator, and makes lanes (lanes.py). So does the CPU. What differs between kinds of
+accelerators is in drivers.py.
 """
 
 from __future__ import annotations
@@ -19,18 +18,9 @@ from pathlib import Path
 import torch
 
 from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
-from megatron.core.lanes import (
-    ClockSpan,
-    Event,
-    Lane,
-    Span,
-    StreamEvent,
-    StreamLane,
-    StreamSpan,
-    ThreadEvent,
-    ThreadLane,
-)
+from megatron.core.lanes import Event, Lane, StreamEvent, StreamLane, ThreadEvent, ThreadLane
 from megatron.core.options import ConfigError, check_options, option
+from megatron.core.spans import ClockSpan, Span, StreamSpan
 
 _CPU = "cpu"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -77,30 +67,29 @@ class Device:
 
     @classmethod
     def for_rank(cls, kind: str, local_rank: int, local_world_size: int) -> Device:
-        """The device of the rank with this number on its machine. ConfigError, on all of them, if
-        there are too few.
-
-        Where Slurm shows each of a machine's processes a device of its own, that is the first one
-        of each.
+        """The device of the rank with this number on its machine. ConfigError, on all of its ranks,
+        if there are too few devices.
         """
         if kind == _CPU:
             return cls(kind)
+
+        # Slurm may show each process only a device of its own, which is then its first one.
         count = driver_of(kind).device_count()
         if count == 1 and _is_bound_by_slurm(local_rank):
             local_rank = 0
         elif local_world_size > count:
             raise ConfigError(
                 f"--nproc-per-node: expected at most one process for each of the {count} GPUs of "
-                "this machine, "
-                f"got {local_world_size}."
+                f"this machine, got {local_world_size}."
             )
+
         device = cls(kind, local_rank)
         device.make_current()
         return device
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether work is issued to streams, and memory of its own: a GPU, say."""
+        """Whether it has memory of its own, and streams to which work is issued: a GPU, say."""
         return self.kind != _CPU
 
     @property
@@ -108,8 +97,8 @@ class Device:
         return torch.device(self.kind, self.index) if self.is_accelerator else torch.device(_CPU)
 
     def prepare_collectives(self) -> None:
-        """Before the process group is made, where a watchdog will run: its backend must leave
-        failures to that.
+        """Has the backend leave failures to the watchdog. Call it before the process group is made,
+        if a watchdog will run.
         """
         if self.is_accelerator:
             self._driver.prepare_collectives()
@@ -120,9 +109,8 @@ class Device:
 
     @property
     def runs_collectives_side_by_side(self) -> bool:
-        """Whether collectives of one group may run on two lanes. On the CPU they would mix up their
-        messages.
-        """
+        """Whether collectives of one group may run on two lanes."""
+        # On the CPU they would mix up their messages.
         return self.is_accelerator
 
     @property
@@ -137,9 +125,7 @@ class Device:
 
     @property
     def pins_host_memory(self) -> bool:
-        """Whether `pin` makes a difference: copies reach pinned memory directly, beside the
-        computation.
-        """
+        """Whether `pin` lets copies reach host memory directly, beside the computation."""
         return self.is_accelerator
 
     @property
@@ -151,40 +137,34 @@ class Device:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of the host's memory that is nearest to the device; None on the CPU, or where
-        that is not known.
-        """
+        """The node of host memory nearest to the device; None on the CPU or if it is unknown."""
         address = self._driver.pci_address(self.index) if self.is_accelerator else None
         if address is None:
             return None
+
         try:
             node = int((_PCI_DEVICES / address / "numa_node").read_text())
         except (OSError, ValueError):
             return None
-        return node if node >= 0 else None  # -1 on machines that have one
+        return node if node >= 0 else None  # -1 on machines with a single node
 
     def make_current(self) -> None:
-        """What this thread does on an accelerator from here on, it does on this one.
-
-        Every thread begins on the first one, and would open a context there: half a gigabyte on a
-        GPU.
-        """
+        """Makes this thread's later work on an accelerator run on this one."""
+        # Every thread begins on the first device and would open a context there: half a gigabyte
+        # on a GPU.
         if self.is_accelerator:
             self._driver.make_current(self.index)
 
     def peak_memory_bytes(self) -> int:
-        """The most memory this rank has held: allocated on the accelerator, or resident on
-        the CPU.
-        """
+        """The most memory this rank has held, on the accelerator, or resident on the CPU."""
         if self.is_accelerator:
             return self._driver.peak_memory_bytes(self.index)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Keeps host memory that is mapped already where it is, so that the device can copy from
-        and to it directly.
+        """Keeps mapped host memory in its place, so the device can copy from and to it directly.
 
-        On the CPU there is nothing to do. The pages become resident with it, on a GPU.
+        On a GPU this makes all of its pages resident. On the CPU it does nothing.
 
         Args:
             address: where the memory begins, a multiple of the page size.
@@ -197,24 +177,21 @@ class Device:
             self._driver.pin(self.index, address, nbytes)
 
     def unpin(self, address: int) -> None:
-        """Takes back `pin` of the memory that begins at `address`; copies from and to it must be
-        done.
-        """
+        """Undoes `pin` of the memory that begins at `address`, after all copies from and to it."""
         if self.is_accelerator:
             self._driver.unpin(self.index, address)
 
     def rng_state(self) -> torch.Tensor | None:
-        """The state of the device's own random generator, uint8 on the CPU; None where it is the
-        CPU's.
-        """
+        """The state of an accelerator's random generator, uint8 on the CPU; else None."""
         return self._driver.rng_state(self.index) if self.is_accelerator else None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Takes back what `rng_state` gave."""
+        """Restores what `rng_state` returned."""
         if not self.is_accelerator:
             raise RuntimeError(
                 f"Expected a device with a random generator of its own, got {self.kind}."
             )
+
         self._driver.set_rng_state(state, self.index)
 
     def lane(self, name: str, *, is_shared: bool = False, is_urgent: bool = False) -> Lane:
@@ -222,24 +199,21 @@ class Device:
 
         Args:
             name: shows in profiles and among the threads.
-            is_shared: on the CPU, lanes of this name have one thread, so that what is queued on any
-                of them runs in the order in which it was queued. An error ends only its own lane.
-            is_urgent: on an accelerator, what is issued to the lane goes before what others have
-                waiting: for short work that much waits for.
+            is_shared: on the CPU, lanes of this name have one thread, which runs their work in the
+                order in which it was queued. An error ends only its own lane.
+            is_urgent: on an accelerator, the lane's work goes before what waits on others: for
+                short work that much depends on.
         """
         if self.is_accelerator:
             return StreamLane(self._driver, self.index, name, is_urgent=is_urgent)
         return ThreadLane.make(name, is_shared)
 
     def host_lane(self, name: str) -> Lane:
-        """A new lane of work that the host does itself: a worker thread on any device, which is its
-        current one.
-        """
+        """A new lane for work of the host: a worker thread whose current device is this one."""
         return ThreadLane.make(name, is_shared=False, prepare=self.make_current)
 
     def span(self, clock: Callable[[], float] = time.perf_counter) -> Span:
-        """What measures how long something takes that this thread does, or issues to an
-        accelerator's current stream.
+        """Measures what this thread does, or issues to an accelerator's current stream.
 
         Args:
             clock: seconds, for the CPU. An accelerator has its own.
@@ -252,19 +226,18 @@ class Device:
 
 
 def _is_bound_by_slurm(local_rank: int) -> bool:
-    """Whether Slurm started this very process and gave each of its tasks a GPU of its own
+    """Whether Slurm started this very process and gave each of its tasks its own GPU
     (`--gpus-per-task=1`).
-
-    Where it gave them one together, or where it started a torchrun, several ranks would find
-    themselves on one. How many GPUs the machine has proves nothing: a script may show all ranks the
-    same one of them.
     """
+    # If its tasks share a GPU, or if it started a torchrun, several ranks would end up on one. The
+    # number of visible GPUs proves nothing: a script may show all ranks the same one.
     names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
     own, per_task, binding = (os.environ.get(name, "") for name in names)
     if own != str(local_rank) or "TORCHELASTIC_RUN_ID" in os.environ:
         return False
-    # `--gpus-per-task` implies that each task is bound to its own, unless another binding was asked
-    # for: by a map, or by what is closest, several may have the same one.
+
+    # `--gpus-per-task` binds each task to its own GPU, unless another binding was asked for: with a
+    # map, or the closest one, several tasks may share a GPU.
     if binding and not binding.startswith("per_task:"):
         return False
     # One, or one of a kind: "a100:1".

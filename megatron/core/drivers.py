@@ -1,8 +1,8 @@
-"""What PyTorch asks of each kind of accelerator in another way. Only this file names cuda.
+"""What differs between kinds of accelerators. Only this file names cuda.
 
-`Driver` answers through PyTorch's common interface (`torch.accelerator`, `torch.Stream`,
-`torch.Event`), which is all that most kinds need. A kind of its own is made known with
-`register_driver`, and is then a device like any other: the tests do so with a simulated one.
+`Driver` uses PyTorch's common interface (`torch.accelerator`, `torch.Stream`, `torch.Event`), which
+is all that most kinds need. `register_driver` adds another kind, which is then a device like any
+other: the tests do so with a simulated one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Driver:
 
     Attributes:
         kind: as in `torch.device(kind)`.
-        collective_backend: for `init_process_group`; carries CPU tensors, too.
+        collective_backend: for `init_process_group`; carries CPU tensors too.
         has_triton: whether Triton compiles for it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
             without a copy.
@@ -52,9 +52,7 @@ class Driver:
         return int(self.module.device_count())
 
     def make_current(self, index: int) -> None:
-        """From here on, what this thread does without saying where is done on the device with this
-        index.
-        """
+        """Makes the device with this index the default of this thread."""
         self.module.set_device(index)
 
     def description(self, index: int) -> str:
@@ -71,11 +69,11 @@ class Driver:
         return state
 
     def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        """Takes back what `rng_state` gave."""
+        """Restores what `rng_state` returned."""
         self.module.set_rng_state(state, index)
 
     def pci_address(self, index: int) -> str | None:  # noqa: ARG002
-        """Where the device is, as sysfs writes it: `0000:3b:00.0`; None if that is not known."""
+        """The device's PCI address, as sysfs writes it: `0000:3b:00.0`; None if it is unknown."""
         return None
 
     def prepare_collectives(self) -> None:
@@ -93,7 +91,7 @@ class Driver:
     # Streams
 
     def new_stream(self, index: int, *, is_urgent: bool) -> torch.Stream:
-        """A stream. What is issued to an urgent one goes before what waits on others."""
+        """A stream. The work of an urgent one goes before what waits on others."""
         return torch.Stream(torch.device(self.kind, index), priority=-1 if is_urgent else 0)
 
     def current_stream(self, index: int) -> torch.Stream:
@@ -105,9 +103,7 @@ class Driver:
         return stream
 
     def new_event(self, index: int, *, is_timed: bool = False) -> torch.Event:
-        """An event. Threads that wait for one that is not timed leave their core to others, where
-        that can be had.
-        """
+        """An event. A thread that waits for an untimed one yields its core, if the kind can."""
         return torch.Event(torch.device(self.kind, index), enable_timing=is_timed)
 
 
@@ -132,6 +128,7 @@ class CudaDriver(Driver):
         parts = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
         if None in parts:
             return None
+
         domain, bus, device = parts
         return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
@@ -148,9 +145,7 @@ class CudaDriver(Driver):
 
     @staticmethod
     def _clear_error(index: int) -> None:
-        """The runtime keeps the last error, and whoever launches the next kernel is told of it:
-        that is done here.
-        """
+        """Takes the error that the runtime keeps and reports at the next kernel launch."""
         with suppress(RuntimeError):
             torch.ones(1, device=torch.device("cuda", index)).add_(1)
 
@@ -176,8 +171,8 @@ def pin_error(nbytes: int, reason: str) -> PinError:
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     return PinError(
         f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some "
-        "systems apply to "
-        f"it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on unpinned."
+        f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
+        "unpinned."
     )
 
 
@@ -185,9 +180,7 @@ _drivers: dict[str, Driver] = {}
 
 
 def register_driver(driver: Driver) -> None:
-    """Makes a kind of accelerator known, in the place of one of the same name. `auto` prefers those
-    known first.
-    """
+    """Adds a kind of accelerator, or replaces one. `auto` prefers those added first."""
     _drivers[driver.kind] = driver
 
 
@@ -199,7 +192,7 @@ def driver_of(kind: str) -> Driver:
 
 
 def kinds_of_accelerators() -> list[str]:
-    """Those that have been made known, in that order."""
+    """The registered kinds, in order."""
     return list(_drivers)
 
 

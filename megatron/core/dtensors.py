@@ -1,6 +1,4 @@
-"""DTensors as an optimizer, an engine and a checkpoint see them: the local part, and partial
-sums.
-"""
+"""What engine, optimizer and checkpoints ask of a DTensor: its local part, and partial sums."""
 
 from __future__ import annotations
 
@@ -28,6 +26,5 @@ def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
     if any(is_partial(gradient) for gradient in gradients):
         raise RuntimeError(
             "Expected the gradients of a whole step, got partial sums: the last microbatch has to "
-            "run in "
-            "microbatch(context, is_last=True)."
+            "run in microbatch(context, is_last=True)."
         )

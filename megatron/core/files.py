@@ -5,10 +5,10 @@ its own name; the folder is brought to disk after that, or the rename might not 
 From the rename on others may act on the file, and may even move the folder that it is in. A writer
 that must not fail from then on leaves the last step to the reader that acts on it (`Sync.CONTENT`).
 
-What is read may stand in a folder that others can write to. A FIFO in the place of a file would
-block its reader for ever, a device may do anything when it is opened, and a sparse file of a
-terabyte takes no room on disk but all of the memory. So a reader opens regular files only, and says
-how much it is prepared to read.
+Files may lie in a folder that others can write to. A FIFO in the place of a file would block its
+reader forever, a device may do anything when it is opened, and a sparse file of a terabyte takes no
+room on disk but all of the memory. So a reader opens regular files only, and states how much it is
+prepared to read.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _READ_BYTES = 1 << 24  # at a time
 
 
 class UnusableFileError(OSError):
-    """What stands in a file's place is not a regular file, or is larger than its reader takes."""
+    """Not a regular file, or larger than its reader accepts."""
 
 
 def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
-    """Opens a regular file to read from, without a buffer. Nothing else is opened, not even for a
-    moment.
+    """Opens a regular file for reading, unbuffered. Nothing else is opened, not even briefly.
 
     Args:
         what: the file is to its reader, for the message: "the marker of a checkpoint".
@@ -53,8 +52,8 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
     """
     _expect_regular(Path(path).stat().st_mode, path, what)
 
-    # Another file may have taken its place since. A FIFO without a writer does not block then, and
-    # what has been opened is looked at once more.
+    # Another file may have taken its place since. O_NONBLOCK keeps a FIFO without a writer from
+    # blocking, and what has been opened is checked once more.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         _expect_regular(os.fstat(descriptor).st_mode, path, what)
@@ -65,7 +64,7 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 
 def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> bytes:
-    """The content of a regular file, as far as it goes, if that is no further than `max_bytes`.
+    """The content of a regular file of at most `max_bytes`.
 
     Raises:
         UnusableFileError: for a folder, a FIFO, a socket or a device, and for a larger file.
@@ -81,6 +80,7 @@ def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> b
                 return b"".join(pieces)
             pieces.append(piece)
             rest -= len(piece)
+
     message = (
         f"Expected {what} of at most {max_bytes} bytes, got {max(size, max_bytes + 1)} or more"
     )
@@ -88,10 +88,10 @@ def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> b
 
 
 def open_for_append(path: str | Path, what: str = "a file") -> int:
-    """A descriptor that reads and appends to a regular file, which is made if need be.
+    """A descriptor that reads and appends to a regular file, which is created if missing.
 
-    A symbolic link is not followed: in a folder that others can write to it would have this process
-    append to any file of its user's.
+    Symbolic links are not followed: in a folder that others can write to, one could have this
+    process append to any file of its user.
 
     Raises:
         UnusableFileError: for a link, a folder, a FIFO, a socket or a device. It has not been
@@ -152,8 +152,8 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` that no other writer has, of whatever process, container or node. To be
-    opened with "x".
+    """A name beside `path` that no writer in any process, container or node shares. Open it with
+    "x".
     """
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 

@@ -1,28 +1,27 @@
-"""The collectives that this process has issued to its device and that are not over: whom does a
-rank wait for?
+"""The collectives that this process has issued to its device and that are not over.
 
-On an accelerator a collective returns at once, and the host runs on until something stops it: a
-launch queue that is full, autograd's own thread that launches no more, the transfer of some result.
-Where the host stands then does not say whether it waits for other ranks. The device knows, so every
+On an accelerator a collective returns at once, and the host continues until something stops it: a
+full launch queue, autograd's thread that launches nothing more, the transfer of a result. Where the
+host stands then does not tell whether it waits for other ranks. The device knows, so every
 collective leaves a record with two events, one just before it and one behind it: `with
 issuing(name, tensor)`.
 
-[Note: who waits] A collective begins on each rank as soon as that rank's device comes to it, and is
-over when all have. What the oldest one that is not over says of its rank:
+[Note: who waits] A collective begins on each rank as soon as that rank's device reaches it, and is
+over when all have. The oldest one that is not over tells about its rank:
 
-    has begun          the rank waits for another that has not come to it yet
-    has not begun      the device is held up by something else, since no older collective is left: nobody else is to
-                       blame for that
-    there is none      the device waits for nobody; where the host stands decides
+    has begun       the rank waits for another that has not reached it yet
+    has not begun   something else holds up the device, since no older collective is left; no other
+                    rank is to blame
+    there is none   the device waits for nobody; where the host stands decides
 
-Ranks issue their collectives in the same order. So one that sleeps before it issues the next has
-none left as soon as the others have caught up with it, and they all have that next one.
+Ranks issue their collectives in the same order. A rank that sleeps before it issues the next one
+has none left as soon as the others have caught up with it, and they all have that next one.
 
-[Note: who asks] Querying an event may block while another thread is inside CUDA, by a comment in
-torch's own watchdog, and torch's `Event.query` keeps the GIL meanwhile: a watchdog that asked so
-might stop the very process it watches over. `Event.synchronize` lets go of it. So a thread of its
-own walks from event to event, and where that thread stands is the answer. It does so only when
-asked, which is when something is wrong; in normal operation a collective costs two events.
+[Note: who asks] By a comment in torch's own watchdog, querying an event may block while another
+thread is inside CUDA, and torch's `Event.query` keeps the GIL meanwhile: a watchdog that queried
+might stop the very process it watches. `Event.synchronize` releases the GIL. So a thread of its own
+walks from event to event, and where that thread stands is the answer. It does so only when asked,
+which is when something is wrong; in normal operation a collective costs two events.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from megatron.core.lanes import Event
 # More than fit into a device's launch queue, so that those that are dropped are over.
 _MOST_RECORDS = 1024
 _POLL_SECONDS = 0.02
-# The walking thread stands still for so long: it waits for the device.
+# After so long in one place, the walking thread counts as waiting for the device.
 _STILL_SECONDS = 0.2
-# Less than ranks wait for each other's answers, of which this is a part.
+# Ranks wait longer than this for each other's answers, of which this is a part.
 _LOOK_SECONDS = 0.9
 
 
@@ -61,9 +60,7 @@ class Outstanding(NamedTuple):
 
 
 class _Record:
-    """A collective that was issued, or is just being issued: then there is no event behind it
-    yet.
-    """
+    """A collective that was issued, or is being issued and has no event behind it yet."""
 
     def __init__(self, number: int, name: str, device: Device) -> None:
         self.number = number
@@ -77,8 +74,7 @@ class IssuedCollectives:
     """The records of one process."""
 
     def __init__(self) -> None:
-        # Appended to by the threads that issue; from the left, records are taken away by the
-        # walking thread.
+        # Threads that issue append on the right; the walking thread removes on the left.
         self._records: deque[_Record] = deque(maxlen=_MOST_RECORDS)
         self._num_issued = 0
         self._lock = threading.Lock()  # for the two counts, and for starting the thread
@@ -90,7 +86,7 @@ class IssuedCollectives:
 
     @contextmanager
     def issuing(self, name: str, device: Device) -> Iterator[None]:
-        """Around the issuing of a collective to this thread's current stream."""
+        """Records the collective that is issued to this thread's current stream inside it."""
         with self._lock:
             self._num_issued += 1
             record = _Record(self._num_issued, name, device)
@@ -103,11 +99,12 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device comes on. In
-        a second.
+        """The oldest collective that is not over; None if there is none, or the device makes
+        progress. Takes at most a second.
         """
         if not self._records:
             return None
+
         question = self._ask()
 
         begin = still_since = time.monotonic()
@@ -123,7 +120,7 @@ class IssuedCollectives:
         return None
 
     def _ask(self) -> int:
-        """Sends the walking thread on its way, and answers the number of the question."""
+        """Sends the walking thread on its way. Returns the number of the question."""
         with self._lock:
             self._question += 1
             if self._walker is None or not self._walker.is_alive():
@@ -137,12 +134,10 @@ class IssuedCollectives:
     def _walk(self) -> None:
         while self._is_asked.wait():
             self._is_asked.clear()
-            question = (
-                self._question
-            )  # what is issued from here on is looked at when the next one is asked
+            question = self._question  # later records belong to the next one
             try:
                 while self._records:
-                    # It may be dropped meanwhile, by a thread that issues more.
+                    # A thread that issues more may drop the record meanwhile.
                     with suppress(IndexError):
                         record = self._records[0]
                         self._pass(record)
@@ -152,9 +147,9 @@ class IssuedCollectives:
             self._answered = question
 
     def _pass(self, record: _Record) -> None:
-        """Waits until a collective is over, and says all the while whether it has begun."""
+        """Waits until a collective is over, and shows meanwhile whether it has begun."""
         self._position = Outstanding(record.number, record.name, has_begun=False)
-        # An error of the device ends the wait, and is raised to whoever uses the results, too.
+        # An error of the device ends the wait. Whoever uses the results gets it too.
         with suppress(RuntimeError):
             # A thread that names no device is on the first one, and would open a context there.
             record.device.make_current()
@@ -173,15 +168,16 @@ class IssuedCollectives:
             self._records.remove(record)
 
 
-# Process groups, too, belong to the process; and a watchdog must find what any part of it has
-# issued.
+# One for the process, to which process groups belong as well: a watchdog must find what any part of
+# it has issued.
 OF_THIS_PROCESS = IssuedCollectives()
 
 
 @contextmanager
 def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
-    """Around the issuing of a collective on `tensor`. On the CPU, where a collective blocks, it
-    does nothing.
+    """Records the collective on `tensor` that is issued inside it.
+
+    Does nothing on the CPU, where a collective blocks.
 
     Args:
         name: completes "waiting in the ...".
@@ -190,5 +186,6 @@ def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
+
     with OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0)):
         yield

@@ -4,20 +4,20 @@
 
     event = lane.enqueue(work, after=[event, ...])
 
-Work whose end is work on another lane goes through `relay`: a host lane's kernel, then the copy of
-what it wrote.
+The work begins when everything before it on the lane and all events in `after` are done; the event
+that is returned is done when the work is. On an accelerator a lane is a stream: enqueueing issues
+the work at once, and the device keeps the order. On the CPU a lane is a worker thread, so overlap
+and order are real there too, and tests exercise them: under `delays(seed)` each piece of work
+begins after a random pause, which must not change any result.
 
-The work begins when everything before it on the lane and all events it waits for are done; the
-event it answers is done when the work is. On an accelerator a lane is a stream: enqueueing issues
-the work at once, and the device keeps the order. On the CPU a lane is a worker thread, so that
-overlap and order are real there too, and tests exercise them: under `delays(seed)` each piece of
-work begins after a random pause, which must not change any result.
+Work that ends with work on another lane goes through `relay`: a host lane's kernel, then the copy
+of what it wrote.
 
 [Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead
-may keep it for ever. But Python ends a daemon that comes back from C++ while the interpreter shuts
-down by unwinding its stack, and through torch's frames that is std::terminate: a program that did
-all its work would exit with SIGABRT. Before the interpreter shuts down, what is queued is therefore
-given time to end. A program that fails has no reason to wait: its peers may be waiting for it.
+may block it forever. But when a daemon returns from C++ while the interpreter shuts down, Python
+ends it by unwinding its stack, and through torch's frames that is std::terminate: a program that
+did all its work would exit with SIGABRT. So queued work gets time to finish before the interpreter
+shuts down. A program that fails does not wait: its peers may be waiting for it.
 """
 
 from __future__ import annotations
@@ -49,51 +49,17 @@ class Event(Protocol):
     """A moment in a lane's or a thread's work."""
 
     def wait(self) -> None:
-        """What this thread does from here on comes after the event. Raises what the work raised, if
-        it failed.
+        """Orders what this thread does next after the event. Raises what the work raised.
 
-        On the CPU the thread itself waits; on an accelerator its current stream does, and the
-        thread goes on.
+        On the CPU the thread itself waits. On an accelerator its current stream does, and the
+        thread continues.
         """
 
     def synchronize(self) -> None:
-        """This thread waits for the event, on any device. Raises what the work raised, if it
-        failed.
-        """
+        """Blocks this thread until the event, on any device. Raises what the work raised."""
 
     def is_done(self) -> bool:
-        """Whether the event is behind us, also by an error. Waits for nothing, raises nothing."""
-
-
-class Span(Protocol):
-    """A duration: of what is done, or issued, while it is open. Used once."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    @property
-    def seconds(self) -> float | None:
-        """How long it took; None while that is not known. Waits for nothing."""
-
-
-class ClockSpan:
-    """What a thread itself does, by a clock in seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._begin = 0.0
-        self._seconds: float | None = None
-
-    def __enter__(self) -> None:
-        self._begin = self._clock()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds = self._clock() - self._begin
-
-    @property
-    def seconds(self) -> float | None:
-        return self._seconds
+        """Whether the work has ended, perhaps by an error. Neither waits nor raises."""
 
 
 class Lane(Protocol):
@@ -102,26 +68,25 @@ class Lane(Protocol):
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         """Queues `work`, to begin after the events in `after`; autograd does not record it.
 
-        On the CPU, work that fails, or waits for an event of work that failed, fails the lane:
-        nothing on it runs any more, and all its events fail with the same error. A rank that has
-        missed one collective must not send what its peers would take for it. On an accelerator the
-        work is issued at once, and errors of issuing it are raised here.
+        On the CPU, work that fails, or that waits for work that failed, fails the lane: nothing on
+        it runs any more, and all its events fail with the same error. A rank that has missed one
+        collective must not send what its peers would take for it. On an accelerator the work is
+        issued at once, and errors of issuing it are raised here.
         """
 
     def close(self) -> None:
-        """Waits for what is queued; nothing more may be. Errors are left to whoever waits for their
-        events.
+        """Waits for queued work, and refuses more. Raises nothing: the events have the errors.
 
-        A lane that is let go of without it does what is queued and ends.
+        A lane that is dropped without this finishes its queued work and ends.
         """
 
 
 def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) -> RelayedEvent:
-    """Queues work on a worker thread's lane that ends with an event of another lane, and answers
-    one of both.
+    """Queues work on a worker thread's lane that returns an event of another lane. The event that
+    this returns is done when both are.
 
-    So a host lane may compute something and then begin to copy it to the device, and neither waits
-    for the caller.
+    A host lane can so compute something and then begin to copy it to the device, without the
+    caller.
     """
     ends: list[Event] = []
     return RelayedEvent(lane.enqueue(lambda: ends.append(work()), after), ends)
@@ -135,9 +100,7 @@ class EventSource(Protocol):
 
 
 class InlineLane:
-    """A lane that does its work at once, in the thread that queues it: the order of the program,
-    and no overlap.
-    """
+    """A lane that runs work at once, in the thread that queues it: program order, no overlap."""
 
     def __init__(self, device: EventSource) -> None:
         self._device = device
@@ -150,6 +113,7 @@ class InlineLane:
         """
         if self._error is not None:
             raise self._error
+
         try:
             for earlier in after:
                 earlier.synchronize()
@@ -157,6 +121,7 @@ class InlineLane:
         except BaseException as error:
             self._error = error
             raise
+
         event = self._device.event()
         event.synchronize()
         return event
@@ -166,9 +131,7 @@ class InlineLane:
 
 
 class RelayedEvent:
-    """Done when work on one lane is, and then the work on another with which it ended. What `relay`
-    answers.
-    """
+    """Done when work on one lane is, and the work on another lane that it ended with."""
 
     def __init__(self, first: Event, ends: list[Event]) -> None:
         self._first = first
@@ -188,7 +151,7 @@ class RelayedEvent:
         self._ends[0].synchronize()
 
     def is_done(self) -> bool:
-        # Work that failed has come to no end on the second lane.
+        # Work that failed has queued nothing on the second lane.
         return self._first.is_done() and all(end.is_done() for end in self._ends)
 
 
@@ -214,7 +177,7 @@ class ThreadEvent:
     def wait(self) -> None:
         self._is_done.wait()
         if self._error is not None:
-            # The traceback of the work alone: each raising would otherwise add the waiter's to it.
+            # The work's own traceback: each raise would otherwise add the waiter's to it.
             raise self._error.with_traceback(self._traceback)
 
     def synchronize(self) -> None:
@@ -224,9 +187,7 @@ class ThreadEvent:
         return self._is_done.is_set()
 
     def wait_quietly(self, seconds: float | None = None) -> bool:
-        """Waits, at most so long, and leaves an error to others. Returns whether the event is
-        done.
-        """
+        """Waits at most so long, without raising an error. Returns whether the event is done."""
         return self._is_done.wait(seconds)
 
 
@@ -240,44 +201,39 @@ class _Queued(NamedTuple):
     is_inference: bool  # whether it was queued in inference mode, which is a property of threads
 
 
-# What a worker's thread serves: work, an event that only marks a place, None as the sign to end.
+# What a worker's thread takes: work, an event that marks a place in the queue, or None to end.
 _Queue: TypeAlias = "queue.SimpleQueue[_Queued | ThreadEvent | None]"
 
 
 class _Worker:
-    """The thread behind one CPU lane, or several; it ends with the program, or when nobody has it
-    any more.
-    """
+    """The thread behind one or more CPU lanes; ends with the program, or when nobody holds it."""
 
     def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self.queue: _Queue = queue.SimpleQueue()
-        # The thread knows the queue only, so that it keeps neither the worker nor lanes alive.
+        # The thread holds only the queue, so it keeps neither the worker nor lanes alive.
         thread = threading.Thread(target=_serve, args=(self.queue, prepare), name=name, daemon=True)
         thread.start()
         _queues[thread] = self.queue
         weakref.finalize(self, self.queue.put, None).atexit = False
 
 
-# The queue of each thread that runs, also of one whose worker nobody has any more.
+# The queues of running threads, also of those whose worker nobody holds any more.
 _queues: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _finish_lanes() -> None:
-    """See [Note: the end of the program]. The threads stay: other handlers may yet queue something
-    and wait for it.
-    """
+    """See [Note: the end of the program]. The threads stay, for handlers that queue work later."""
     # Set once the traceback of an uncaught exception has been printed.
     if hasattr(sys, "last_value"):
         return
 
-    # In a forked process the threads are not alive.
+    # A forked process has these objects, but not the threads.
     ends = {thread: ThreadEvent() for thread in list(_queues) if thread.is_alive()}
     for thread, end in ends.items():
         _queues[thread].put(end)
 
-    # A thread whose worker nobody has any more ends instead, once it comes to that sign in its
-    # queue.
+    # A thread whose worker nobody holds may end first, at the None in its queue.
     deadline = time.monotonic() + _EXIT_SECONDS
     late = []
     for thread, end in ends.items():
@@ -289,8 +245,8 @@ def _finish_lanes() -> None:
     if late:
         logger.warning(
             "The program ended while work was under way on the lane(s) %s, which did not end "
-            "within %g s. Another rank "
-            "may have gone before; this process may be ended by a signal.",
+            "within %g s. Another rank may have gone before; this process may be ended by a "
+            "signal.",
             ", ".join(late),
             _EXIT_SECONDS,
         )
@@ -300,8 +256,9 @@ _thread = threading.local()
 
 
 def is_lane_thread() -> bool:
-    """Whether this thread is a worker's, in which garbage is collected too, and which must not wait
-    for any lane.
+    """Whether this is a worker's thread, which must not wait for a lane.
+
+    Finalizers have to ask: garbage is collected in such threads too.
     """
     return getattr(_thread, "is_worker", False)
 
@@ -310,8 +267,9 @@ def _serve(items: _Queue, prepare: Callable[[], None] | None) -> None:
     _thread.is_worker = True
     if prepare is not None:
         prepare()
-    # Nothing of the work (buffers, modules, errors) may stay in this frame until the next one
-    # comes.
+
+    # A function of its own, whose frame ends with the work: otherwise its buffers, modules and
+    # errors would stay alive until the next work comes.
     while _carry_out(items.get()):
         pass
 
@@ -325,14 +283,12 @@ def _carry_out(item: _Queued | ThreadEvent | None) -> bool:
     return item is not None
 
 
-# Workers that lanes share by name, for as long as one has them.
+# Workers that lanes share by name, for as long as any lane holds them.
 _shared_workers: weakref.WeakValueDictionary[str, _Worker] = weakref.WeakValueDictionary()
 
 
 class ThreadLane:
-    """A lane on the CPU: a place in a worker's queue, and the error that has ended the lane, if one
-    has.
-    """
+    """A lane on the CPU: a worker's queue, and the error that has ended this lane, if any."""
 
     def __init__(self, name: str, worker: _Worker) -> None:
         self._name = name
@@ -344,11 +300,12 @@ class ThreadLane:
     def make(
         cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None
     ) -> ThreadLane:
-        """A lane with a worker of its own, whose thread first calls `prepare`, or that of all of
-        its name.
+        """A lane with a worker of its own, whose thread first calls `prepare`, or with the one that
+        lanes of its name share.
         """
         if not is_shared:
             return cls(name, _Worker(name, prepare))
+
         worker = _shared_workers.get(name)
         if worker is None:
             worker = _shared_workers[name] = _Worker(name)
@@ -365,7 +322,7 @@ class ThreadLane:
             self._put(lambda: None, ()).wait_quietly()
 
     def carry_out(self, item: _Queued) -> None:
-        """For the worker: does what has been queued, unless something before it has failed."""
+        """Runs queued work in the worker's thread, unless something before it has failed."""
         if self._error is None:
             try:
                 for earlier in item.after:
@@ -384,9 +341,7 @@ class ThreadLane:
 
 
 class StreamEvent:
-    """An event on an accelerator, recorded on this thread's current stream of a device when it is
-    made.
-    """
+    """An event on an accelerator, recorded on this thread's current stream when it is made."""
 
     def __init__(self, driver: Driver, index: int) -> None:
         self._driver = driver
@@ -404,39 +359,15 @@ class StreamEvent:
         try:
             return bool(self._event.query())
         except RuntimeError:
-            return True  # it failed, which whoever waits for it is told
-
-
-class StreamSpan:
-    """What is issued to the current stream of an accelerator, from one of its events to another."""
-
-    def __init__(self, driver: Driver, index: int) -> None:
-        self._driver = driver
-        self._index = index
-        self._events = [driver.new_event(index, is_timed=True) for _ in range(2)]
-        self._is_closed = False
-
-    def __enter__(self) -> None:
-        self._events[0].record(self._driver.current_stream(self._index))
-
-    def __exit__(self, *error: object) -> None:
-        self._events[1].record(self._driver.current_stream(self._index))
-        self._is_closed = True
-
-    @property
-    def seconds(self) -> float | None:
-        # An event that was never recorded would count as done.
-        if not self._is_closed or not self._events[1].query():
-            return None
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
+            return True  # it failed, and waiting for it raises
 
 
 class StreamLane:
     """A lane on an accelerator: a stream.
 
-    Memory that work on it allocates belongs to its stream. Who reads it on another must let go of
-    it only after that stream's event, and keep what the work reads until the event of the work:
-    nothing here calls `record_stream`.
+    Memory that work on it allocates belongs to its stream, and nothing here calls `record_stream`.
+    Another stream that reads such memory must be done before it is freed, and so must the work
+    before anything that it reads is freed.
     """
 
     def __init__(self, driver: Driver, index: int, name: str, *, is_urgent: bool = False) -> None:
@@ -462,9 +393,7 @@ class StreamLane:
 
 
 class _Delays:
-    """Random pauses; each lane's depend on the seed and its name alone, not on how the lanes'
-    threads happen to run.
-    """
+    """Random pauses that depend on the seed and the lane's name, not on thread scheduling."""
 
     _MOST_SECONDS = 0.004
 
@@ -477,7 +406,7 @@ class _Delays:
         time.sleep(generator.random() * self._MOST_SECONDS)
 
 
-# For tests, which reach lanes that others have made: the one thing here that is not passed.
+# Not passed like everything else, since tests inject delays into lanes that others have made.
 _injected: list[_Delays] = []
 
 

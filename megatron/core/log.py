@@ -61,15 +61,15 @@ class _Formatter(logging.Formatter):
 
 
 def configure(rank: int) -> logging.Logger:
-    """Sets up the project's logger for this rank and returns it. Calling again replaces the earlier
-    set-up.
-    """
+    """Sets up the project's logger for this rank and returns it, in the place of an earlier one."""
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
+
     handler = _StdoutHandler()
     handler.setFormatter(_Formatter(rank))
     logger.addHandler(handler)
+
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     return logger

@@ -38,6 +38,7 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
     device = torch.device(device)
     _check_is_covered(model)
     _leave_meta(model, device)
+
     reset_parameters = seeded_reset(model, device, seed)
     done: set[int] = set()
     for module in model.modules():
@@ -55,6 +56,7 @@ def _check_is_covered(model: nn.Module) -> None:
     for module in model.modules():
         if callable(getattr(module, "reset_parameters", None)):
             covered.update(map(id, module.parameters(recurse=False)))
+
     left_out = [
         name for name, parameter in model.named_parameters() if id(parameter) not in covered
     ]
@@ -62,6 +64,7 @@ def _check_is_covered(model: nn.Module) -> None:
         raise RuntimeError(
             f"Expected a reset_parameters in every module with parameters, got none for {left_out}."
         )
+
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and not all(
             type(p) in (Shard, Replicate) for p in parameter.placements
@@ -69,6 +72,7 @@ def _check_is_covered(model: nn.Module) -> None:
             raise NotImplementedError(
                 f"Expected Shard or Replicate for {name}, got {parameter.placements}."
             )
+
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
         raise RuntimeError(
@@ -79,10 +83,11 @@ def _check_is_covered(model: nn.Module) -> None:
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
+
+    # to_empty leaves buffers uninitialised, and makes a parameter for every module that has it.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     owners = _owners(model)
     model.to_empty(device=device)
-    # to_empty makes a parameter for every module that has it.
     for (first, first_name), *others in owners:
         for module, name in others:
             setattr(module, name, getattr(first, first_name))
@@ -91,7 +96,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """For every parameter the modules that have it, each with the name it has there."""
+    """For every parameter, the modules that have it and its name in each."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -107,8 +112,7 @@ def draw_parameters(
     reset_parameters: Callable[[nn.Module], None],
     dtype: torch.dtype | None = None,
 ) -> dict[str, nn.Parameter]:
-    """Parameters that a module itself has, whole and newly initialised on `device`. Its own stay as
-    they are.
+    """New, whole parameters for a module, initialised on `device`. Its own stay as they are.
 
     Args:
         names: of the parameters that are wanted; all are drawn.
@@ -144,15 +148,14 @@ def draw_parameters(
 def seeded_reset(
     model: nn.Module, device: torch.device | str, seed: int
 ) -> Callable[[nn.Module], None]:
-    """What resets one module of `model` with the weights that `materialize` gives it, for
-    `draw_parameters`.
-    """
+    """A `reset_parameters` for `draw_parameters` that draws what `materialize` would draw."""
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     device = torch.device(device)
 
     def reset(module: nn.Module) -> None:
         with _seeded(device, seed, fqns[id(module)]):
-            module.reset_parameters()  # type: ignore[operator]  # draw_parameters has checked that it is callable
+            # draw_parameters has checked that it is callable.
+            module.reset_parameters()  # type: ignore[operator]
 
     return reset
 
@@ -176,7 +179,7 @@ def _empty_like_whole(
         dtype = parameter.dtype
     whole = torch.empty(parameter.shape, dtype=dtype, device=device)
     if whole.is_floating_point():
-        # What reset_parameters forgets stays recognizable.
+        # NaN shows what reset_parameters has forgotten.
         whole.fill_(float("nan"))
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
@@ -188,6 +191,7 @@ def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
         return
     if parameter.device_mesh.get_coordinate() is None:
         return  # this rank is not part of the mesh and holds nothing
+
     shape, offset = compute_local_shape_and_global_offset(
         whole.shape, parameter.device_mesh, parameter.placements
     )
@@ -199,19 +203,17 @@ def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int, module_fqn: str) -> Iterator[None]:
-    """The default generators of the CPU and of `device`, seeded for one module; afterwards as they
-    were before.
-    """
+    """Seeds the default generators of the CPU and of `device` for one module, and restores them."""
     module_seed = xxhash.xxh3_64_intdigest(f"{seed}:{module_fqn}".encode())
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(module_seed)
             yield
         return
+
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     with torch.random.fork_rng(devices=[index], device_type=device.type):
-        # Not torch.manual_seed: it would seed the generators of all devices, and only these two are
-        # forked.
+        # Not torch.manual_seed, which seeds the generators of all devices: only two are forked.
         torch.default_generator.manual_seed(module_seed)
         torch.get_device_module(device.type).default_generators[index].manual_seed(module_seed)
         yield

@@ -1,6 +1,4 @@
-"""Parallel degrees -> `DeviceMesh`. A mesh is passed to whoever needs it; none is kept in a
-global.
-"""
+"""From parallel degrees to a `DeviceMesh`, which is passed to whoever needs it."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ def build_mesh(device_kind: str, data_parallel_size: int) -> DeviceMesh:
 
 
 def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:
-    """A mesh of two axes: `num_instances` groups of consecutive ranks (the outer axis), for hybrid
-    sharding.
+    """A mesh of two axes for hybrid sharding; the outer has `num_instances` groups of consecutive
+    ranks.
 
     Raises:
         ValueError: if the ranks cannot be divided into as many equal groups.
@@ -36,6 +34,7 @@ def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: 
             f"Expected a number of instances that divides {data_parallel_size} ranks, got "
             f"{num_instances}."
         )
+
     shape = (num_instances, data_parallel_size // num_instances)
     mesh = init_device_mesh(device_kind, shape, mesh_dim_names=(OUTER_AXIS, INNER_AXIS))
     for axis in range(mesh.ndim):

@@ -1,11 +1,10 @@
-"""NCCL's own guard in PyTorch, and how it is kept from ending ranks that this project's watchdog
-watches over.
+"""Settings that keep PyTorch's NCCL watchdog from ending ranks that this project's watches over.
 
 Each NCCL process group of PyTorch has two threads of its own. One looks for errors and timeouts of
-collectives, and ends the process for one; the other ends it if the first one hangs, or has found an
-error. Where both watchdogs run, a rank that is killed so in the middle of a roll call looks like
-the cause. So the settings below leave PyTorch's threads to find errors, and to tell whoever asks
-(`ProcessGroupNCCL.get_error`), which ours does.
+collectives and ends the process for one; the other ends it if the first one hangs or has found an
+error. Where both watchdogs run, a rank that is killed in the middle of a roll call looks like the
+cause. With the settings below, PyTorch's threads still find errors, but only tell whoever asks
+(`ProcessGroupNCCL.get_error`), as our watchdog does.
 
 PyTorch reads them from the environment when a group is made. None of this has been seen on a GPU:
 the settings' names are in PyTorch 2.11 and 2.13, and what they do was read in the sources of
@@ -23,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Setting(NamedTuple):
-    """A variable of the environment, and what it is set to unless the user has done so."""
+    """An environment variable, and its value unless the user has set one."""
 
     name: str
     value: str
-    other: str  # what any other value brings about; empty: nothing that is in the way
-    old_name: str = ""  # PyTorch reads that, too, where the name itself is not set
+    other: str  # the effect of any other value; empty if that does not matter
+    old_name: str = ""  # PyTorch reads this one if `name` is not set
 
 
 _SETTINGS = (
@@ -44,7 +43,7 @@ _SETTINGS = (
         "ends a rank some minutes after an error of a collective",
     ),
     # Otherwise an error of the device, a failed assertion say, ends the process before the main
-    # thread can tell of it.
+    # thread can report it.
     _Setting(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "0",
@@ -60,10 +59,10 @@ _YES, _NO = ("1", "y", "yes", "t", "true"), ("0", "n", "no", "f", "false")
 
 
 def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before the process group is made: PyTorch finds failures of collectives, and ends no rank for
-    them.
+    """Has PyTorch find failures of collectives without ending a rank. Call it before the process
+    group is made.
 
-    What the user has set stays; where that has PyTorch end ranks all the same, one warning says so.
+    What the user has set stays. If that lets PyTorch end ranks all the same, one warning says so.
     """
     disarming = []
     for setting in _SETTINGS:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import StreamLane
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
@@ -32,21 +33,13 @@ class Removal(NamedTuple):
 
 REMOVALS = {
     "of the computation for gathered weights": Removal(
-        FsdpParameterGroup, "wait_unsharded", {r"event\.wait\(\)": "pass"}
+        Delivery, "wait", {r"gathered\.wait\(\)": "pass"}
     ),
     "of the gather for the computation": Removal(
-        FsdpParameterGroup,
-        "unshard",
-        {
-            r"after = \[(.+)\] if delivery is None else \[\1, delivery\]": (
-                "after = [] if delivery is None else [delivery]"
-            )
-        },
+        FsdpParameterGroup, "_enqueue_gather", {r"\[ready, \*awaited\]": "awaited"}
     ),
     "of the gather for the delivery": Removal(
-        FsdpParameterGroup,
-        "unshard",
-        {r"if delivery is None else \[(.+), delivery\]": r"if True else [\1]"},
+        FsdpParameterGroup, "_enqueue_gather", {r"\[ready, \*awaited\]": "[ready]"}
     ),
     "of the reduction for the backward": Removal(
         FsdpParameterGroup,

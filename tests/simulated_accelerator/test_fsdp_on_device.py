@@ -109,7 +109,7 @@ def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.
         weight = group.post_optimizer_model_weight.local_buffer
         return h2d.enqueue(lambda: weight.fill_(2.0))
 
-    group.deliver(relay(host, update))
+    group.delivery.announce(relay(host, update))
     return go, was_let
 
 

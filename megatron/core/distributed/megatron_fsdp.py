@@ -39,8 +39,7 @@ def shard_model(
     """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
 
     Args:
-        model: usually on meta. Main weights are made of real parameters as they are; buffers stay
-            what they are.
+        model: usually on meta. Real parameters become the main weights; buffers stay.
         mesh: one axis, over all ranks.
         compute_dtype: dtype of the weights and activations in forward and backward.
         reset_parameters: gives a module with parameters on meta its initial weights; see
@@ -53,6 +52,7 @@ def shard_model(
         mesh = build_hybrid_mesh(
             device.kind, mesh.size(), config.num_distributed_optimizer_instances
         )
+
     placements = build_placements(config, mesh)
     policy = MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
@@ -60,6 +60,7 @@ def shard_model(
         grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
         compute_dtype=compute_dtype,
     )
+
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
         for unit in sharding_units(model):
             fully_shard(
@@ -70,13 +71,14 @@ def shard_model(
                 reshard_after_forward=config.megatron_fsdp_reshard_after_forward,
                 offload_policy=OffloadPolicy(main_weights_on_host=unit in offloaded),
             )
+
         fully_shard(
             model,
             mesh,
             placements,
             policy,
-            # Its backward begins where its forward ends: freed in between, its weights would only
-            # be gathered again.
+            # Its backward begins where its forward ends: weights freed in between would only be
+            # gathered again.
             reshard_after_forward=False,
             offload_policy=OffloadPolicy(main_weights_on_host=model in offloaded),
         )
@@ -84,15 +86,16 @@ def shard_model(
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the gradients that the optimizer reads."""
-    return DTYPES.get(
-        config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype
-    )  # auto is the compute dtype
+    # "auto" is no dtype by name, so it gives the compute dtype.
+    return DTYPES.get(config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype)
 
 
 def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:
     """The placements of the strategies that `config` names."""
     if mesh.ndim == 1:
         return Placements.for_strategy(config.data_parallel_sharding_strategy)
+
+    # With several instances the strategy is optim_grads_params: DataParallelConfig checks it.
     outer = Flat() if config.outer_dp_sharding_strategy == "optim" else Replicate()
     return Placements(
         dp_axes=(OUTER_AXIS, INNER_AXIS),

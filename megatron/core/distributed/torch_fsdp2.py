@@ -24,8 +24,7 @@ from megatron.core.issued_collectives import issuing
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Shards `model` in place over `mesh`: one group for each layer, one for what remains
-    (embedding, head).
+    """Shards `model` in place: one group for each layer, one for what remains (embedding, head).
 
     Args:
         model: on any device, meta included; its parameters must be fp32.
@@ -38,11 +37,12 @@ def shard_model(
         raise ValueError(
             f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}."
         )
+
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
-        # The layers' inputs already have the compute dtype. What is fp32 among them (rotary angles)
-        # must stay so.
+        # The layers' inputs already have the compute dtype, but for those that must stay fp32
+        # (rotary angles).
         cast_forward_inputs=False,
     )
     for unit in sharding_units(model):
@@ -58,13 +58,13 @@ def shard_model(
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights of all groups: `model`'s parameters are the sharded ones again."""
+    """Frees the full weights of all groups; `model` has its sharded parameters again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-# PyTorch issues its own collectives, of which the watchdog is to know, too.
+# PyTorch issues these collectives itself, and the watchdog has to know about them too.
 
 
 class _RecordedAllGather(DefaultAllGather):

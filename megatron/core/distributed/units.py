@@ -6,9 +6,7 @@ from torch import nn
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """The modules that gather their weights as one: the entries of the model's outermost module
-    lists (its layers).
-    """
+    """The entries of the model's outermost module lists: its layers."""
     units: list[nn.Module] = []
     for child in model.children():
         units += list(child) if isinstance(child, nn.ModuleList) else sharding_units(child)

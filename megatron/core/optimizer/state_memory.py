@@ -153,7 +153,7 @@ def _count_group(
     for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
         counter.add(COMPUTE, weight.local_buffer)
     # The hybrid optimizer has counted the main weights that it updates.
-    if hybrid is None or not group.is_delivered_by(hybrid):
+    if hybrid is None or not group.delivery.is_claimed_by(hybrid):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
     if group.gradients is not None:
         for gradient in (group.gradients.main, group.gradients.unsharded, group.gradients.partial):

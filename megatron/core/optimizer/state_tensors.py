@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, dtensor_like
+from megatron.core.distributed.fsdp.aliases import dtensor_like
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 

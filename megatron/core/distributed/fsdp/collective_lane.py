@@ -1,6 +1,4 @@
-"""`CollectiveLane`: a lane for collectives, which keeps their notes and names what ranks disagree
-about.
-"""
+"""`CollectiveLane`: a lane for collectives that keeps their notes and names disagreements."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ class CollectiveLane:
         """
         Args:
             lane: that does the work.
-            describe: what a rank with a note is about to do, in words.
-            history: gets the notes of what is queued here; lanes that are used by one thread may
-                share it.
+            describe: from a note to what a rank with it is about to do, in words. Held weakly: the
+                context that describes has the lane.
+            history: gets the notes of queued work; lanes that one thread uses may share it.
         """
         self._lane = lane
         self._describe = describe
@@ -44,6 +42,8 @@ class CollectiveLane:
         Args:
             notes: of the collectives in `work`.
         """
+        # Now, in the order in which the host issues, which is what ranks compare. In which order
+        # two lanes come to their work differs from rank to rank.
         for note in notes:
             self._history.add(note)
 
@@ -51,13 +51,14 @@ class CollectiveLane:
             try:
                 work()
             except MismatchError as error:
+                # The context may have been freed while its last work was still queued.
                 describe = self._describe()
                 if describe is None:
                     raise
                 raise RuntimeError(
                     "Expected every rank to do the same, got: this rank is about to "
-                    f"{describe(error.own)}; "
-                    f"rank {error.peer} of its group is about to {describe(error.theirs)}."
+                    f"{describe(error.own)}; rank {error.peer} of its group is about to "
+                    f"{describe(error.theirs)}."
                 ) from error
 
         return self._lane.enqueue(named, after)

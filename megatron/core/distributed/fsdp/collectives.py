@@ -24,19 +24,19 @@ import torch.distributed as dist
 from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waits_for_ranks
 
-# torch 2.13 renamed them and warns of the old names, which are the only ones that torch 2.11 has.
+# torch 2.13 renamed them and warns about the old names; torch 2.11 has only those.
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 # Away from the small tags that other point-to-point messages on the same group may carry.
 _TAG, _NOTE_TAG = 1009, 1010
 # For tensors that a program asks for as a whole, in its own thread, while lanes exchange parts.
 WHOLE_TENSOR_TAG = 1011
 NOTE_LENGTH = 16  # integers of 64 bits
-# elements of a part exchanged at a time; a message costs about 0.1 ms whatever its length
+# Elements of a part exchanged at a time. A message costs about 0.1 ms whatever its length.
 _PIECE_NUMEL = 1048576
-_SUM_NUMEL = 65536  # elements added up at a time, so that they stay in the cache: 256 KiB in fp32
+# Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
+_SUM_NUMEL = 65536
 
 
 class MismatchError(RuntimeError):
@@ -59,16 +59,17 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the ranks' parts become one: (sum or mean) / divisor, put into the result or added
-    to it.
+    """How the ranks' parts become one: (sum or mean) / divisor.
+
+    Attributes:
+        accumulates: add to what is in the result instead of overwriting it.
+        device_dtype: in which a GPU's backend sends and adds; default: the result's.
     """
 
     is_average: bool
     divisor: float = 1.0
     accumulates: bool = False
-    device_dtype: torch.dtype | None = (
-        None  # in which a GPU's backend sends and adds; default: the result's
-    )
+    device_dtype: torch.dtype | None = None
 
 
 def all_gather(
@@ -92,9 +93,12 @@ def all_gather(
         with issuing(f"all-gather of {out.numel()} elements", out):
             _all_gather_on_device(out, own, group=group)
         return
+
+    # Receives are posted before sends, and the own part is copied while messages are under way.
     others = _others(rank, len(parts))
     if note is not None and exchanges_notes(out.device):
         compare_notes(note, group)
+
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
@@ -104,16 +108,14 @@ def all_gather(
 
 @waits_for_ranks
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
-    """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each
-    element.
-    """
+    """All-reduces a small tensor in place, by sum or, element by element, by maximum."""
     with issuing(f"all-reduce of {tensor.numel()} elements", tensor):
         dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
 
 
 @waits_for_ranks
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrites `tensor` with that of the group's first rank."""
+    """Overwrites `tensor` with the one of the group's first rank."""
     with issuing(f"broadcast of {tensor.numel()} elements", tensor):
         dist.broadcast(tensor, group=group, group_src=0)
 
@@ -144,36 +146,10 @@ def reduce_scatter(
     if out.device.type != "cpu":
         _reduce_scatter_with_backend(out, whole, group, how)
         return
-    others = _others(rank, len(parts))
+
     if note is not None and exchanges_notes(out.device):
         compare_notes(note, group)
-    length = min(_PIECE_NUMEL, out.numel())
-    begins = range(0, out.numel(), length) if length else range(0)
-    received = torch.empty(min(2, len(begins)), len(others), length, dtype=whole.dtype)
-
-    def receive(number: int) -> list[dist.Work | None]:
-        if number >= len(begins):
-            return []
-        size = min(length, out.numel() - begins[number])
-        pieces = received[number % 2, :, :size]
-        return [
-            dist.irecv(piece, group=group, group_src=peer, tag=_TAG)
-            for piece, peer in zip(pieces, others, strict=True)
-        ]
-
-    works = receive(0)
-    sends = [
-        dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=_TAG)
-        for begin in begins
-        for peer in others
-    ]
-    for number, begin in enumerate(begins):
-        _finish(works)
-        works = receive(number + 1)
-        size = min(length, out.numel() - begin)
-        own = parts[rank][begin : begin + size]
-        _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
-    _finish(sends)
+    _exchange_and_add(out, parts, rank, group, how)
 
 
 def all_reduce(
@@ -199,6 +175,7 @@ def all_reduce(
             f"Expected an output of the same length, a multiple of {num_ranks}, got {out.numel()} "
             f"for {whole.numel()}."
         )
+
     own = out.chunk(num_ranks)[dist.get_rank(group)] if out.numel() else out
     reduce_scatter(own, whole, group, how, note=note)
     all_gather(out, own, group)
@@ -210,7 +187,7 @@ def exchanges_notes(device: torch.device) -> bool:
 
 
 def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
-    """MismatchError unless all ranks of the group, which call it together, have the same note.
+    """MismatchError unless all ranks of the group have the same note. All call it together.
 
     Args:
         note: at most 16 integers of 64 bits, of which 0 stands for those left out.
@@ -224,6 +201,7 @@ def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
     ]
     works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
     _finish(works)
+
     for received, peer in zip(theirs, others, strict=True):
         if not torch.equal(received, own):
             raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
@@ -235,14 +213,15 @@ def _parts(
     """(this rank in the group, every rank's part of `whole`).
 
     Raises:
-        ValueError: before anything is sent, if `own` has not the size of a part, or overlaps
-            another than its own.
+        ValueError: before anything is sent, if `own` does not have the size of a part, or overlaps
+            another part than this rank's.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if own.numel() * num_ranks != whole.numel():
         raise ValueError(
             f"Expected {num_ranks} parts of {own.numel()} elements, got a whole of {whole.numel()}."
         )
+
     parts = whole.split(own.numel()) if own.numel() else (whole,) * num_ranks
     begin, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     is_inside = own.numel() > 0 and own.data_ptr() < end and own.data_ptr() + own.nbytes > begin
@@ -257,6 +236,47 @@ def _others(rank: int, num_ranks: int) -> list[int]:
     return [peer for peer in range(num_ranks) if peer != rank]
 
 
+def _exchange_and_add(
+    out: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
+    how: Reduction,
+) -> None:
+    """The reduce-scatter of [Note: exchange]."""
+    others = _others(rank, len(parts))
+    # Two pieces from each peer: one is added up while the next one arrives.
+    length = min(_PIECE_NUMEL, out.numel())
+    begins = range(0, out.numel(), length) if length else range(0)
+    received = torch.empty(min(2, len(begins)), len(others), length, dtype=parts[0].dtype)
+
+    def receive(number: int) -> list[dist.Work | None]:
+        if number >= len(begins):
+            return []
+        size = min(length, out.numel() - begins[number])
+        pieces = received[number % 2, :, :size]
+        return [
+            dist.irecv(piece, group=group, group_src=peer, tag=_TAG)
+            for piece, peer in zip(pieces, others, strict=True)
+        ]
+
+    works = receive(0)
+    # All sends at once: none of them reads this rank's part, which `out` may be.
+    sends = [
+        dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=_TAG)
+        for begin in begins
+        for peer in others
+    ]
+
+    for number, begin in enumerate(begins):
+        _finish(works)
+        works = receive(number + 1)
+        size = min(length, out.numel() - begin)
+        own = parts[rank][begin : begin + size]
+        _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
+    _finish(sends)
+
+
 def _reduce_scatter_with_backend(
     out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, how: Reduction
 ) -> None:
@@ -266,6 +286,7 @@ def _reduce_scatter_with_backend(
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
     with issuing(f"reduce-scatter of {whole.numel()} elements", whole):
         _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
+
     if how.divisor != 1:
         result.div_(how.divisor)
     if how.accumulates:
@@ -279,12 +300,14 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
     is_direct = out.dtype == dtype and not how.accumulates
     divisor = how.divisor * (len(parts) if how.is_average else 1)
+
     for begin in range(0, out.numel(), _SUM_NUMEL):
         first, *others = (part[begin : begin + _SUM_NUMEL] for part in parts)
         result = out[begin : begin + _SUM_NUMEL]
         total = result.copy_(first) if is_direct else first.to(dtype, copy=True)
         for piece in others:
             total.add_(piece)
+
         if divisor != 1:
             total.div_(divisor)
         if how.accumulates:

@@ -1,8 +1,7 @@
-"""`FsdpContext`: what the sharded modules of one model share: lanes, the order of their use,
+"""`FsdpContext`: what the sharded modules of one model share: lanes, the order in which they run,
 reductions under way.
 
-Modules belong to the model; the context refers to them weakly, so that a model that is deleted
-frees its memory.
+Modules belong to the model. The context refers to them weakly, so deleting the model frees them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event
 from megatron.core.rank_waits import waits_for_ranks
 
-# Contexts are numbered, alike on all ranks, so that notes of two of them differ.
+# Numbers contexts, alike on all ranks: notes of different contexts must differ.
 _numbers = itertools.count()
 _MOST_GROUPS = 2**20  # of one context
 
@@ -39,12 +38,10 @@ class ScheduledModule(Protocol):
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a backward of the module is to be expected."""
+        """Whether a backward of the module is expected."""
 
     def finish_backward(self) -> None:
-        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not
-        reduced.
-        """
+        """Frees full weights that a backward has left, and reduces its gradients."""
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
@@ -58,8 +55,10 @@ class _InFlight(NamedTuple):
 
 
 class _Backward:
-    """A backward under way. Autograd holds the only reference, so that one which fails is known by
-    its absence.
+    """A backward under way.
+
+    Autograd holds the only reference, as a callback at the end of the backward. If the object is
+    freed without having been called, the backward has failed.
     """
 
     def __init__(self, context: FsdpContext) -> None:
@@ -84,8 +83,8 @@ class FsdpContext:
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
         next_number: of the next group: what ranks call it among themselves.
-        lanes_issue_at_once: whether putting work on a lane waits until what the work comes after
-            has been issued.
+        lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
+            been issued.
         history: the notes of what has been put on the lanes since ranks last compared them.
     """
 
@@ -94,32 +93,35 @@ class FsdpContext:
     ) -> None:
         self.device = device
         self.is_open = is_open
+        self.is_finalized = False
+        self.is_last_microbatch = True
+        self.num_passes = 0
+        self.next_number = next(_numbers) * _MOST_GROUPS
+
         self.lanes_issue_at_once = device.is_accelerator
         self.history = NoteHistory()
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
-        self.is_last_microbatch = True
-        self.is_finalized = False
-        self.next_number = next(_numbers) * _MOST_GROUPS
+
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
         self._groups: dict[int, weakref.ref[FsdpParameterGroup]] = {}  # by number
         self._forward_order: list[weakref.ref[Any]] = []
         self._backward_order: list[weakref.ref[Any]] = []
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
+        self._roots: set[int] = set()  # by id
+
         self._prefetched: weakref.ref[Any] | None = None
         self._recomputed: weakref.ref[Any] | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._roots: set[int] = set()  # by id
         self._backward: weakref.ref[_Backward] | None = None
-        self.num_passes = 0
 
     # Construction
 
     def _lane(self, name: str) -> CollectiveLane:
-        # Shared with other contexts, whose collectives run over the same process groups. Urgent,
-        # since the next kernels of the computation wait for them, and they leave most of the device
-        # to what runs beside them.
+        # Shared with other contexts, whose collectives run over the same process groups and must
+        # keep one order. Urgent, since the next kernels of the computation wait for them and they
+        # leave most of the device to what runs beside them.
         lane = self.device.lane(name, is_shared=True, is_urgent=True)
         return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
 
@@ -143,8 +145,7 @@ class FsdpContext:
         self.next_number = group.number + 1
 
     def absorb(self, other: FsdpContext) -> None:
-        """Takes over the modules of another open context: what contains them all has been sharded
-        too.
+        """Takes over another open context, once a module that contains those of both is sharded.
 
         Groups keep their numbers, by which other ranks know them.
         """
@@ -154,11 +155,10 @@ class FsdpContext:
         self._groups.update(other._groups)
 
     def finalize(self) -> None:
-        """Fixes the orders of use, once all modules are sharded, and follows the optimizers that
-        step them.
+        """Fixes the order in which modules run, once all are sharded, and follows the optimizers
+        that step them.
 
-        ValueError, on all ranks, if ranks that hold the same main weights have been given different
-        ones.
+        ValueError, on all ranks, if ranks that replicate main weights hold different ones.
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
@@ -166,6 +166,8 @@ class FsdpContext:
             id(child) for module in modules for child in module.modules() if child is not module
         }
         roots = [module for module in modules if id(module) not in inner]
+        self._roots = {id(root) for root in roots}
+
         forward = [module for root in roots for module in root.modules() if id(module) in managed]
         backward = [module for root in reversed(roots) for module in _backward_order(root, managed)]
         self._forward_order = [weakref.ref(module) for module in forward]
@@ -174,28 +176,22 @@ class FsdpContext:
         self._places = {
             id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)
         }
-        self._roots = {id(root) for root in roots}
-        for number, root in enumerate(roots):
-            # The class that was sharded stands behind the one made of it and FsdpModule.
-            prefix = "" if len(roots) == 1 else f"{type(root).__mro__[2].__name__}[{number}]"
-            for name, module in root.named_modules(prefix=prefix):
-                if id(module) in managed:
-                    for group in module.parameter_groups:
-                        group.name = name
+
+        _name_groups(roots, managed)
         _check_replicas(_alive(self._groups.values()))
-        for handle in follow_optimizers():
-            weakref.finalize(self, handle.remove).atexit = False
+        follow_optimizers(self)
         self.is_finalized = True
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether the module lies in no other of the context's; known once that is complete."""
+        """Whether no other module of the context contains this one; known once all are sharded."""
         return id(module) in self._roots
 
     # Weights
 
     def enter_forward(self, module: Any) -> None:
-        """A module is about to run, not as part of a backward. RuntimeError before the context is
-        complete.
+        """A module is about to run, not as part of a backward.
+
+        RuntimeError inside the `fully_shard_context`.
         """
         if self.is_open and not self.is_finalized:
             self.finalize()
@@ -203,20 +199,20 @@ class FsdpContext:
             raise RuntimeError(
                 "Expected forward after the last fully_shard. Exit fully_shard_context first."
             )
+
+        # A backward that ended well has removed itself, so this one has failed.
         if self._backward is not None:
             self._abandon_backward()
         self.num_passes += self.is_root(module)
 
     def unshard_for_forward(self, module: Any) -> None:
-        """Brings the full weights of a module, and begins to bring those of the one that is likely
-        next.
-        """
+        """Gathers the full weights of a module and begins to gather those of the next one."""
         place = self._places[id(module)][0] + 1
         self._unshard(module, self._forward_order[place : place + 1])
 
     def unshard_for_backward(self, module: Any) -> None:
-        """As `unshard_for_forward`; next is the first module in backward order that expects a
-        backward.
+        """As `unshard_for_forward`. Modules that expect no backward are not next: in a loss that
+        uses a part of the model, their weights would be gathered in vain.
         """
         expecting = (
             reference
@@ -226,20 +222,18 @@ class FsdpContext:
         self._unshard(module, itertools.islice(expecting, 1))
 
     def unshard_for_recomputation(self, module: Any) -> None:
-        """Brings the full weights of a module that runs forward again as part of a backward."""
+        """Gathers the full weights of a module that runs again as part of a backward."""
         if self._recomputed is not None and self._recomputed() is not module:
             self.reshard_recomputed()
         self._unshard(module, [])
 
     def keep_recomputed(self, module: Any) -> None:
-        """Keeps the full weights of a module that has been recomputed: most likely its own backward
-        comes next.
-        """
+        """Keeps the full weights of a recomputed module, whose backward most likely comes next."""
         self._recomputed = weakref.ref(module)
 
     def reshard_recomputed(self) -> None:
-        """Lets go of the weights that were kept for a backward which did not come next, unless it
-        is under way.
+        """Frees weights that were kept for a backward which did not come next, unless it is under
+        way.
         """
         reference, self._recomputed = self._recomputed, None
         module = None if reference is None else reference()
@@ -249,10 +243,13 @@ class FsdpContext:
     def _unshard(self, module: Any, following: Iterable[weakref.ref[Any]]) -> None:
         for group in module.parameter_groups:
             group.unshard(self.gather_lane)
+
+        # The prefetch was a guess. The memory of a wrong one is freed before more is taken.
         wrong = None if self._prefetched is None else self._prefetched()
         self._prefetched = None
         if wrong is not None and wrong is not module and wrong.is_resting:
             reshard(wrong)
+
         for reference in following:
             other = reference()
             if other is not None and not all(
@@ -261,25 +258,25 @@ class FsdpContext:
                 for group in other.parameter_groups:
                     self._prefetch(group)
                 self._prefetched = reference
+
+        # Last: the prefetch is queued by now, and runs while this thread waits and computes.
         for group in module.parameter_groups:
             group.wait_unsharded()
 
     def _prefetch(self, group: FsdpParameterGroup) -> None:
-        """Begins to bring the full weights of a group that is used after the module that is about
-        to run.
+        """Begins to gather the full weights of a group that is used after the module about to run.
 
         [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work
-        that the host has still to issue, so a stream can only be told to wait for it once that is
-        done. Issuing such a gather now would keep this thread from issuing the kernels of the
-        module that is about to run, and the device idle. It is issued when its own module is
-        reached instead, which is as soon as this thread has issued those kernels. The memory is
-        taken now, and with it the event after which the gather may begin, so on the device it still
-        runs beside them.
+        that the host has yet to issue, and a stream can wait only for work that has been issued.
+        Issuing such a gather now would block this thread, so the kernels of the module about to run
+        would come late and the device would idle. The gather is issued when its own module is
+        reached instead, right after those kernels. Its memory is taken now, and with it the event
+        after which the gather may begin, so on the device it still runs beside them.
 
         Why not look whether the delivery is done? That differs from rank to rank, and so would the
         order in which ranks issue their collectives. Whether there is one is the same everywhere.
         """
-        if self.lanes_issue_at_once and group.awaits_delivery:
+        if self.lanes_issue_at_once and group.delivery.is_announced:
             group.reserve()
         else:
             group.unshard(self.gather_lane)
@@ -289,7 +286,7 @@ class FsdpContext:
     def enter_backward(self) -> None:
         """A backward has reached a module. At its end, the context cleans up."""
         if self._backward is not None and self._backward() is None:
-            self._abandon_backward()
+            self._abandon_backward()  # an earlier one, which failed
         if self._backward is None:
             backward = _Backward(self)
             self._backward = weakref.ref(backward)
@@ -297,7 +294,7 @@ class FsdpContext:
 
     def make_room(self, group: FsdpParameterGroup) -> None:
         """Waits until a group may collect: its last reduction is done, and at most one other is
-        under way.
+        under way, which bounds the memory of whole gradients.
         """
         while len(self._in_flight) > 1 or any(
             in_flight.group is group for in_flight in self._in_flight
@@ -309,9 +306,8 @@ class FsdpContext:
         assert group.gradients is not None, "called for groups that have gradients"
         if group.reduction_takes_memory:
             self.make_room(group)
-        self._in_flight.append(
-            _InFlight(group, group.reduce(self.reduce_lane, self.is_last_microbatch))
-        )
+        event = group.reduce(self.reduce_lane, self.is_last_microbatch)
+        self._in_flight.append(_InFlight(group, event))
 
     def _finish_oldest(self) -> None:
         group, event = self._in_flight[0]
@@ -320,7 +316,7 @@ class FsdpContext:
         group.release_gradients()
 
     def finish_backward(self) -> None:
-        """At the end of a backward: nothing of it is left but gradients."""
+        """Cleans up at the end of a backward, until only reduced gradients are left of it."""
         for module in self.backward_order:
             module.finish_backward()
         while self._in_flight:
@@ -328,7 +324,7 @@ class FsdpContext:
         self._forget_backward()
 
     def _abandon_backward(self) -> None:
-        """After a backward that has raised: its gradients are incomplete, so they are dropped."""
+        """Drops the gradients of a backward that has raised: they are incomplete."""
         while self._in_flight:
             self._finish_oldest()
         for module in self.backward_order:
@@ -346,11 +342,11 @@ class FsdpContext:
         """RuntimeError, on all ranks, unless all have issued the same collectives, of the same
         gradients.
 
-        For training loops of one's own on an accelerator, between backward and step: there,
-        gradients that only some ranks have become NaN, or are no mean, and nothing else says why.
-        (On the CPU ranks notice by themselves, ahead of each collective.) It takes one small
-        collective and brings the result to the host; `train_step` has it travel with numbers that
-        go there anyway.
+        For your own training loop on an accelerator, between backward and step: there, gradients
+        that only some ranks have become NaN, or are no mean, and nothing else says why. (On the CPU
+        ranks notice by themselves, ahead of each collective.) It takes one small collective and
+        brings the result to the host. `train_step` does without: its digests travel with numbers
+        that go there anyway.
 
         Args:
             process_group: of all ranks that share the model; default: all there are.
@@ -359,6 +355,7 @@ class FsdpContext:
             [self.history.digest], dtype=torch.int64, device=self.device.torch_device
         )
         digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
+
         with issuing("all-gather of what ranks have done", own):
             dist.all_gather(digests, own, group=process_group)
         self.compare_digests(torch.cat(digests).tolist(), process_group)
@@ -366,23 +363,20 @@ class FsdpContext:
     def compare_digests(
         self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None
     ) -> None:
-        """As `check_agreement`, where the digests of the ranks' histories are known already, by
-        rank.
-        """
+        """As `check_agreement`, from the digests of all ranks' histories, by rank."""
         try:
             if len(set(digests)) > 1:
                 notes = self.history.first_difference(process_group, self.device.torch_device)
                 raise RuntimeError(
                     "Expected every rank to do the same in every step, and to have gradients of "
-                    "the same parameters, "
-                    f"got: {tell_apart(notes, self.describe)}. The gradients of this step are not "
-                    "to be used."
+                    f"the same parameters, got: {tell_apart(notes, self.describe)}. The gradients "
+                    "of this step are not to be used."
                 )
         finally:
             self.history.forget()
 
     def describe(self, note: tuple[int, ...]) -> str:
-        """What a rank with this note is about to do, in names."""
+        """In words, what a rank with this note is about to do."""
         reference = self._groups.get(note[1])
         group = None if reference is None else reference()
         return f"do something unknown, {note}" if group is None else group.describe(note)
@@ -401,9 +395,7 @@ def is_backward_running() -> bool:
 
 @waits_for_ranks
 def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
-    """ValueError unless the ranks of every axis that does not cut main weights hold the same
-    ones.
-    """
+    """ValueError unless ranks along axes that do not cut main weights hold the same ones."""
     axes = {
         (group.mesh, axis): [
             other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)
@@ -412,20 +404,32 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
         for axis in range(group.mesh.ndim)
     }
     for (mesh, axis), replicated in axes.items():
-        if replicated:
-            sums = torch.stack([group.checksum() for group in replicated])
-            all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
-            with issuing("all-gather of the weights' checksums", sums):
-                dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
-            for group, values in zip(
-                replicated, torch.stack(all_sums, dim=1).tolist(), strict=True
-            ):
-                if len(set(values)) > 1:
-                    raise ValueError(
-                        "Expected the same weights on every rank, got different ones for "
-                        f"{group.name or 'the model'}: "
-                        "seed all ranks alike, or load one rank's weights on the others."
-                    )
+        if not replicated:
+            continue
+
+        sums = torch.stack([group.checksum() for group in replicated])
+        all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
+        with issuing("all-gather of the weights' checksums", sums):
+            dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
+
+        for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(
+                    "Expected the same weights on every rank, got different ones for "
+                    f"{group.name or 'the model'}: seed all ranks alike, or load one rank's "
+                    "weights on the others."
+                )
+
+
+def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:
+    """Names groups after their modules; with several roots, after the root's class and number."""
+    for number, root in enumerate(roots):
+        # The class that was sharded stands behind the one made of it and FsdpModule.
+        prefix = "" if len(roots) == 1 else f"{type(root).__mro__[2].__name__}[{number}]"
+        for name, module in root.named_modules(prefix=prefix):
+            if id(module) in managed:
+                for group in module.parameter_groups:
+                    group.name = name
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
@@ -433,7 +437,7 @@ def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
 
 
 def _backward_order(root: nn.Module, managed: set[int]) -> Iterator[nn.Module]:
-    """The root, then what lies in it, the last child first."""
+    """The root, then the modules in it, last child first."""
     if id(root) in managed:
         yield root
     for child in reversed(list(root.children())):

@@ -1,9 +1,9 @@
 """`DBuffer`: many tensors in one flat, distributed buffer.
 
-What a DTensor is for one tensor, a DBuffer is for a group of them: a mesh, a placement for each of
-its axes, and this rank's part of the storage. Everything that belongs to a group of parameters is a
-DBuffer with the same layout; what differs is the placements (what is sharded) and the device (where
-the bytes lie). It is the only caller of tensor collectives.
+A DBuffer is to a group of tensors what a DTensor is to one: a mesh, a placement for each of its
+axes, and this rank's part of the storage. Everything that belongs to a group of parameters is a
+DBuffer with the same layout; they differ in placements (what is sharded) and device (where the
+bytes lie). It is the only caller of tensor collectives.
 
     Flat      -> Replicate   allgather
     Partial   -> Flat        reduce_scatter
@@ -14,7 +14,6 @@ the bytes lie). It is the only caller of tensor collectives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -24,8 +23,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.collectives as collectives
+from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
-from megatron.core.distributed.fsdp.placement import check_placements, sharded_axes
+from megatron.core.distributed.fsdp.placement import axes_to_move, check_placements, sharded_axes
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_shard import uneven_placements
 
@@ -74,7 +74,9 @@ class DBuffer:
         layout = tensor_shapes
         if not isinstance(layout, GlobalLayout):
             layout = GlobalLayout.build(layout, mesh.size())
+
         self._describe(mesh, placements, layout)
+        # Only the padding needs a value: whoever makes a buffer fills its tensors.
         self.local_buffer = torch.empty(
             self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory
         )
@@ -89,11 +91,7 @@ class DBuffer:
         placements: Iterable[Placement],
         layout: GlobalLayout,
     ) -> DBuffer:
-        """A buffer over storage that is there already: a flat, contiguous tensor of the right
-        length.
-
-        It cannot release the storage, which is somebody else's.
-        """
+        """A buffer over an existing tensor, flat and contiguous. It cannot release that storage."""
         buffer = cls.__new__(cls)
         buffer._describe(mesh, placements, layout)
         if local_buffer.ndim != 1 or not local_buffer.is_contiguous():
@@ -104,6 +102,7 @@ class DBuffer:
             raise ValueError(
                 f"Expected {buffer.range.numel} elements on this rank, got {local_buffer.numel()}."
             )
+
         buffer.local_buffer = local_buffer
         buffer._owns_storage = False
         return buffer
@@ -116,8 +115,7 @@ class DBuffer:
         placements: Iterable[Placement],
         device: torch.device | str | None = None,
     ) -> DBuffer:
-        """A buffer with this rank's part of tensors that every rank has in full. Communicates
-        nothing.
+        """This rank's part of tensors that every rank has in full. Communicates nothing.
 
         Args:
             tensors: of one dtype, on any device. Meta tensors leave their place uninitialised.
@@ -127,13 +125,9 @@ class DBuffer:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
             raise ValueError(f"Expected tensors of one dtype, got {sorted(map(str, dtypes))}.")
-        buffer = cls(
-            mesh,
-            placements,
-            [tensor.shape for tensor in tensors],
-            dtypes.pop(),
-            device or mesh.device_type,
-        )
+
+        shapes = [tensor.shape for tensor in tensors]
+        buffer = cls(mesh, placements, shapes, dtypes.pop(), device or mesh.device_type)
         for index, tensor in enumerate(tensors):
             buffer.copy_from(index, tensor)
         return buffer
@@ -151,9 +145,7 @@ class DBuffer:
         return self.layout.chunk(index, self.range)
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
-        """This rank's rows of tensor `index`, a view of the buffer: [rows held, *shape[1:]]; there
-        may be none.
-        """
+        """A view of this rank's rows of tensor `index`: [rows held, *shape[1:]], perhaps none."""
         shape = self.layout.tensor_shapes[index]
         chunk = self.chunk(index)
         numel = chunk.num_rows * (self.layout.numel(index) // shape[0]) if chunk.num_rows else 0
@@ -162,13 +154,11 @@ class DBuffer:
     def get_dtensor(self, index: int) -> DTensor:
         """Tensor `index` as a DTensor over this rank's rows, a view of the buffer; see
         `UnevenDTensor`.
-
-        The buffer may lie on another device than the mesh's (`DTensor.from_local` would copy it
-        there).
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
         local = self.get_local_tensor(index)
+        # Not by `DTensor.from_local`, which copies what lies on another device than the mesh's.
         if not any(sharded_axes(self.placements)):
             meta = TensorMeta(shape, strides, self.dtype)
             return dtensor_over(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
@@ -189,6 +179,7 @@ class DBuffer:
                 f"{tuple(tensor.shape)}."
             )
         self._check_memory()
+
         chunk = self.chunk(index)
         if chunk.num_rows and not tensor.is_meta:
             rows = tensor.detach()[chunk.first_row : chunk.first_row + chunk.num_rows]
@@ -201,25 +192,21 @@ class DBuffer:
         out: DBuffer | None = None,
         note: Sequence[int] | None = None,
     ) -> DBuffer:
-        """The same tensors under other placements; axis by axis, so that what is sharded stays the
-        last axes.
-
-        With the placements it already has and no `out`, this very buffer. The note goes ahead of
-        every collective.
+        """The same tensors under other placements; this very buffer if it has them and there is no
+        `out`. The note goes ahead of every collective.
         """
+        # All checks come before the first step, or other ranks would wait for the steps after it.
         wanted = self._check(placements)
-        for axis, (old, new) in enumerate(zip(self.placements, wanted, strict=True)):
-            _check_move(axis, old, new)
+        axes = axes_to_move(self.placements, wanted)
         if out is not None:
             out = self._output(out, wanted)
         if wanted == self.placements:
             return self if out is None else self._copy_into(out)
-        num_added = sum(sharded_axes(wanted)) - sum(sharded_axes(self.placements))
-        # Shards are taken away from the outside in and added from the inside out.
-        axes = [axis for axis in range(len(wanted)) if wanted[axis] != self.placements[axis]]
+
         result = self
-        for number, axis in enumerate(reversed(axes) if num_added > 0 else axes):
+        for number, axis in enumerate(axes):
             step_out = out
+            # On the way, a step writes straight to the part of `out` where its result belongs.
             if out is not None and number < len(axes) - 1:
                 step_out = out.part_for(result._with(axis, wanted[axis]))
             result = result._move(axis, wanted[axis], step_out, note)
@@ -262,6 +249,7 @@ class DBuffer:
         partial = self._expect(axis, Partial, "reduce_scatter")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, placement, Shard), dtype)
+
         collectives.reduce_scatter(
             out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
         )
@@ -278,7 +266,7 @@ class DBuffer:
         device_dtype: torch.dtype | None = None,
         note: Sequence[int] | None = None,
     ) -> DBuffer:
-        """Partial -> Replicate on one axis. `out` may be over this very storage; the rest is as in
+        """Partial -> Replicate on one axis. `out` may be over this very storage. For the rest see
         `reduce_scatter`.
         """
         partial = self._expect(axis, Partial, "allreduce")
@@ -294,14 +282,13 @@ class DBuffer:
         self._expect(axis, Replicate, "scatter")
         out = self._output(out, self._with(axis, placement, Shard))
         part = self.local_buffer.narrow(0, out.range.start - self.range.start, out.range.numel)
+        # `out` may be a view of this very part.
         if part.data_ptr() != out.local_buffer.data_ptr():
             out.local_buffer.copy_(part)
         return out
 
     def view(self, placements: Iterable[Placement]) -> DBuffer:
-        """A buffer over a part of this one's storage, for placements that shard on more axes.
-        Copies nothing.
-        """
+        """A part of this very storage, for placements that shard more axes. Copies nothing."""
         part = self.part_for(placements)
         if part is None:
             wanted = self._check(placements)
@@ -312,9 +299,7 @@ class DBuffer:
         return part
 
     def part_for(self, placements: Iterable[Placement]) -> DBuffer | None:
-        """What `view` gives, or None where the range of these placements does not lie in this
-        buffer.
-        """
+        """As `view`, but None where the range of these placements does not lie in this buffer."""
         wanted = self._check(placements)
         inner = _local_range(self.layout, self.mesh, wanted)
         if not self.range.covers(inner):
@@ -323,32 +308,28 @@ class DBuffer:
         return DBuffer.from_local(part, self.mesh, wanted, self.layout)
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
-        """The same buffer in another dtype; this very buffer if it has that dtype and there is no
-        `out`.
-        """
+        """This buffer in another dtype; itself if it has that dtype and there is no `out`."""
         if dtype == self.dtype and out is None:
             return self
+
         self._check_memory()
         out = self._output(out, self.placements, dtype)
         out.local_buffer.copy_(self.local_buffer)
         return out
 
     def zero_padding(self) -> None:
-        """Sets what lies between and behind the tensors to zero, so that sums over the flat buffer
-        are right.
-        """
+        """Zeroes what lies between and behind the tensors, which sums over the buffer include."""
         for gap in self.layout.gaps:
             start, numel = self.range.overlap(gap)
             if numel:
                 self.local_buffer.narrow(0, start - self.range.start, numel).zero_()
 
     def release_storage(self) -> None:
-        """Frees the memory. Views of the buffer stay valid objects, and have memory again after
-        `reallocate_storage`.
+        """Frees the memory that the buffer has allocated. Views of it stay valid objects, and have
+        memory again after `reallocate_storage`.
 
-        For buffers that have allocated their storage themselves. On a GPU, memory goes back to the
-        stream it was taken on: call this and `reallocate_storage` on the same one, after the events
-        of everything that used the buffer.
+        On a GPU, memory goes back to the stream it was taken on: call this and `reallocate_storage`
+        on the same one, after the events of everything that used the buffer.
         """
         self._check_owner()
         self._resize(0)
@@ -358,9 +339,8 @@ class DBuffer:
 
         A buffer that has its memory keeps it, and what is in it.
         """
-        # Resizing a storage to the size it has is no shortcut: torch takes other memory and copies
-        # everything there.
         self._check_owner()
+        # To resize a storage to the size it has, torch takes other memory and copies everything.
         if not self._has_memory:
             self._resize(self.range.numel)
 
@@ -370,6 +350,7 @@ class DBuffer:
         self.mesh = mesh
         self.placements = self._check(placements)
         self.layout = layout
+        # Raises on a rank outside the mesh, before any memory is taken.
         self.range = _local_range(layout, mesh, self.placements)
 
     def _check(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -409,12 +390,11 @@ class DBuffer:
         placements: tuple[Placement, ...],
         dtype: torch.dtype | None = None,
     ) -> DBuffer:
-        """`out`, once it is known to fit, or a new buffer, not pinned. ValueError with what does
-        not fit.
-        """
+        """`out`, or a new buffer, not pinned. ValueError if `out` does not fit."""
         dtype = dtype or self.dtype
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
+
         for name, expected, got in (
             ("mesh", self.mesh, out.mesh),
             ("placements", placements, out.placements),
@@ -424,11 +404,12 @@ class DBuffer:
         ):
             if expected != got:
                 raise ValueError(f"Expected out with {name} {expected}, got {got}.")
+
         out._check_memory()
         return out
 
     def _check_memory(self) -> None:
-        """RuntimeError if the storage is released: writing into it would end the process."""
+        """RuntimeError if the storage is released: writing to it would crash the process."""
         if not self._has_memory:
             raise RuntimeError(
                 "Expected a buffer that has its memory, got one whose storage is released."
@@ -437,10 +418,9 @@ class DBuffer:
     @property
     def _has_memory(self) -> bool:
         """Whether the storage reaches to the buffer's end. Meta buffers never need any."""
-        end = (
-            self.local_buffer.storage_offset() + self.range.numel
-        ) * self.local_buffer.element_size()
-        return self.local_buffer.is_meta or self.local_buffer.untyped_storage().nbytes() >= end
+        local = self.local_buffer
+        end = (local.storage_offset() + self.range.numel) * local.element_size()
+        return local.is_meta or local.untyped_storage().nbytes() >= end
 
     def _copy_into(self, out: DBuffer) -> DBuffer:
         self._check_memory()
@@ -483,23 +463,6 @@ def _reduction(
     return collectives.Reduction(partial.reduce_op == "avg", divisor, accumulates, device_dtype)
 
 
-def _check_move(axis: int, old: Placement, new: Placement) -> None:
-    """NotImplementedError unless a redistribution can take an axis from one placement to the
-    other.
-    """
-    is_possible = old == new or (
-        isinstance(new, Shard)
-        if isinstance(old, Replicate)
-        else isinstance(new, (Replicate, Shard))
-    )
-    if not is_possible:
-        raise NotImplementedError(
-            "Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> "
-            f"Flat on axis {axis}, "
-            f"got {old} -> {new}."
-        )
-
-
 def _local_range(
     layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> FlatRange:
@@ -508,50 +471,3 @@ def _local_range(
     if coordinate is None:
         raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)
-
-
-def dtensor_like(
-    other: DTensor, local: torch.Tensor, device: torch.device | None = None
-) -> DTensor:
-    """A DTensor that is distributed and shaped as another one, over other local rows; of any dtype.
-
-    Args:
-        local: shaped as the other one's local tensor.
-        device: where the DTensor says it is; default: where `local` is.
-    """
-    meta = other._spec.tensor_meta
-    assert meta is not None, "every DTensor that holds data has one"
-    if isinstance(other, UnevenDTensor):
-        return UnevenDTensor.over(
-            local, other.device_mesh, other.placements, meta.shape, meta.stride, device
-        )
-
-    return dtensor_over(
-        local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)), device
-    )
-
-
-def dtensor_over(
-    local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None
-) -> DTensor:
-    """A DTensor over a local tensor, without communication; the local tensor may begin anywhere in
-    its storage.
-
-    Made over `local` itself, it would take on its place in the storage, and be taken for a tensor
-    with a storage of its own by what copies tensors (`copy.deepcopy`).
-
-    Args:
-        device: where the DTensor says it is; default: where `local` is.
-    """
-    placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
-    dtensor = DTensor(placeholder, spec, requires_grad=False)
-    dtensor._local_tensor = local
-    return dtensor
-
-
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as another tensor: for autograd, writing to one is no change of the other."""
-    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return other.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )

@@ -13,9 +13,14 @@
     optimizer.step()
     optimizer.zero_grad()
 
-The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2,
-`fully_shard(layer, mesh)` for every layer and then for the model does without a context and
-placements; see `fully_shard`.
+The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, calling
+`fully_shard(layer, mesh)` for every layer and then for the model needs neither a context nor
+placements: modules join the one that contains them, and the first forward ends their construction.
+
+The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they
+are cut: shards are whole rows, but not the rows of `torch.chunk`. They are what optimizers and
+checkpoints see, and what PyTorch's own helpers (`get_state_dict`, `dcp.save`, `full_tensor`) work
+on.
 """
 
 from __future__ import annotations
@@ -29,42 +34,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
-from megatron.core.distributed.fsdp.optimizer_hooks import CASTS_GRADIENTS
-from megatron.core.distributed.fsdp.parameter_group import (
-    FsdpParameterGroup,
-    OwnedParameter,
-    group_of,
-)
-from megatron.core.distributed.fsdp.placement import Flat, Placements
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
+from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.dtensors import check_whole
 from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
 
 ResetParameters = Callable[[nn.Module], None]
 
+
+class _Construction(NamedTuple):
+    """A context that is being filled."""
+
+    context: FsdpContext
+    reset_parameters: ResetParameters
+
+
 # The context that is being filled, in this thread.
 _current: ContextVar[_Construction | None] = ContextVar("fully_shard_context", default=None)
 
-# Left on a parameter that `fully_shard` has replaced: whoever still has it holds nothing.
-_REPLACED = "_fsdp_replaced"
-
-
-class _Construction:
-    """A context that is being filled."""
-
-    def __init__(self, context: FsdpContext, reset_parameters: ResetParameters) -> None:
-        self.context = context
-        self.reset_parameters = reset_parameters
-
 
 def _reset_parameters(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # draw_parameters has checked that it is callable
+    # draw_parameters has checked that it is callable.
+    module.reset_parameters()  # type: ignore[operator]
 
 
 @contextmanager
@@ -74,15 +72,16 @@ def fully_shard_context(
     unify_communication_stream: bool = False,
     reset_parameters: ResetParameters = _reset_parameters,
 ) -> Iterator[FsdpContext]:
-    """What the modules that are sharded inside it share; forward may run once it is left.
+    """Collects the modules that are sharded inside it into one context. They may run once it is
+    left.
 
     Args:
         device: where the modules compute; default: the GPU if there is one.
         unify_communication_stream: gather and reduce on one stream. Less memory, less overlap.
             Always so on the CPU.
         reset_parameters: initialises a module with parameters on meta, given whole on `device`;
-            default: its own method of that name. The same on every rank: every rank keeps its part
-            of what it has drawn itself.
+            default: its own method of that name. It must draw the same on every rank, since every
+            rank draws for itself and keeps its part.
 
     Raises:
         RuntimeError: inside another.
@@ -92,12 +91,14 @@ def fully_shard_context(
             "Expected one fully_shard_context at a time, got one in another; it does not support "
             "nesting."
         )
+
     context = FsdpContext(_as_device(device), unify_communication_stream)
     token = _current.set(_Construction(context, reset_parameters))
     try:
         yield context
     finally:
         _current.reset(token)
+    # Not after an error inside: modules may be missing on this rank alone, and this communicates.
     context.finalize()
 
 
@@ -111,88 +112,58 @@ def fully_shard(
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> FsdpModule:
-    """Shards in place the parameters of `module` that no module in it has sharded already: inner
-    modules come first.
-
-    The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where
-    they are cut: shards are whole rows, but not `torch.chunk`'s. They are what optimizers and
-    checkpoints see, and what PyTorch's own helpers (`get_state_dict`, `dcp.save`, `full_tensor`)
-    work on. Gradients are averaged over the ranks.
-
-    Outside of a `fully_shard_context`, modules join what contains them, and the first forward ends
-    their construction.
+    """Shards in place the parameters of `module` that no module in it has sharded: call it for
+    inner modules first. See the module's docstring for what becomes of the parameters.
 
     Args:
-        module: with floating-point parameters, on any device. Every rank must pass the same values;
-            those on meta are drawn one submodule at a time in main_params_dtype, see
-            `fully_shard_context`.
-        mesh: has the axes of `placements`, and no others; default: one axis over all ranks.
-        placements: what is cut, on which axis; default: everything, on a mesh of one axis, and on
-            the second of two (ZeRO-3 and HSDP, as FSDP2 has them).
+        module: with floating-point parameters, on any device, of the same values on every rank;
+            those on meta are drawn by one submodule at a time, see `fully_shard_context`.
+        mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
+        placements: what is cut, on which axis; default: `Placements.usual`.
         mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
-        grad_divisor: what averaged gradients are divided by besides.
-        reshard_after_forward: free the full weights between forward and backward and gather them
-            again.
+        grad_divisor: divides gradients after they have been averaged over the ranks.
+        reshard_after_forward: free the full weights between forward and backward.
         offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: meta parameters that nothing initialises; a module in which another has run
-            already.
-        ValueError: a module that is sharded already, here or in another context; a parameter that
-            two sharded modules have; placements that do not fit the mesh; a mesh of more than two
-            axes without placements; a divisor that is not positive.
-        TypeError: a parameter that is not a float, or a DTensor of somebody else.
+        RuntimeError: meta parameters that nothing initialises; an inner module has run already.
+        ValueError: a module or parameter that is sharded already; placements that do not fit the
+            mesh, or none for more than two axes; a divisor that is not positive.
+        TypeError: a parameter that is not a float, or is another library's DTensor.
     """
     construction = _current.get()
     mesh = _world_mesh(construction) if mesh is None else mesh
-    placements = _usual_placements(mesh) if placements is None else placements
+    placements = Placements.usual(mesh.ndim) if placements is None else placements
     if construction is None:
         construction = _Construction(_open_context(module, mesh), _reset_parameters)
-    context = construction.context
-    mesh = _data_parallel_mesh(mesh, placements)
+    mesh = data_parallel_mesh(mesh, placements)
+
     if not grad_divisor > 0:
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
-    _check_module(module, context)
-    owned = _owned_parameters(module)
-    _check_parameters(module, owned)
-    _check_buffers(module)
-    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    context, policy = construction.context, mixed_precision_policy or MixedPrecisionPolicy()
+    owned = _checked_parameters(module, context)
+
+    device, first = context.device, context.next_number
     groups = [
         FsdpParameterGroup(
-            parameters,
-            mesh,
-            placements,
-            policy,
-            grad_divisor,
-            context.device,
-            context.next_number + number,
-            offload_policy,
+            own, mesh, placements, policy, grad_divisor, device, first + number, offload_policy
         )
-        for number, parameters in enumerate(_grouped(owned))
+        for number, own in enumerate(_grouped(owned))
     ]
-    _fill(groups, owned, context.device.torch_device, construction.reset_parameters)
-    for group in groups:
-        context.add_group(group)
-    for submodule in _submodules(module):
-        _move_buffers(submodule, context.device.torch_device)
-        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
-    sharded = attach(module, context, groups, reshard_after_forward)
-    sharded.register_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
-    sharded.register_load_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
-    context.add_module(sharded)
-    return sharded
+    _fill(groups, owned, device.torch_device, construction.reset_parameters)
+    return _attach(module, context, groups, reshard_after_forward)
 
 
 @contextmanager
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Says of the forward and backward inside it whether they are a step's last.
+    """Tells whether the forward and backward inside it are a step's last.
 
     Gradients that are partial on an axis of `Placements.gradient` are summed up on each rank until
-    the last microbatch and reduced over that axis after it; until then, the gradients that
-    parameters show are partial sums. Without this, every microbatch counts as a last one.
+    the last microbatch, and then reduced over that axis. Until then, the gradients that parameters
+    show are partial sums. Without this, every microbatch counts as a last one.
     """
     before = context.is_last_microbatch
     context.is_last_microbatch = is_last
@@ -202,89 +173,10 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
         context.is_last_microbatch = before
 
 
-def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
-    refuse partial sums.
-
-    Gradients are cast to the parameters' dtype for the time of a step. Compute weights follow the
-    main weights when they are used next, once for each group; for that nothing needs to be called.
-
-    Raises:
-        TypeError: for something else than a `torch.optim.Optimizer`.
-        ValueError: if it has none of the sharded parameters, or has some that `fully_shard` has
-            replaced.
-
-    Later, by `optimizer.step()`:
-        RuntimeError: for gradients of which the last microbatch is still to come.
-        NotImplementedError: for a closure, where gradients have to be cast.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    parameters = list(_parameters(optimizer))
-    num_replaced = sum(_REPLACED in vars(parameter) for parameter in parameters)
-    if num_replaced:
-        raise ValueError(
-            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from "
-            "before."
-        )
-    if not any(group_of(parameter) for parameter in parameters):
-        raise ValueError(
-            "Expected an optimizer over sharded parameters, got none among its parameters."
-        )
-    uncast: list[_Cast] = []
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A step may run inside another, a subclass's. What a step that has raised left behind may
-        # be gone.
-        uncast[:] = [cast for cast in uncast if cast.parameter.grad is cast.gradient]
-        with_gradient = [
-            (parameter, parameter.grad)
-            for parameter in _parameters(optimizer)
-            if parameter.grad is not None and group_of(parameter) is not None
-        ]
-        check_whole(gradient for _, gradient in with_gradient)
-        to_cast = [
-            (parameter, gradient)
-            for parameter, gradient in with_gradient
-            if gradient.dtype != parameter.dtype
-        ]
-        # A hook's arguments begin with the optimizer itself.
-        if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
-            raise NotImplementedError(
-                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
-                "would cast to "
-                f"{to_cast[0][0].dtype}, got one."
-            )
-        for parameter, gradient in to_cast:
-            parameter.grad = gradient.to(parameter.dtype)
-            uncast.append(_Cast(parameter, gradient, parameter.grad))
-
-    def after_step(*_: Any) -> None:
-        while uncast:
-            cast = uncast.pop()
-            cast.parameter.grad = cast.original
-
-    vars(optimizer)[CASTS_GRADIENTS] = True
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
-
-
-class _Cast(NamedTuple):
-    """A parameter whose gradient has been cast for the time of a step."""
-
-    parameter: nn.Parameter
-    original: torch.Tensor
-    gradient: torch.Tensor | None
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _as_device(device: torch.device | str | None) -> Device:
     if device is None:
         device = torch.device(DeviceConfig().kind)
+
     device = torch.device(device)
     index = device.index
     if index is None:
@@ -298,26 +190,10 @@ def _world_mesh(construction: _Construction | None) -> DeviceMesh:
     return build_mesh(kind, dist.get_world_size())
 
 
-def _usual_placements(mesh: DeviceMesh) -> Placements:
-    """Those of FSDP2: ZeRO-3 on one axis; on two, replicas on the outer one."""
-    if mesh.ndim == 1:
-        return Placements.for_strategy("optim_grads_params")
-    if mesh.ndim != 2:
-        raise ValueError(f"Expected placements for a mesh of {mesh.ndim} axes, got none.")
-
-    return Placements(
-        dp_axes=(0, 1),
-        parameter=(Replicate(), Flat()),
-        gradient=(Partial("avg"), Flat()),
-        optimizer=(Replicate(), Flat()),
-    )
-
-
 def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
-    """The context of what is sharded in `module` already, or a new one; the first forward completes
-    it.
+    """The open context of the modules sharded inside `module`, or a new one.
 
-    RuntimeError if one of the inner modules has run: its context can take no more modules.
+    RuntimeError if one of them has run: its context takes no more modules.
     """
     contexts: list[FsdpContext] = []
     for name, child in module.named_modules():
@@ -325,8 +201,7 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
             if child.context.is_finalized:
                 raise RuntimeError(
                     "Expected every fully_shard before the first forward, got one of "
-                    f"{type(module).__name__} after "
-                    f"{name} has run."
+                    f"{type(module).__name__} after {name} has run."
                 )
             if all(child.context is not context for context in contexts):
                 contexts.append(child.context)
@@ -335,37 +210,19 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
         return FsdpContext(
             _as_device(mesh.device_type), unify_communication_stream=False, is_open=True
         )
+    # Layers that were sharded one by one have a context each, until a module contains them all.
+    # From then on they share one order and one set of lanes.
     for other in contexts[1:]:
         contexts[0].absorb(other)
 
     return contexts[0]
 
 
-def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
-    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to
-    inner.
-    """
-    names = mesh.mesh_dim_names or ()
-    numbers = []
-    for axis in placements.dp_axes:
-        if axis not in names and axis not in range(mesh.ndim):
-            raise ValueError(
-                f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}."
-            )
-        numbers.append(axis if isinstance(axis, int) else names.index(axis))
-    if numbers == list(range(mesh.ndim)):
-        return mesh
-    if numbers != sorted(set(numbers)) or not names:
-        raise ValueError(
-            "Expected the axes of a mesh in their order, by name if they are not all of it, got "
-            f"{placements.dp_axes} "
-            f"of {names or mesh.ndim}."
-        )
-    return mesh[tuple(names[number] for number in numbers)]
-
-
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those in it, without what is sharded already."""
+    """The module and the modules in it, without sharded ones and what these contain.
+
+    In the order of `nn.Module.modules()`, each once.
+    """
     seen = set()
     stack = [module]
     while stack:
@@ -380,6 +237,15 @@ def _submodules(module: nn.Module) -> Iterator[nn.Module]:
             ]
 
 
+def _checked_parameters(module: nn.Module, context: FsdpContext) -> list[OwnedParameter]:
+    """The parameters that `module` will own, once nothing speaks against sharding them."""
+    _check_module(module, context)
+    owned = _owned_parameters(module)
+    _check_parameters(module, owned)
+    _check_buffers(module)
+    return owned
+
+
 def _check_module(module: nn.Module, context: FsdpContext) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got {type(module).__name__}.")
@@ -389,6 +255,7 @@ def _check_module(module: nn.Module, context: FsdpContext) -> None:
         )
     if taken := names_taken(module):
         raise ValueError(f"Expected a module without attributes that FsdpModule has, got {taken}.")
+
     for name, child in module.named_modules():
         if isinstance(child, FsdpModule) and child.context is not context:
             raise ValueError(
@@ -408,6 +275,7 @@ def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
                 prefix = names[id(submodule)]
                 fqns.append(f"{prefix}.{name}" if prefix else name)
                 owners.append((submodule, name))
+
     return [
         OwnedParameter(tuple(fqns), tuple(owners), parameter)
         for parameter, fqns, owners in found.values()
@@ -417,11 +285,11 @@ def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
 def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> None:
     for parameter in owned:
         name, original = parameter.fqns[0], parameter.original
-        if group_of(original) is not None or _REPLACED in vars(original):
+        if group_of(original) is not None or REPLACED in vars(original):
             raise ValueError(
                 f"Expected every parameter in one sharded module, got {name} of "
-                f"{type(module).__name__}, which another "
-                "owns already. Shard the module that contains both."
+                f"{type(module).__name__}, which another owns already. Shard the module that "
+                "contains both."
             )
         if isinstance(original, DTensor):
             raise TypeError(
@@ -443,12 +311,11 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
 
 
 def _grouped(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """By dtype and requires_grad, in the order of the first of each."""
+    """The parameters by dtype and requires_grad, in the order of the first of each."""
     groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
-        groups.setdefault((parameter.original.dtype, parameter.original.requires_grad), []).append(
-            parameter
-        )
+        kind = parameter.original.dtype, parameter.original.requires_grad
+        groups.setdefault(kind, []).append(parameter)
     return list(groups.values())
 
 
@@ -458,7 +325,7 @@ def _fill(
     device: torch.device,
     reset_parameters: ResetParameters,
 ) -> None:
-    """Gives the main weights their values, and takes the originals' memory."""
+    """Gives the main weights their values, and frees the originals' memory."""
     places = {
         (id(owner()), name): (group, index)
         for group in groups
@@ -468,28 +335,53 @@ def _fill(
     drawn: set[int] = set()
     for parameter in owned:
         module, name = parameter.owners[0]
+        group, index = places[id(module), name]
         if not parameter.original.is_meta:
-            group, index = places[id(module), name]
             group.main_weight.copy_from(index, parameter.original)
         elif id(module) not in drawn:
+            # All of a module's parameters at once, since `reset_parameters` draws them together. A
+            # parameter that several modules have is drawn by the first.
             drawn.add(id(module))
-            # A parameter that several modules have is drawn by the first.
             on_meta = [
                 other.owners[0][1]
                 for other in owned
                 if other.owners[0][0] is module and other.original.is_meta
             ]
-            main_dtype = places[id(module), name][0].main_weight.dtype
-            for own_name, whole in draw_parameters(
-                module, on_meta, device, reset_parameters, main_dtype
+            dtype = group.main_weight.dtype
+            # Without a name: one module's whole weights must be freed before the next one's come.
+            for own_name, values in draw_parameters(
+                module, on_meta, device, reset_parameters, dtype
             ).items():
                 group, index = places[id(module), own_name]
-                group.main_weight.copy_from(index, whole)
+                group.main_weight.copy_from(index, values)
+
     for parameter in owned:
         original = parameter.original
+        # Whoever still holds the original, an optimizer built too early say, must not keep its
+        # memory.
         if not original.is_meta:
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)
-        setattr(original, _REPLACED, True)
+        setattr(original, REPLACED, True)
+
+
+def _attach(
+    module: nn.Module,
+    context: FsdpContext,
+    groups: list[FsdpParameterGroup],
+    reshard_after_forward: bool,
+) -> FsdpModule:
+    """Makes `module` a sharded one of the context."""
+    for group in groups:
+        context.add_group(group)
+    for submodule in _submodules(module):
+        _move_buffers(submodule, context.device.torch_device)
+        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+
+    sharded = attach(module, context, groups, reshard_after_forward)
+    sharded.register_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
+    sharded.register_load_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
+    context.add_module(sharded)
+    return sharded
 
 
 def _check_buffers(module: nn.Module) -> None:
@@ -507,9 +399,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _wait_main_weights(module: nn.Module, *_: Any) -> None:
-    """Before main weights are read or written from outside: what updates them in the background has
-    ended.
-    """
+    """Waits for background updates before state dicts read or write the main weights."""
     assert isinstance(module, FsdpModule), "the hook of one"
     for group in module.parameter_groups:
         group.wait_main_weight()
@@ -520,6 +410,5 @@ def _refuse_assignment(*arguments: Any) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(
             "Expected load_state_dict(assign=False) for a sharded module, whose parameters are "
-            "views of its buffers, "
-            "got assign=True."
+            "views of its buffers, got assign=True."
         )

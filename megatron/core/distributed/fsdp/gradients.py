@@ -1,13 +1,14 @@
 """`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the
 optimizer reads.
 
-    unsharded   what the backward of this rank gave, whole
-    partial     its sum over microbatches, where an axis is reduced after the last of them only
+    unsharded   this rank's whole gradients, as its backward leaves them
+    partial     their sum over microbatches, where an axis is reduced only after the last of them
     main        reduced over all axes; what the optimizer reads
 
-The gradient of a sharded parameter says what has been summed up for it so far: nothing, a part of
-`main`, or, between the microbatches of a deferred reduction, of `partial`, with the placements of a
-partial sum. So clearing gradients, to None or to zero, is all that it takes to begin anew.
+The gradient of a sharded parameter tells what has been summed up for it so far: nothing (None), a
+part of `main`, or, between the microbatches of a deferred reduction, a part of `partial`, with the
+placements of a partial sum. There is no other record, so clearing gradients, to None or to zero, is
+all that it takes to start a new sum.
 """
 
 from __future__ import annotations
@@ -34,13 +35,11 @@ from megatron.core.dtensors import is_partial, local_tensor
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """compute: what autograd gives; main: what the optimizer reads; comm: in which ranks' gradients
-    are added.
-    """
+    """The dtypes of a group's gradients on their way."""
 
-    compute: torch.dtype
-    main: torch.dtype
-    comm: torch.dtype
+    compute: torch.dtype  # as autograd produces them
+    main: torch.dtype  # as the optimizer reads them
+    comm: torch.dtype  # in which ranks add them up
 
     @property
     def sent(self) -> torch.dtype:
@@ -48,8 +47,7 @@ class GradientDtypes:
         return self.comm if self.comm.itemsize < self.compute.itemsize else self.compute
 
 
-# (what a step reduces, the parameters that have a gradient in it) -> what ranks tell each other
-# before it
+# From the parameters that have a gradient in a reduction to what ranks tell each other before it.
 Note = Callable[[Collection[int]], Sequence[int]]
 
 
@@ -61,15 +59,14 @@ class _Step:
     source_rows: Sequence[torch.Tensor]
     target: DBuffer
     target_rows: Sequence[torch.Tensor]
-    kept: Collection[
-        int
-    ]  # parameters whose sum so far, in `target`, is added to; the others' is junk
+    # Parameters whose sum so far, in `target`, is added to; what the others have there is junk.
+    kept: Collection[int]
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
 
     @property
     def axes(self) -> list[int]:
-        """Those that are reduced over, the cut ones first: they are the last."""
+        """The mesh axes to reduce over, from the last one, where cut axes are, to the first."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
         return [axis for axis in reversed(range(len(pairs))) if pairs[axis][0] != pairs[axis][1]]
 
@@ -78,9 +75,8 @@ class Reduction(NamedTuple):
     """What `GroupGradients.reduce` has prepared."""
 
     work: Callable[[], None]
-    notes: Sequence[
-        Sequence[int]
-    ]  # of its collectives, or of those that it tells the others not to expect
+    # Of its collectives, or of those that it tells the others not to expect.
+    notes: Sequence[Sequence[int]]
 
 
 class GroupGradients:
@@ -108,15 +104,19 @@ class GroupGradients:
         self._divisor = divisor
         self._note = note
         self._received: set[int] = set()
+
         self._exchanges_notes = collectives.exchanges_notes(device)
-        # Ranks that exchange notes notice a gradient that only some of them have. The others notice
-        # it at the end of the step, if their training loop asks; where it does not, what they have
-        # must not look like a mean.
+        # Ranks that exchange notes notice at once if only some of them have a gradient. Without
+        # notes they notice at the end of the step, and only if the training loop asks: NaN makes
+        # sure that what they have does not pass for a mean.
         self._missing_value = 0.0 if self._exchanges_notes else float("nan")
+
         partial_sums = [_as_partial(placement) for placement in placements.gradient]
         self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
         self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
         self.partial: DBuffer | None = None
+
+        # All views are made now, since none can be made while a storage is released.
         numbers = range(len(layout.tensor_shapes))
         self._slots = [self.unsharded.get_local_tensor(index) for index in numbers]
         self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
@@ -128,7 +128,6 @@ class GroupGradients:
             inner = self.partial.view(self.main.placements)
             self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
             self.partial.release_storage()
-        # Once there are views: of released storage none can be made.
         self.unsharded.release_storage()
 
     @property
@@ -137,24 +136,18 @@ class GroupGradients:
         return self._received
 
     def is_main(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether a parameter's gradient is the one in `main`, and nothing that somebody has put in
-        its place.
-        """
+        """Whether a parameter's gradient is the one in `main`, not one that replaced it."""
         return gradient is self._main_grads[index]
 
     def main_versions(self) -> int:
-        """Counts the writes to `main` that autograd sees: through the gradients, or through the
-        buffer.
-        """
+        """Counts the writes to `main` that autograd sees, through the gradients or the buffer."""
         versions = self.main.local_buffer._version
         for gradient in self._main_grads:
             versions += gradient._version + gradient._local_tensor._version
         return versions
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient of the whole parameter `index`; a second one before the reduction is
-        added.
-        """
+        """Takes a gradient of the whole parameter `index`; adds it to one that is there."""
         if not self._received:
             self._take_memory()
         if index in self._received:
@@ -174,8 +167,7 @@ class GroupGradients:
         return not self._received and self._joins_others(parameters)
 
     def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Reduction:
-        """Prepares the reduction of what was collected, and answers the work to do, on whichever
-        lane.
+        """Prepares the reduction of what was collected; the caller chooses the lane for the work.
 
         The gradients of `parameters`, the sharded ones, show the result at once, and have it when
         the work is done. Nothing may be collected before that and `release`.
@@ -185,16 +177,12 @@ class GroupGradients:
         """
         joins = self.takes_memory_to_reduce(parameters)
         received, self._received = frozenset(self._received), set()
-        takes_part = bool(received) or joins
-        in_partial = [
-            index for index, parameter in enumerate(parameters) if is_partial(parameter.grad)
-        ]
-        in_main = [
-            index
-            for index, parameter in enumerate(parameters)
-            if parameter.grad is not None and not is_partial(parameter.grad)
-        ]
+        with_sum = [index for index, own in enumerate(parameters) if own.grad is not None]
+        in_partial = [index for index in with_sum if is_partial(parameters[index].grad)]
+        in_main = [index for index in with_sum if index not in in_partial]
 
+        # Nothing to add and nothing deferred: the others are told, and gradients stay.
+        takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
             axes = self._axes_to_reduce(is_last)
             return Reduction(lambda: self._tell(axes), self._notes(axes, []))
@@ -203,38 +191,44 @@ class GroupGradients:
             self._take_memory()
         self._take_over(parameters, in_main, self._main_grads)
 
-        steps: list[_Step] = []
-        folded: list[int] = []
-        told: list[int] = []
+        # Straight to `main` if no axis is deferred, or if all are and no earlier microbatch left a
+        # sum.
         if self.partial is None or (
             is_last and not in_partial and not self._axes_to_reduce(is_last=False)
         ):
-            steps.append(self._step(self.unsharded, self.main, in_main, received))
-            shown, grads = received, self._main_grads
-        else:
-            self.partial.reallocate_storage()
-            self.partial.zero_padding()
-            self._take_over(parameters, in_partial, self._partial_grads)
-            if not is_last:
-                folded, in_main = in_main, []
-            kept = [*in_partial, *folded]
-            if takes_part:
-                steps.append(self._step(self.unsharded, self.partial, kept, received))
-            else:
-                told = self._axes_to_reduce(is_last=False)
-            shown, grads = received.union(kept), self._partial_grads
-            if is_last:
-                steps.append(self._step(self.partial, self.main, in_main, shown))
-                grads = self._main_grads
+            step = self._step(self.unsharded, self.main, in_main, received)
+            self._show(parameters, received, self._main_grads)
+            return Reduction(lambda: self._carry_out([], [step]), self._notes([], [step]))
 
-        for index in shown:
-            parameters[index].grad = grads[index]
+        self.partial.reallocate_storage()
+        self.partial.zero_padding()
+        self._take_over(parameters, in_partial, self._partial_grads)
+        # A finished sum of an earlier step, which was not cleared, goes on as a partial one.
+        folded = [] if is_last else in_main
+        kept = [*in_partial, *folded]
+
+        steps, told = list[_Step](), list[int]()
+        if takes_part:
+            steps.append(self._step(self.unsharded, self.partial, kept, received))
+        else:
+            told = self._axes_to_reduce(is_last=False)
+        shown = received.union(kept)
+        if is_last:
+            steps.append(self._step(self.partial, self.main, in_main, shown))
+        self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
 
         def work() -> None:
             self._tell(told)
             self._carry_out(folded, steps)
 
         return Reduction(work, self._notes(told, steps))
+
+    @staticmethod
+    def _show(
+        parameters: Sequence[nn.Parameter], indices: Iterable[int], grads: Sequence[DTensor]
+    ) -> None:
+        for index in indices:
+            parameters[index].grad = grads[index]
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Frees what the last `reduce` has read, after its work is done."""
@@ -256,18 +250,16 @@ class GroupGradients:
     def _joins_others(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank takes part in the others' reductions even if it has nothing to add.
 
-        Ranks that exchange notes tell the others so. Without notes, collectives that only some
-        ranks issue would wait for ever, or take part of the next one's. Parameters that have been
-        frozen get a gradient on no rank.
+        Where ranks exchange notes, it just tells them. Without notes, a collective that only some
+        ranks issue would hang, or be matched with the next one. Parameters that have been frozen
+        get a gradient on no rank.
         """
         return not self._exchanges_notes and any(
             parameter.requires_grad for parameter in parameters
         )
 
     def _notes(self, told: Collection[int], steps: Iterable[_Step]) -> list[Sequence[int]]:
-        """In the order in which the work will have them. A sum over no axis is this rank's own
-        business.
-        """
+        """The notes in the order of the work's collectives; a step without axes has none."""
         notes = [self._note(step.received) for step in steps if step.axes]
         return [self._note(()), *notes] if told else notes
 
@@ -288,24 +280,23 @@ class GroupGradients:
     def _take_over(
         self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]
     ) -> None:
-        """Copies gradients that somebody has put in the place of ours into our buffers."""
+        """Copies gradients that have replaced ours into our buffers."""
         for index in indices:
             gradient = parameters[index].grad
-            if gradient is not own[index]:
-                ours, theirs = local_tensor(own[index]), local_tensor(_cut_as(gradient, own[index]))
-                if ours.shape != theirs.shape:
-                    raise ValueError(
-                        f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} "
-                        "here, got one of "
-                        f"{tuple(theirs.shape)}."
-                    )
-                if ours.data_ptr() != theirs.data_ptr():
-                    ours.copy_(theirs)
+            if gradient is own[index]:
+                continue
+
+            ours, theirs = local_tensor(own[index]), local_tensor(_cut_as(gradient, own[index]))
+            if ours.shape != theirs.shape:
+                raise ValueError(
+                    f"Expected a gradient sharded like its parameter, {tuple(ours.shape)} here, "
+                    f"got one of {tuple(theirs.shape)}."
+                )
+            if ours.data_ptr() != theirs.data_ptr():
+                ours.copy_(theirs)
 
     def _tell(self, axes: Iterable[int]) -> None:
-        """Tells the other ranks, where ranks exchange notes, that there is nothing to reduce
-        here.
-        """
+        """Tells the other ranks that there is nothing to reduce here, if they exchange notes."""
         if self._exchanges_notes:
             for axis in axes:
                 collectives.compare_notes(self._note(()), self._mesh.get_group(axis))
@@ -313,25 +304,28 @@ class GroupGradients:
     def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
         for index in folded:
             self._fold(index)
+
         for step in steps:
             missing = [index for index in range(len(self._slots)) if index not in step.received]
             junk = [index for index in range(len(self._slots)) if index not in step.kept]
-            # Zero adds nothing to a sum that is there already. Without one, see _missing_value.
+            # Zero adds nothing to a sum that is there already; for the rest see _missing_value.
             for index in missing:
                 step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
             if step.kept:
                 for index in junk:
                     step.target_rows[index].zero_()
+
             self._reduce(step)
-            # A gradient that no rank has must not stay behind in memory as NaN, to be added to by
-            # the next one.
+            # A gradient that no rank has must not leave NaN behind for the next one to be added to.
             if math.isnan(self._missing_value):
                 for index in set(missing).intersection(junk):
                     step.target_rows[index].zero_()
 
     def _fold(self, index: int) -> None:
-        """Writes the sum of an earlier step, which has been reduced, as a partial sum that would
-        reduce to it.
+        """Turns the reduced sum of an earlier step into a partial sum that would reduce to it.
+
+        This rank has only its own rows of it. An average over ranks of which one has a value needs
+        that value times their number; a sum over ranks that all have it needs it from one of them.
         """
         scale = 1.0
         for axis, (own, reduced) in enumerate(
@@ -345,6 +339,7 @@ class GroupGradients:
                 and own.reduce_op == "sum"
             ):
                 scale *= float(self._mesh.get_local_rank(axis) == 0)
+
         self._partial_rows[index].zero_()
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
 
@@ -354,11 +349,13 @@ class GroupGradients:
         if not axes:
             _add_locally(source, target, accumulates, step.divisor)
             return
+
         if self._dtypes.comm.itemsize < source.dtype.itemsize:
             source = source.cast(self._dtypes.comm)
         divisor, note = step.divisor, self._note(step.received)
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1
+            # A step on the way may use the target's memory, unless that holds the sum so far.
             out = target if is_final else None
             if not is_final and not accumulates:
                 out = target.part_for(
@@ -376,19 +373,20 @@ class GroupGradients:
                 device_dtype=self._dtypes.comm,
                 note=note,
             )
-            divisor = 1.0
+            divisor = 1.0  # once, not on every axis
 
 
 def _cut_as(gradient: torch.Tensor | None, own: DTensor) -> torch.Tensor | None:
-    """A whole gradient in the rows of ours; a partial sum as it is."""
+    """The rows of a gradient that ours has; a partial sum as it is."""
     return gradient if gradient is None or is_partial(gradient) else recut(gradient, own)
 
 
 def _add_locally(source: DBuffer, target: DBuffer, accumulates: bool, divisor: float) -> None:
-    """The step of a microbatch whose gradients are reduced over no axis yet."""
+    """Adds up the gradients of microbatches that are reduced over no axis yet."""
     if accumulates:
         target.local_buffer.add_(source.local_buffer, alpha=1.0 / divisor)
         return
+
     target.local_buffer.copy_(source.local_buffer)
     if divisor != 1:
         target.local_buffer.div_(divisor)

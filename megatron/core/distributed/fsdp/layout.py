@@ -60,8 +60,9 @@ class FlatRange(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalLayout:
-    """Offsets of tensors in a flat buffer that `dp_size` ranks, or any divisor of it, can cut
-    between rows.
+    """Offsets of tensors in a flat buffer that can be cut between rows.
+
+    `dp_size` ranks can share it, or any number that divides `dp_size`.
     """
 
     tensor_shapes: tuple[tuple[int, ...], ...]
@@ -82,10 +83,12 @@ class GlobalLayout:
         """
         if dp_size < 1:
             raise ValueError(f"Expected at least one rank, got {dp_size}.")
+
         tensor_shapes = tuple(tuple(shape) for shape in shapes)
         packer = _Packer(tensor_shapes)
         packer.place_large_tensors()
         packer.append_small_tensors()
+        # The end is padded as well, so that every rank's piece is as long and as aligned.
         size = _round_up(packer.end, packer.alignment * dp_size)
         return cls(tensor_shapes, tuple(packer.offsets), size)
 
@@ -103,11 +106,12 @@ class GlobalLayout:
             if offset > end:
                 found.append(FlatRange(end, offset - end))
             end = max(end, offset + numel)
+
         return tuple(found)
 
     @cached_property
     def _by_offset(self) -> tuple[list[int], list[int]]:
-        """Where tensors with elements begin, ascending, and which these are."""
+        """The offsets of tensors that have elements, ascending, and their indices."""
         taken = sorted(
             (offset, i) for i, offset in enumerate(self.tensor_to_offset) if self.numel(i)
         )
@@ -120,7 +124,7 @@ class GlobalLayout:
     def local_range(
         self, mesh_shape: Sequence[int], is_sharded: Sequence[bool], coordinate: Sequence[int]
     ) -> FlatRange:
-        """What the rank at `coordinate` of a mesh holds of the buffer.
+        """The range of the buffer that the rank at `coordinate` of a mesh holds.
 
         The last axis cuts first and the axes before it cut its pieces further, so that the piece of
         a rank that is cut on more axes lies inside the piece it would have on fewer.
@@ -131,8 +135,7 @@ class GlobalLayout:
             coordinate: the rank's place on each axis.
 
         Raises:
-            ValueError: if the buffer cannot be cut so; its layout was built for another number of
-                ranks.
+            ValueError: if the layout was built for another number of ranks.
         """
         piece = FlatRange(0, self.size)
         for axis_size, cuts, place in reversed(
@@ -140,40 +143,39 @@ class GlobalLayout:
         ):
             if not cuts:
                 continue
+
             numel = piece.numel // axis_size
             if numel * axis_size != piece.numel or numel % self.alignment:
                 raise ValueError(
                     f"Expected a layout built for the mesh {tuple(mesh_shape)}, got one of size "
-                    f"{self.size} that "
-                    f"cannot be cut into multiples of {self.alignment}."
+                    f"{self.size} that cannot be cut into multiples of {self.alignment}."
                 )
             piece = FlatRange(piece.start + place * numel, numel)
+
         return piece
 
     def chunks(self, piece: FlatRange) -> list[Chunk]:
-        """The rows that lie in a piece, tensor by tensor; tensors without rows in it are left
-        out.
-        """
+        """The rows that lie in a piece, tensor by tensor, without tensors that have none there."""
         offsets, tensors = self._by_offset
-        # The tensor that begins last before the piece may reach into it; those before that one end
-        # before it begins.
+
+        # Of the tensors that begin before the piece, only the last can reach into it.
         first = max(bisect.bisect_right(offsets, piece.start) - 1, 0)
         last = bisect.bisect_left(offsets, piece.stop)
         found = (self.chunk(tensor, piece) for tensor in sorted(tensors[first:last]))
         return [chunk for chunk in found if chunk.num_rows]
 
     def chunk(self, tensor: int, piece: FlatRange) -> Chunk:
-        """The rows of one tensor that lie in a piece; none of them is a chunk of zero rows at
-        offset 0.
+        """The rows of one tensor that lie in a piece; zero rows at offset 0 if there are none.
 
         Raises:
-            ValueError: if the piece cuts through a row of the tensor; it is not one of
-                `local_range`'s.
+            ValueError: if the piece cuts through a row of the tensor, which those of `local_range`
+                never do.
         """
         begin = self.tensor_to_offset[tensor]
         start, numel = piece.overlap(FlatRange(begin, self.numel(tensor)))
         if not numel:
             return Chunk(tensor, 0, 0, 0)
+
         row = row_numel(self.tensor_shapes[tensor])
         first_row, before = divmod(start - begin, row)
         num_rows, behind = divmod(numel, row)
@@ -193,9 +195,9 @@ class _Packer:
         self.numels = [math.prod(shape) for shape in shapes]
         self.alignment = math.lcm(*self.rows)
         self.offsets = [0] * len(shapes)
-        self.end = (
-            0  # behind everything placed so far, aligned while large tensors are being placed
-        )
+        # Behind everything placed so far; aligned while large tensors are being placed.
+        self.end = 0
+
         self._large = [i for i, numel in enumerate(self.numels) if numel >= self.alignment]
         small = [i for i, numel in enumerate(self.numels) if numel < self.alignment]
         self._small = sorted(small, key=lambda i: -self.numels[i])
@@ -206,6 +208,8 @@ class _Packer:
             self.offsets[tensor] = self.end
             gap = self.end + self.numels[tensor]
             self.end = gap_end = _round_up(gap, self.alignment)
+
+            # A partner begins inside the gap, so far back that it ends aligned.
             partner = self._partner(gap_end - gap)
             if partner is not None:
                 self._large.remove(partner)
@@ -213,6 +217,7 @@ class _Packer:
                 gap_end -= remainder
                 self.offsets[partner] = gap_end
                 self.end += whole * self.alignment
+
             self._fill(gap, gap_end)
 
     def append_small_tensors(self) -> None:
@@ -221,16 +226,15 @@ class _Packer:
             self.end = self.offsets[tensor] + self.numels[tensor]
 
     def _partner(self, gap_numel: int) -> int | None:
-        """The first large tensor whose remainder fits into a gap. One without a remainder needs no
-        partner.
-        """
+        """The first large tensor whose remainder fits into a gap."""
         for tensor in self._large:
+            # One without a remainder has nothing to put into a gap.
             if 0 < self.numels[tensor] % self.alignment <= gap_numel:
                 return tensor
         return None
 
     def _fill(self, gap: int, gap_end: int) -> None:
-        """Moves small tensors into a gap as long as one fits, the largest first."""
+        """Moves small tensors into a gap while one fits, the largest first."""
         for tensor in list(self._small):
             offset = _round_up(gap, self.rows[tensor])
             if offset + self.numels[tensor] <= gap_end:
@@ -240,8 +244,9 @@ class _Packer:
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Elements of one row: the product of all dims but the first. ValueError for scalars and empty
-    rows.
+    """Elements of one row: the product of all dims but the first.
+
+    ValueError for scalars and empty rows.
     """
     row = math.prod(shape[1:]) if len(shape) else 0
     if row < 1:

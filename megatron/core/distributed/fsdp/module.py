@@ -1,15 +1,14 @@
 """`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
 
-    forward     before: full weights, and those of the next module begin to come
-                after: sharded again, unless reshard_after_forward is False and a backward will
-                follow
-    backward    before, when the gradient of an output is there: full weights, and those of the module before begin to
-                come
-                after, when the gradients of all inputs are there: sharded again, gradients begin to
-                be reduced
-    at the end  of the whole backward: whatever is left, and waiting for the last reductions
+    forward     before  gathers its full weights, and begins to gather the next module's
+                after   frees them, unless reshard_after_forward is False and a backward will follow
+    backward    before  when an output has its gradient: as before a forward; the next module is the
+                        one whose backward is expected next
+                after   when all inputs have their gradients: frees the full weights and begins to
+                        reduce gradients
+    at the end  of the whole backward: finishes whatever is left, the last reductions above all
 
-A module that is run again inside a backward, to recompute its activations, gets its full weights
+A module that runs again inside a backward, to recompute its activations, gathers its full weights
 and keeps them for its own backward.
 """
 
@@ -17,30 +16,26 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
+from megatron.core.distributed.fsdp.nested_tensors import is_opaque, tensors_in, with_views
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
 T = TypeVar("T")
 
-# What an output may hold besides tensors without anybody wondering whether a tensor hides in it.
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
-
 
 class _Call:
-    """One call of a module's forward. The hooks on its graph hold it."""
+    """One call of a module's forward, kept alive by the hooks on its graph."""
 
     def __init__(self, number_of_pass: int) -> None:
         self.number_of_pass = number_of_pass
-        self.has_backward = False  # which has begun
+        self.has_backward = False  # whether its backward has begun
 
 
 class FsdpModule(nn.Module):
@@ -56,28 +51,59 @@ class FsdpModule(nn.Module):
     """
 
     class Phase(enum.Enum):
-        """What a module is doing. A recomputation inside its own backward stays BACKWARD."""
+        """What a module is doing.
+
+            phase          full weights              goes to
+            RESTING        freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
+            CHECKPOINTED   freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
+            FORWARD        in use                    RESTING
+            CHECKPOINTING  in use                    CHECKPOINTED
+            BACKWARD       in use                    RESTING
+
+        Exceptions are `reshard_after_forward=False` and a recomputation, whose weights are kept for
+        the backward. A failed forward leads back to the phase before it, a failed backward to
+        RESTING. A recomputation inside the module's own backward stays BACKWARD.
+
+        CHECKPOINTING and CHECKPOINTED belong to reentrant checkpoints, which first run a module
+        without building a graph, on inputs that have one. Its outputs have no hook that would
+        announce a backward, so the phase does. It lasts until that backward begins.
+        """
 
         RESTING = "resting"
+        CHECKPOINTED = "checkpointed"
         FORWARD = "forward"
+        CHECKPOINTING = "checkpointing"
         BACKWARD = "backward"
 
-        def leads_to(self, phase: FsdpModule.Phase) -> bool:
-            """Whether a module may go from this phase to that one: through rest, always."""
-            return (self is FsdpModule.Phase.RESTING) != (phase is FsdpModule.Phase.RESTING)
+        @property
+        def is_resting(self) -> bool:
+            """Whether the module does nothing now."""
+            return self in (FsdpModule.Phase.RESTING, FsdpModule.Phase.CHECKPOINTED)
+
+        @property
+        def is_forward(self) -> bool:
+            """Whether the module's forward is running."""
+            return self in (FsdpModule.Phase.FORWARD, FsdpModule.Phase.CHECKPOINTING)
+
+        @property
+        def awaits_recomputation(self) -> bool:
+            """Whether the module's backward comes after a recomputation."""
+            return self in (FsdpModule.Phase.CHECKPOINTED, FsdpModule.Phase.CHECKPOINTING)
+
+        @property
+        def at_rest(self) -> FsdpModule.Phase:
+            """The phase in which a module comes to rest from this one."""
+            phases = FsdpModule.Phase
+            return phases.CHECKPOINTED if self.awaits_recomputation else phases.RESTING
 
     context: FsdpContext
     parameter_groups: list[FsdpParameterGroup]
     phase: FsdpModule.Phase
     reshard_after_forward: bool
 
-    _fsdp_calls: weakref.WeakSet[
-        _Call
-    ]  # whose backward has not come yet; those whose graph is gone vanish
+    # Calls whose backward has not come yet; those whose graph is freed vanish.
+    _fsdp_calls: weakref.WeakSet[_Call]
     _fsdp_call: _Call | None  # under way, where there will be a graph
-    _fsdp_will_be_recomputed: (
-        bool  # has run without a graph on inputs that have one, as reentrant checkpoints do
-    )
     _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
 
     def is_root(self) -> bool:
@@ -86,23 +112,20 @@ class FsdpModule(nn.Module):
 
     @property
     def is_resting(self) -> bool:
-        return self.phase is FsdpModule.Phase.RESTING
+        return self.phase.is_resting
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a backward of this module is to be expected, since its last forward was one of
-        training.
-        """
-        return len(self._fsdp_calls) > 0 or self._fsdp_will_be_recomputed
+        """Whether a forward of this module has left a graph, or a recomputation will build one."""
+        return len(self._fsdp_calls) > 0 or self.phase.awaits_recomputation
 
     def finish_backward(self) -> None:
-        """Leaves nothing of a backward behind: neither whole weights nor gradients that were not
-        reduced.
-        """
-        if self.phase is FsdpModule.Phase.FORWARD:
-            return  # a backward inside this module's forward
-        if self._fsdp_will_be_recomputed and self.is_resting:
-            return  # a backward inside another, which has not come to this module yet
+        """Frees full weights that a backward has left, and reduces its gradients."""
+        # The backward that has ended ran inside this module's forward, or inside a larger one that
+        # has yet to recompute this module: reentrant checkpoints run a backward in a backward.
+        if self.phase.is_forward or self.phase.awaits_recomputation:
+            return
+
         self._fsdp_rest()
         self._fsdp_reduce()
         self._fsdp_calls = weakref.WeakSet(
@@ -115,7 +138,7 @@ class FsdpModule(nn.Module):
         for group in self.parameter_groups:
             group.forget_gradients()
         self._fsdp_calls = weakref.WeakSet()
-        self._fsdp_will_be_recomputed = False
+        self.phase = FsdpModule.Phase.RESTING
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -123,8 +146,7 @@ class FsdpModule(nn.Module):
         """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
         for module in self.modules():
             for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
-                # Where the compute weights are: main weights in host memory stay there whatever
-                # happens.
+                # On the compute weights' device: main weights in host memory never move.
                 probe = torch.empty(
                     0, dtype=group.main_weight.dtype, device=group.model_weight.device
                 )
@@ -132,9 +154,10 @@ class FsdpModule(nn.Module):
                 if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                     raise RuntimeError(
                         "Expected dtype and device to be settled before fully_shard, got a change "
-                        f"from {probe.dtype} "
-                        f"on {probe.device} to {changed.dtype} on {changed.device}."
+                        f"from {probe.dtype} on {probe.device} to {changed.dtype} on "
+                        f"{changed.device}."
                     )
+
             for name, buffer in module._buffers.items() if recurse or module is self else ():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
@@ -150,8 +173,10 @@ class FsdpModule(nn.Module):
         if not is_recomputation:
             self.context.enter_forward(self)
         elif self.phase is FsdpModule.Phase.BACKWARD:
-            return None  # recomputed inside its own backward, which has brought the weights
-        self._fsdp_enter(FsdpModule.Phase.FORWARD)
+            return None  # recomputed inside its own backward, which has gathered the weights
+
+        before = self.phase
+        self._fsdp_enter(self._fsdp_forward_phase(args, kwargs, is_recomputation))
         try:
             if is_recomputation:
                 self.context.unshard_for_recomputation(self)
@@ -159,86 +184,94 @@ class FsdpModule(nn.Module):
                 self.context.unshard_for_forward(self)
             self._fsdp_show_full()
         except BaseException:
+            self.phase = before
             self._fsdp_rest()
             raise
-        if not is_recomputation:
-            has_graph = any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
-            self._fsdp_will_be_recomputed = has_graph and not torch.is_grad_enabled()
+
         if torch.is_grad_enabled():
             self._fsdp_call = _Call(self.context.num_passes)
             return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
         self._fsdp_call = None
         return None
 
+    def _fsdp_forward_phase(self, args: Any, kwargs: Any, is_recomputation: bool) -> Phase:
+        is_checkpointed = self.phase.awaits_recomputation
+        if not is_recomputation:
+            has_graph = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+            is_checkpointed = has_graph and not torch.is_grad_enabled()
+        phases = FsdpModule.Phase
+        return phases.CHECKPOINTING if is_checkpointed else phases.FORWARD
+
     def _fsdp_after_forward(self, output: Any) -> None:
         """Also called after a forward that has raised, with None for its output."""
-        if self.phase is not FsdpModule.Phase.FORWARD:
+        if not self.phase.is_forward:
             return
         call, self._fsdp_call = self._fsdp_call, None
-        self._fsdp_enter(FsdpModule.Phase.RESTING)
+        self._fsdp_enter(self.phase.at_rest)
         for group in self.parameter_groups:
             group.show_sharded()
         if call is None:
             reshard(self)
             return
+
         outputs = [
-            tensor for tensor in _tensors(output) if tensor.requires_grad and not tensor.is_leaf
+            tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf
         ]
         if outputs:
-            # Who changes a view in place takes its hooks away, but not those of what it is a view
-            # of.
+            # Writing to a view in place drops the view's hooks, but not those of its base.
             bases = [tensor._base for tensor in outputs if tensor._base is not None]
             watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
             register_multi_grad_hook(
                 watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any"
             )
+
         if is_backward_running():
             self.context.keep_recomputed(self)
             return
+
         if outputs:
             self._fsdp_calls.add(call)
-        # Where a tensor may hide, nothing would tell of its backward, which must find the weights.
-        if not _is_opaque(output) and (self.reshard_after_forward or not outputs):
+        # A tensor that hides in the output has no hook that gathers the weights for its backward,
+        # so they must stay.
+        if not is_opaque(output) and (self.reshard_after_forward or not outputs):
             reshard(self)
         self._fsdp_check_outputs(output)
 
     def _fsdp_check_outputs(self, output: Any) -> None:
-        """RuntimeError if an output is one of the module's whole weights, or a view, whose memory
-        goes and comes.
-        """
+        """RuntimeError if an output is a full weight or a view of one, whose memory is freed."""
         storages = {
             group.unsharded_weight.local_buffer.untyped_storage()._cdata
             for group in self.parameter_groups
             if group.is_gathered
         }
         if any(
-            tensor.untyped_storage()._cdata in storages for tensor in _tensors(output) if storages
+            tensor.untyped_storage()._cdata in storages for tensor in tensors_in(output) if storages
         ):
             raise RuntimeError(
                 f"Expected outputs of {type(self).__name__} that have memory of their own, got one "
-                "of its weights or a "
-                "view of one, which is whole only while the module runs. Return a clone."
+                "of its weights or a view of one, which is whole only while the module runs. "
+                "Return a clone."
             )
 
     def _fsdp_watch_inputs(self, args: Any, kwargs: Any, call: _Call) -> tuple[Any, Any] | None:
-        """Inputs that tell when their gradients are there: then this module's part of the backward
-        is done.
+        """Has the inputs' gradients end this module's part of the backward. Returns inputs to use
+        instead, or None.
 
-        A view belongs to this call alone, while the tensor itself may have other uses whose
-        gradients come later. Tensors in containers that somebody may go on filling stay themselves;
-        they are watched where there is no other.
+        A view belongs to this call alone, while the tensor itself may have other uses, whose
+        gradients come later. Tensors for which there is no view are watched only if nothing else
+        can be.
         """
         views: dict[int, torch.Tensor] = {}
-
         watched = (
-            _viewed(args, views),
-            {name: _viewed(value, views) for name, value in kwargs.items()},
+            with_views(args, views),
+            {name: with_views(value, views) for name, value in kwargs.items()},
         )
+
         inputs = list(views.values())
         if not inputs:
             inputs = [
                 tensor
-                for tensor in _tensors((args, kwargs))
+                for tensor in tensors_in((args, kwargs))
                 if tensor.requires_grad and not tensor.is_leaf
             ]
         if inputs:
@@ -250,7 +283,6 @@ class FsdpModule(nn.Module):
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         call.has_backward = True
-        self._fsdp_will_be_recomputed = False
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
@@ -261,14 +293,14 @@ class FsdpModule(nn.Module):
         self.context.enter_backward()
         self._fsdp_rest()
         self._fsdp_calls.discard(call)
-        # Of other calls of the same pass gradients are still to come; those of another have a
+        # Other calls of the same pass still have gradients to come; those of another pass have a
         # backward of their own.
         if not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls):
             self._fsdp_reduce()
 
     @torch.no_grad()
     def _fsdp_collect(self, _: Any, place: tuple[int, int]) -> None:
-        """A full parameter, the one at `place` in which group, has got its gradient."""
+        """Takes the gradient of a full parameter; `place` is (group, index in the group)."""
         self.context.enter_backward()
         group_index, index = place
         group = self.parameter_groups[group_index]
@@ -276,17 +308,20 @@ class FsdpModule(nn.Module):
         gradient, full.grad = full.grad, None
         if gradient is None or group.gradients is None:
             return
+
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
                 f"Expected a dense gradient for {group.names[index]}, got {gradient.layout}."
             )
+        # The first gradient of a group takes memory for all of them.
         if not group.gradients.received:
             self.context.make_room(group)
         group.gradients.collect(index, gradient.detach())
 
     def _fsdp_reduce(self) -> None:
-        """Begins to reduce what was collected. Once after each pass, ranks also tell each other
-        that it is nothing.
+        """Begins to reduce what was collected.
+
+        Once in each pass, groups without gradients take part too: other ranks may have some.
         """
         for group in self.parameter_groups:
             if group.gradients is not None and (
@@ -296,8 +331,8 @@ class FsdpModule(nn.Module):
         self._fsdp_reduced_pass = self.context.num_passes
 
     def _fsdp_rest(self) -> None:
-        """At rest, from whatever phase: sharded parameters, no full weights."""
-        self.phase = FsdpModule.Phase.RESTING
+        """Comes to rest from any phase, with sharded parameters and no full weights."""
+        self.phase = self.phase.at_rest
         for group in self.parameter_groups:
             group.show_sharded()
         reshard(self)
@@ -307,11 +342,11 @@ class FsdpModule(nn.Module):
             group.show_full()
 
     def _fsdp_enter(self, phase: Phase) -> None:
-        if not self.phase.leads_to(phase):
+        # From rest to work or back, never from work to work.
+        if self.phase.is_resting == phase.is_resting:
             raise RuntimeError(
                 f"Expected {type(self).__name__} to come to {phase.value} from another phase, got "
-                f"{self.phase.value}; "
-                "a sharded module cannot run inside itself."
+                f"{self.phase.value}; a sharded module cannot run inside itself."
             )
         self.phase = phase
 
@@ -325,28 +360,30 @@ def attach(
     """Makes `module` an `FsdpModule`, in place and at rest."""
     module.__class__ = _sharded_class(type(module))
     assert isinstance(module, FsdpModule), "it has just become one"
+
     module.context = context
     module.parameter_groups = groups
     module.reshard_after_forward = reshard_after_forward
     module.phase = FsdpModule.Phase.RESTING
     module._fsdp_call = None
     module._fsdp_calls = weakref.WeakSet()
-    module._fsdp_will_be_recomputed = False
     module._fsdp_reduced_pass = 0
+
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             if group.requires_grad:
                 collect = _weakly(module, FsdpModule._fsdp_collect, (group_index, parameter_index))
                 parameter.full.register_post_accumulate_grad_hook(collect)
-    # Before any other, which are to find whole weights.
+
+    # Before all other hooks, which may use the full weights.
     module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
     module.register_forward_hook(_after_forward, always_call=True)
     return module
 
 
 def names_taken(module: nn.Module) -> list[str]:
-    """The attributes of a module that stand in the way of those that `attach` gives it."""
+    """The module's own attributes that have the names of those that `attach` gives it."""
     return [
         name for name in (*FsdpModule.__annotations__, *vars(FsdpModule)) if _is_taken(module, name)
     ]
@@ -367,7 +404,7 @@ def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
 def _weakly(
     module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T
 ) -> Callable[[Any], None]:
-    """`method`, with an argument, of a module that autograd must not keep alive."""
+    """`method` with its argument, as a hook that does not keep the module alive."""
     reference = weakref.ref(module)
 
     def call(gradient: Any) -> None:
@@ -378,7 +415,7 @@ def _weakly(
     return call
 
 
-# One for each class, so that sharded modules of one class are still of one class.
+# One for each class: sharded modules of one class stay of one class.
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -386,36 +423,3 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _sharded_classes:
         _sharded_classes[original] = type(f"Fsdp{original.__name__}", (FsdpModule, original), {})
     return _sharded_classes[original]
-
-
-# A function within its user, calling itself, would be a cycle that keeps the views, and with them
-# every layer's inputs, until Python looks for garbage.
-def _viewed(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """`value` with views in the place of tensors that require a gradient; one of each, which is
-    left in `views`.
-    """
-    if isinstance(value, torch.Tensor) and value.requires_grad:
-        return views.setdefault(id(value), value.view_as(value))
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        items = [_viewed(item, views) for item in value]
-        if any(item is not before for item, before in zip(items, value, strict=True)):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What nested containers and dataclasses hold."""
-    for leaf in tree_leaves(value):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                yield from _leaves(getattr(leaf, field.name))
-        else:
-            yield leaf
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _is_opaque(value: Any) -> bool:
-    return not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in _leaves(value))

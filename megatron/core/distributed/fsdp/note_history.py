@@ -1,15 +1,14 @@
-"""`NoteHistory`: the notes of all collectives that a rank has issued, which ranks compare once a
-step.
+"""`NoteHistory`: the notes of the collectives that a rank has issued, compared once a step.
 
 On the CPU a note goes ahead of each collective, and ranks that disagree stop before anything is
-sent; see collectives' [Note: notes]. On an accelerator that would have the host wait for every one
-of them. But what ranks may disagree about (the order of collectives, and which parameters have got
-a gradient) is known to each rank's host when it issues them. So each keeps its notes and a digest
-of them all; the digests travel with the numbers that a step brings to the host anyway, and only
-where they differ do ranks exchange notes, to find the first that is not the same.
+sent; see collectives' [Note: notes]. On an accelerator the host would have to wait for every note.
+But it knows what ranks may disagree about (the order of collectives, and which parameters have a
+gradient) when it issues them. So each rank keeps its notes and a digest of them all. The digests
+travel with the numbers that a step brings to the host anyway, and only if they differ do ranks
+exchange notes, to find the first that is not the same.
 
-This is after the fact: collectives that did not fit together have run by then, and gradients may be
-wrong. It comes before the optimizer's step, though, so no weight has changed.
+By then, collectives that did not fit together have run, and gradients may be wrong. But the
+optimizer's step comes later, so no weight has changed.
 """
 
 from __future__ import annotations
@@ -27,36 +26,32 @@ from megatron.core.rank_waits import waits_for_ranks
 
 # A number of this size survives a sum in fp64, where the other ranks contribute zeros.
 _DIGEST_BYTES = 6
-# Where nobody ever compares, notes must not fill the memory. The digest goes on.
+# If nobody ever compares, notes must not fill the memory. The digest still covers the rest.
 _MOST_NOTES = 65536
 
 
 class NoteHistory:
-    """The notes since the last comparison, in the order in which this rank has issued their
-    collectives.
-    """
+    """The notes since the last comparison, in the order in which collectives were issued."""
 
     def __init__(self) -> None:
         self.forget()
 
     def add(self, note: Sequence[int]) -> None:
         """Remembers the note of a collective that is being issued."""
-        # All of one length, or notes of one stretch of numbers, cut differently, would have the
+        # Padded to one length: otherwise the same numbers, divided into other notes, would have the
         # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
         if len(self._notes) < _MOST_NOTES:
             self._notes.append(tuple(note))
 
     def forget(self) -> None:
-        """Begins anew, after a comparison: at the same place of the program on every rank."""
+        """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._notes: list[tuple[int, ...]] = []
 
     @property
     def digest(self) -> int:
-        """A number below 2^48 that is the same on ranks with the same notes, and most likely not on
-        others.
-        """
+        """A number below 2^48, the same for the same notes and most likely for no others."""
         return int.from_bytes(self._hash.digest(), "little")
 
     @waits_for_ranks
@@ -78,8 +73,8 @@ class NoteHistory:
         missing = [()] * max(1 - len(self._notes), int(length) - len(self._notes))
         notes = torch.tensor([_padded(note) for note in [*self._notes, *missing]], device=device)
 
-        # What the least and the greatest say is all that is needed, and costs the same on any
-        # number of ranks.
+        # Where the least and the greatest differ, some ranks do. Costs the same on any number of
+        # ranks, unlike gathering all notes.
         least, greatest = notes.clone(), notes.clone()
         with issuing("all-reduce of the least of all notes", least):
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
@@ -99,7 +94,7 @@ def _padded(note: Sequence[int]) -> tuple[int, ...]:
 
 
 def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, ...]], str]) -> str:
-    """What each rank was about to do, in words, ranks that agree together."""
+    """In words, what each rank was about to do; ranks that agree are named together."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, note in enumerate(notes):
         ranks.setdefault(note, []).append(rank)

@@ -1,11 +1,14 @@
-"""What every optimizer's step does with sharded parameters, before it and after."""
+"""What happens to sharded parameters before and after every optimizer's step."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -13,39 +16,160 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameters import REPLACED
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
+from megatron.core.dtensors import check_whole
 
 # Left on an optimizer that `fully_shard_optimizer` has prepared.
-CASTS_GRADIENTS = "_fsdp_casts_gradients"
+_CASTS_GRADIENTS = "_fsdp_casts_gradients"
 # The attribute of classes of optimizers that cut loaded states as their parameters themselves.
 RECUTS_ON_LOAD = "recuts_states_on_load"
 
 
-def follow_optimizers() -> tuple[RemovableHandle, RemovableHandle]:
-    """Registers the hooks on all optimizers there are and will be; they do nothing for plain
-    parameters.
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
+    refuse partial sums.
+
+    Gradients are cast to the parameters' dtype for the time of a step. Compute weights need no
+    call: they follow the main weights when they are used next, once for each group.
+
+    Raises:
+        TypeError: for anything but a `torch.optim.Optimizer`.
+        ValueError: if it has no sharded parameters, or some that `fully_shard` has replaced.
+
+    Later, by `optimizer.step()`:
+        RuntimeError: for gradients whose last microbatch is still to come.
+        NotImplementedError: for a closure, where gradients have to be cast.
     """
-    return register_optimizer_step_pre_hook(_recut_states), register_optimizer_step_post_hook(
-        _mark_updated
-    )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+
+    parameters = list(_parameters(optimizer))
+    num_replaced = sum(REPLACED in vars(parameter) for parameter in parameters)
+    if num_replaced:
+        raise ValueError(
+            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from "
+            "before."
+        )
+    if not any(group_of(parameter) for parameter in parameters):
+        raise ValueError(
+            "Expected an optimizer over sharded parameters, got none among its parameters."
+        )
+
+    vars(optimizer)[_CASTS_GRADIENTS] = True
+    casts = _GradientCasts()
+    optimizer.register_step_pre_hook(casts.before_step)
+    optimizer.register_step_post_hook(casts.after_step)
 
 
-def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: states that PyTorch's helpers have loaded lie on the ranks as
-    their parameters do.
+class _Cast(NamedTuple):
+    """A parameter whose gradient has been cast for the time of a step."""
+
+    parameter: nn.Parameter
+    original: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+class _GradientCasts:
+    """Casts gradients to their parameters' dtype before a step, and puts them back after it."""
+
+    def __init__(self) -> None:
+        self._uncast: list[_Cast] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A step may run inside another, a subclass's, and a step that raised leaves its casts
+        # behind: what is still in its place is put back later, the rest is stale.
+        self._uncast = [cast for cast in self._uncast if cast.parameter.grad is cast.gradient]
+        with_gradient = [
+            (parameter, parameter.grad)
+            for parameter in _parameters(optimizer)
+            if parameter.grad is not None and group_of(parameter) is not None
+        ]
+        check_whole(gradient for _, gradient in with_gradient)
+
+        to_cast = [
+            (parameter, gradient)
+            for parameter, gradient in with_gradient
+            if gradient.dtype != parameter.dtype
+        ]
+        # A hook's arguments begin with the optimizer itself.
+        if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
+            raise NotImplementedError(
+                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
+                f"would cast to {to_cast[0][0].dtype}, got one."
+            )
+        for parameter, gradient in to_cast:
+            parameter.grad = gradient.to(parameter.dtype)
+            self._uncast.append(_Cast(parameter, gradient, parameter.grad))
+
+    def after_step(self, *_: Any) -> None:
+        while self._uncast:
+            cast = self._uncast.pop()
+            cast.parameter.grad = cast.original
+
+
+class _OptimizerHooks:
+    """The hooks that torch runs around every optimizer's step, registered while a context lives.
+
+    They look at an optimizer's parameters only, so one pair serves all contexts: a pair for each
+    would repeat the same work in every step.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: set[object] = set()  # a token for each that lives
+        self._handles: list[RemovableHandle] = []
+        # Reentrant, since a garbage collection inside it may end a context.
+        self._lock = threading.RLock()
+
+    def follow(self, context: object) -> None:
+        """Keeps the hooks registered as long as `context` lives."""
+        token = object()
+        with self._lock:
+            self._contexts.add(token)
+            weakref.finalize(context, self._leave, token).atexit = False
+            if not self._handles:
+                self._handles = [
+                    register_optimizer_step_pre_hook(_before_step),
+                    register_optimizer_step_post_hook(_mark_updated),
+                ]
+
+    def _leave(self, token: object) -> None:
+        with self._lock:
+            self._contexts.discard(token)
+            if not self._contexts:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+
+# One for the process, as are torch's own tables of these hooks.
+_hooks = _OptimizerHooks()
+
+
+def follow_optimizers(context: object) -> None:
+    """Has every optimizer's step, of optimizers yet to be made too, keep sharded parameters right
+    for as long as `context` lives. Does nothing for plain parameters.
+    """
+    _hooks.follow(context)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _check_gradient_dtypes(optimizer)
+    _recut_states(optimizer)
+
+
+def _recut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Distributes loaded states over the ranks as their parameters are.
 
     `set_optimizer_state_dict(full_state_dict=True)` distributes states evenly. Steps would be right
     even so, but every one of them would gather every state.
     """
-    _check_gradient_dtypes(optimizer)
-
+    # Between the scalars of a step and its first kernel there is no time to look at every state.
     if getattr(type(optimizer), RECUTS_ON_LOAD, False):
-        # between the scalars of a step and its first kernel there is no time to look at every state
         return
 
-    # Not by the attribute, which waits for updates under way where an optimizer is offloaded. Such
-    # a one does this when it loads.
+    # `optimizer.state` would wait for updates under way if the optimizer is offloaded.
     states = vars(optimizer).get("state", {})
     for parameter, values in states.items():
         if isinstance(parameter, UnevenRows) and isinstance(values, dict):
@@ -55,41 +179,37 @@ def _recut_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError where torch's own optimizers would fail on gradients of another dtype, with a
-    word of what to do.
+    """RuntimeError that says what to do, where torch's own optimizers would fail on gradients of
+    another dtype.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or CASTS_GRADIENTS in vars(
+    if not type(optimizer).__module__.startswith("torch.optim") or _CASTS_GRADIENTS in vars(
         optimizer
     ):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if (
-                gradient is not None
-                and gradient.dtype != parameter.dtype
-                and group_of(parameter) is not None
-            ):
-                raise RuntimeError(
-                    f"Expected gradients in {parameter.dtype}, as the main weights, got "
-                    f"{gradient.dtype}: call "
-                    "fully_shard_optimizer(optimizer), or choose MixedPrecisionPolicy's dtypes "
-                    "alike."
-                )
+    for parameter in _parameters(optimizer):
+        gradient = parameter.grad
+        if (
+            gradient is not None
+            and gradient.dtype != parameter.dtype
+            and group_of(parameter) is not None
+        ):
+            raise RuntimeError(
+                f"Expected gradients in {parameter.dtype}, as the main weights, got "
+                f"{gradient.dtype}: call fully_shard_optimizer(optimizer), or choose "
+                "MixedPrecisionPolicy's dtypes alike."
+            )
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After any optimizer's step: the compute weights of what it has stepped are out of date, or
-    will be delivered.
+    """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
+    them itself.
     """
-    for group in {id(group): group for group in _groups_of(optimizer)}.values():
-        if not group.is_delivered_by(optimizer):
+    found = (group_of(parameter) for parameter in _parameters(optimizer))
+    for group in {id(group): group for group in found if group is not None}.values():
+        if not group.delivery.is_claimed_by(optimizer):
             group.mark_updated()
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> Iterator[FsdpParameterGroup]:
-    for parameter_group in optimizer.param_groups:
-        for parameter in parameter_group["params"]:
-            group = group_of(parameter)
-            if group is not None:
-                yield group
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,98 +1,45 @@
 """`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype and one
 requires_grad.
 
-All of them have one layout; what differs is the dtype and the placements:
+All of them have one layout; what differs is the dtype and the placements. For the buffers of the
+weights see `WeightBuffers`, for those of the gradients `GroupGradients`. `unsharded_weight` has
+memory only while the weights are in use.
 
-    main_weight                   optimizer   what the optimizer updates, on the device or in host memory; the sharded
-                                              parameters are views of it
-    model_weight                  parameter   compute weights between uses
-    post_optimizer_model_weight   optimizer   the part of model_weight that the own main weights become; a view of it
-    unsharded_weight              Replicate   compute weights in use; the full parameters are views of it
-    gradients                                 see `GroupGradients`
-
-Weight buffers that would hold the same are one; `unsharded_weight` has memory only while the
-weights are in use.
-
-A parameter is two: `full` takes part in forward and backward, `sharded` rests in the module and
-goes to the optimizer.
+A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
+`sharded`, a view of the main weights, rests in the module and goes to the optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Shard
 
+import megatron.core.distributed.fsdp.group_notes as group_notes
 from megatron.core.device import Device
+from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
 from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
-from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart, dtensor_like
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
 from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import local_tensor
-from megatron.core.host_memory import HostSlab
 from megatron.core.lanes import Event
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-_GATHER, _REDUCE = 1, 2  # what a note says is about to happen
-_MASK_BITS = 62  # parameters that one integer of a note tells of
-
-
-@dataclass(frozen=True, eq=False)
-class FsdpParameter:
-    """One physical parameter, under all the names it has.
-
-    Attributes:
-        fqns: its names, from the module that was sharded.
-        owners: the modules that have it, weakly, each with the name it has there.
-        full: over the unsharded compute weights; without memory at rest.
-        sharded: a DTensor over this rank's main weights.
-    """
-
-    fqns: tuple[str, ...]
-    owners: tuple[tuple[weakref.ref[nn.Module], str], ...]
-    full: nn.Parameter
-    sharded: nn.Parameter
-
-    def show(self, parameter: nn.Parameter) -> None:
-        """Makes one of the two what the owning modules have."""
-        for owner, name in self.owners:
-            module = owner()
-            if module is not None:
-                module._parameters[name] = parameter
-
-    def is_shown(self) -> bool:
-        """Whether the owning modules have one of the two, and nothing that somebody has put in
-        their place.
-        """
-        modules = [(owner(), name) for owner, name in self.owners]
-        own = (id(self.full), id(self.sharded))
-        return all(
-            module is None or id(module._parameters.get(name)) in own for module, name in modules
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class OwnedParameter:
-    """A parameter as `fully_shard` finds it."""
-
-    fqns: tuple[str, ...]
-    owners: tuple[tuple[nn.Module, str], ...]
-    original: nn.Parameter
 
 
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
@@ -104,14 +51,15 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
 class FsdpParameterGroup:
     """See the module's docstring.
 
-    What is put on a lane goes on after the call; the events are kept here, and `wait_unsharded` or
-    the event that `reduce` answers say when a buffer may be touched again.
+    Work that a method queues on a lane continues after the call. A buffer may be touched again
+    after `wait_unsharded`, or after the event that `reduce` returns.
 
     Attributes:
         number: of the group in its context; the same on every rank.
         name: of the module, for messages; known once the context is complete.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
+        delivery: the updates of an optimizer that copies the compute weights to the device itself.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -140,39 +88,32 @@ class FsdpParameterGroup:
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
-        self.layout = GlobalLayout.build(
-            [parameter.original.shape for parameter in owned], mesh.size()
-        )
         self._device = device
-        self._is_on_host = (
-            self.requires_grad and offload is not None and offload.main_weights_on_host
-        )
-        self._deliverer: weakref.ref[object] | None = None
+        on_host = offload is not None and offload.main_weights_on_host
+        self._is_on_host = self.requires_grad and on_host
+
+        # The state of the weights: whether the main weights have been written to since the compute
+        # weights were made of them, and what an `unshard` under way has begun.
+        self._is_updated = True
+        self._seen_versions = 0
+        self._is_unsharded = False
+        self._weights_ready: Event | None = None
+        self._reserved: Event | None = None  # after which the full memory may be written to
+        self.delivery = Delivery()
+        self._send_down: Callable[[Event], Event] | None = None
+        self._main_grad_read: Event | None = None
+
+        shapes = [parameter.original.shape for parameter in owned]
+        self.layout = GlobalLayout.build(shapes, mesh.size())
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
         self.fsdp_parameters = [
             self._make_parameter(index, parameter) for index, parameter in enumerate(owned)
         ]
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
+        # Only now that the parameters are views of it: none can be made of released storage.
         if self.is_gathered:
-            # Once there are views: of released storage none can be made.
             self.unsharded_weight.release_storage()
-        self._is_unsharded = False
-        self._weights_ready: Event | None = None
-        self._reserved: Event | None = (
-            None  # after which the full parameters' memory may be written to
-        )
-        self._is_updated = True
-        self._seen_versions = 0
-        self._delivery: Event | None = None
-        self._failure: tuple[Exception, TracebackType | None] | None = None
-        self._before_use: Callable[[], None] | None = None  # of the delivery
-        self._before_wait: Callable[[], None] | None = (
-            None  # of the delivery that the weights in the making wait for
-        )
-        self._main_weight_ready: Event | None = None
-        self._send_down: Callable[[Event], Event] | None = None
-        self._main_grad_read: Event | None = None
 
     @property
     def main_grad(self) -> DBuffer | None:
@@ -192,12 +133,10 @@ class FsdpParameterGroup:
         return self._is_unsharded
 
     def mark_updated(self) -> None:
-        """Says that the main weights have changed; the compute weights follow before they are used
-        again.
-        """
+        """Marks the compute weights as stale; they are made anew before their next use."""
         self._is_updated = True
 
-    # Main weights on the other side
+    # Main weights in host memory
 
     @property
     def is_on_host(self) -> bool:
@@ -205,11 +144,10 @@ class FsdpParameterGroup:
         return self._is_on_host
 
     def put_main_weight(self, buffer: DBuffer) -> None:
-        """Moves the main weights into another buffer of the same kind, in host memory, and keeps no
-        other.
+        """Moves the main weights into another buffer of the same kind, in host memory.
 
-        The sharded parameters stay the objects that they are, over the new memory; their `device`
-        stays the compute weights', as their gradients'.
+        The sharded parameters stay the same objects, over the new memory. Their `device` stays that
+        of the compute weights, where their gradients are.
         """
         expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
         got = (buffer.placements, buffer.layout, buffer.dtype)
@@ -217,55 +155,26 @@ class FsdpParameterGroup:
             raise ValueError(f"Expected a buffer of {expected}, got {got}.")
         for index, parameter in enumerate(self.fsdp_parameters):
             self._check_is_view(index, parameter)
+
         self.wait_main_weight()
         buffer.local_buffer.copy_(self.main_weight.local_buffer)
         self.main_weight = buffer
         self._is_on_host = True
         for index, parameter in enumerate(self.fsdp_parameters):
-            parameter.sharded._local_tensor = buffer.get_local_tensor(index)  # type: ignore[attr-defined]
+            local = buffer.get_local_tensor(index)
+            parameter.sharded._local_tensor = local  # type: ignore[attr-defined]
         self._is_updated = True
 
-    def claim_delivery(self, owner: object) -> None:
-        """From here on `owner` updates the main weights and delivers the compute weights; nobody
-        else does.
-
-        Its own steps need no cast: see `deliver`. It is known weakly.
-        """
-        self.wait_main_weight()
-        self._deliverer = weakref.ref(owner)
-
-    def is_delivered_by(self, owner: object) -> bool:
-        """Whether `owner` was the last to claim the group's delivery."""
-        return self._deliverer is not None and self._deliverer() is owner
-
-    def deliver(self, updated: Event, before_use: Callable[[], None] | None = None) -> None:
-        """Says that after this event the main weights and this rank's post_optimizer_model_weight
-        are up to date.
-
-        Args:
-            before_use: called once, by the thread that uses the weights, when it is about to wait
-                for them. It may wait for the event itself, to see how long that takes.
-        """
-        self._delivery = self._main_weight_ready = updated
-        self._before_use = before_use
-
     def wait_main_weight(self) -> None:
-        """What this thread does from here on comes after the updates of the main weights that are
-        under way.
-        """
-        if self._main_weight_ready is not None:
-            self._main_weight_ready.synchronize()
-            self._main_weight_ready = (
-                None  # not before: who has failed here must not get through the second time
-            )
+        """Blocks this thread until no update of the main weights is under way."""
+        self.delivery.synchronize()
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
-        """Has the reduced gradients of every last microbatch sent somewhere, as soon as they are
-        there.
+        """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
 
         Args:
-            send_down: is given the event after which main_grad may be read, and answers the one
-                after which it has been; called in the middle of the backward.
+            send_down: from the event after which main_grad may be read to the one after which it
+                has been read; called in the middle of the backward. None: nothing is sent.
         """
         self._send_down = send_down
 
@@ -274,24 +183,17 @@ class FsdpParameterGroup:
         return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
 
     def checksum(self) -> torch.Tensor:
-        """A number that tells this rank's main weights from others, most likely. Scalar, int64."""
+        """A number that most likely differs if main weights do. Scalar, int64."""
         self.wait_main_weight()
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
-    @property
-    def awaits_delivery(self) -> bool:
-        """Whether the next `unshard` comes after an update of the main weights by their
-        deliverer.
-        """
-        return self._delivery is not None
-
     def reserve(self) -> None:
-        """Takes the full parameters' memory for an `unshard` to come, which then waits for nothing
-        issued after this.
+        """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
+        what was issued before this call.
 
-        What is issued in between must use neither the full parameters, of course, nor the main
-        weights; if it writes to these, `unshard` waits for it all the same.
+        What is issued in between must not use the full parameters. If it writes to the main
+        weights, `unshard` notices and waits for it all the same.
         """
         if not self._is_unsharded:
             if self.is_gathered:
@@ -299,70 +201,47 @@ class FsdpParameterGroup:
             self._reserved = self._device.event()
 
     def unshard(self, lane: CollectiveLane) -> None:
-        """Begins to bring the full parameters up to date, if they are not. Raises what has kept
-        them from it before.
+        """Begins to bring the full parameters up to date, unless they are. Raises again what an
+        earlier `wait_unsharded` raised.
         """
-        if self._failure is not None:
-            error, traceback = self._failure
-            raise error.with_traceback(traceback)
+        self.delivery.check()
         versions = self._versions()
         is_overwritten = self._is_updated or versions != self._seen_versions
-        delivery = self._delivery
-        has_changed = is_overwritten or delivery is not None
+        has_changed = is_overwritten or self.delivery.is_announced
         if self._is_unsharded and not has_changed:
             return
+
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
-        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
-        if self.is_gathered or is_stale or is_scattered or delivery is not None:
-            ready = (
-                self._device.event() if self._reserved is None or is_overwritten else self._reserved
-            )
-            after = [ready] if delivery is None else [ready, delivery]
-            notes = [self._gather_note] if self.is_gathered or is_scattered else []
-            self._weights_ready = lane.enqueue(
-                lambda: self._gather(is_stale, is_scattered), after, notes
-            )
+        self._enqueue_gather(lane, is_overwritten, has_changed)
         if has_changed:
-            # For autograd, what it has saved of these weights is no longer what they are.
+            # A backward of an earlier forward must not use the new values unnoticed.
             torch.autograd.graph.increment_version(
                 [parameter.full for parameter in self.fsdp_parameters]
             )
-        if delivery is not None:
-            self._before_wait, self._before_use = self._before_use, None
-        self._is_updated, self._seen_versions, self._delivery = False, versions, None
-        self._reserved = None
-        self._is_unsharded = True
+
+        self._is_updated, self._seen_versions = False, versions
+        self._is_unsharded, self._reserved = True, None
 
     def wait_unsharded(self) -> None:
-        """What this thread does from here on comes after `unshard` has done its work."""
+        """Orders what this thread does next after the work of `unshard`."""
         if self._weights_ready is not None:
-            event, self._weights_ready = self._weights_ready, None
-            before_wait, self._before_wait = self._before_wait, None
-            try:
-                if before_wait is not None:
-                    before_wait()
-                event.wait()
-            except Exception as error:
-                # The weights are not what they should be, whoever asks for them next.
-                self._failure = error, error.__traceback__
-                raise
+            gathered, self._weights_ready = self._weights_ready, None
+            self.delivery.wait(gathered)
 
     def reshard(self) -> None:
-        """Frees the full parameters' memory, if it is not also the compute weights'; a reservation
-        ends.
+        """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
+        it.
         """
         if self._is_unsharded or self._reserved is not None:
+            # A gather under way writes to that memory.
             self.wait_unsharded()
             self._is_unsharded, self._reserved = False, None
             if self.is_gathered:
                 self.unsharded_weight.release_storage()
 
     def index_of(self, sharded: torch.Tensor) -> int:
-        """The place of one of the group's sharded parameters among them, which is that of its
-        tensor in the layout.
-        """
+        """The index of a sharded parameter in `fsdp_parameters` and in the layout."""
         return next(
             index
             for index, parameter in enumerate(self.fsdp_parameters)
@@ -370,10 +249,9 @@ class FsdpParameterGroup:
         )
 
     def show_full(self) -> None:
-        """Modules have the full parameters, which require a gradient where the sharded ones do.
+        """Puts the full parameters into the modules; they require gradients as the sharded ones do.
 
-        RuntimeError if a sharded parameter is no longer what it was: nothing would keep the two in
-        step.
+        RuntimeError if a sharded parameter has been replaced: the full one would not follow it.
         """
         for index, parameter in enumerate(self.fsdp_parameters):
             self._check_is_view(index, parameter)
@@ -382,7 +260,7 @@ class FsdpParameterGroup:
             parameter.show(parameter.full)
 
     def show_sharded(self) -> None:
-        """Modules have the sharded parameters."""
+        """Puts the sharded parameters into the modules."""
         for parameter in self.fsdp_parameters:
             parameter.show(parameter.sharded)
 
@@ -391,10 +269,10 @@ class FsdpParameterGroup:
         assert self.gradients is not None, "called for groups that have gradients"
         if self._main_grad_read is not None:
             event, self._main_grad_read = self._main_grad_read, None
+            # The last step's gradients may still be on their way down from the same memory.
             event.wait()
-        work, notes = self.gradients.reduce(
-            [parameter.sharded for parameter in self.fsdp_parameters], is_last
-        )
+
+        work, notes = self.gradients.reduce(self._sharded, is_last)
         reduced = lane.enqueue(work, [self._device.event()], notes)
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
@@ -404,17 +282,15 @@ class FsdpParameterGroup:
     def reduction_takes_memory(self) -> bool:
         """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
-        return self.gradients.takes_memory_to_reduce(
-            [parameter.sharded for parameter in self.fsdp_parameters]
-        )
+        return self.gradients.takes_memory_to_reduce(self._sharded)
 
     def release_gradients(self) -> None:
-        """Frees what `reduce` has read. Call it after the event that it answered."""
+        """Frees what `reduce` has read. Call it after the event that `reduce` returned."""
         assert self.gradients is not None, "called for groups that have gradients"
-        self.gradients.release([parameter.sharded for parameter in self.fsdp_parameters])
+        self.gradients.release(self._sharded)
 
     def forget_gradients(self) -> None:
-        """Drops what was collected and not reduced, after a backward that has failed."""
+        """Drops what was collected but not reduced, after a backward that has failed."""
         for parameter in self.fsdp_parameters:
             parameter.full.grad = None
         if self.gradients is not None:
@@ -422,16 +298,12 @@ class FsdpParameterGroup:
             self.release_gradients()
 
     def describe(self, note: Sequence[int]) -> str:
-        """What a rank with a note about this group is about to do."""
-        module = self.name or "the model"
-        if note[0] == _GATHER:
-            return f"gather {module}"
-        without = [
-            name for index, name in enumerate(self.names) if not _is_in_mask(note[2:], index)
-        ]
-        return f"reduce the gradients of {module}" + (
-            f", which has none for {', '.join(without)}" if without else ""
-        )
+        """In words, what a rank with a note about this group is about to do."""
+        return group_notes.describe(note, self.name or "the model", self.names)
+
+    @property
+    def _sharded(self) -> list[nn.Parameter]:
+        return [parameter.sharded for parameter in self.fsdp_parameters]
 
     @property
     def names(self) -> list[str]:
@@ -443,25 +315,18 @@ class FsdpParameterGroup:
 
     def _make_weights(self) -> None:
         main_dtype = self.policy.main_params_dtype if self.requires_grad else self.dtype
-        self.model_weight = self._buffer(self.placements.parameter, self.dtype)
-        self.post_optimizer_model_weight = self.model_weight
-        if self.placements.optimizer != self.placements.parameter:
-            self.post_optimizer_model_weight = self.model_weight.view(self.placements.optimizer)
-        self.main_weight = self.post_optimizer_model_weight
-        if self._is_on_host:
-            self.main_weight = self._host_buffer(self.placements.optimizer, _known(main_dtype))
-        elif main_dtype != self.dtype:
-            self.main_weight = self._buffer(self.placements.optimizer, main_dtype)
-        elif self.main_weight is not self.model_weight:
-            # Gathering the rest of the model weights is no change of the main weights.
-            part = apart(self.main_weight.local_buffer)
-            self.main_weight = DBuffer.from_local(
-                part, self.mesh, self.placements.optimizer, self.layout
-            )
-            self.post_optimizer_model_weight = self.main_weight
-        self.unsharded_weight = self.model_weight
-        if self.model_weight.range.numel < self.layout.size:
-            self.unsharded_weight = self._buffer([Replicate()] * self.mesh.ndim, self.dtype)
+        weights = WeightBuffers.make(
+            self.mesh,
+            self.placements,
+            self.layout,
+            _known(main_dtype),
+            self.dtype,
+            self._device,
+            self._is_on_host,
+        )
+        self.main_weight, self.model_weight = weights.main, weights.model
+        self.post_optimizer_model_weight = weights.post_optimizer_model
+        self.unsharded_weight = weights.unsharded
 
     def _make_gradients(self, divisor: float) -> GroupGradients:
         main, comm = _known(self.policy.main_grads_dtype), _known(self.policy.grad_comm_dtype)
@@ -472,31 +337,24 @@ class FsdpParameterGroup:
             GradientDtypes(compute=self.dtype, main=main, comm=comm),
             divisor,
             self._device.torch_device,
-            partial(_reduction_note, self.number),
+            partial(group_notes.reduction_note, self.number),
         )
-
-    def _buffer(self, placements: Sequence[Placement], dtype: torch.dtype | None) -> DBuffer:
-        return DBuffer(self.mesh, placements, self.layout, _known(dtype), self._device.torch_device)
-
-    def _host_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
-        numel = DBuffer(self.mesh, placements, self.layout, dtype, "meta").range.numel
-        # What never travels need not be pinned.
-        slab = HostSlab(
-            numel * dtype.itemsize, self._device, is_pinned=False, purpose="main weights"
-        )
-        return DBuffer.from_local(slab.tensor(0, numel, dtype), self.mesh, placements, self.layout)
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
-        # What gathers write must not count as a change of what autograd has saved.
+        # Gathers write to this memory, which autograd must not take for a change of what it saved.
         full = nn.Parameter(
             apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
         )
         sharded = self._make_sharded(index)
+
+        # What users have set on the original parameter holds for both.
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
         setattr(sharded, _GROUP, weakref.ref(self))
         if self.main_grad is not None and self.main_grad.dtype != self.main_weight.dtype:
-            sharded.grad_dtype = None  # any: it is fully_shard_optimizer that casts
+            # Any dtype; `fully_shard_optimizer` casts for the time of a step.
+            sharded.grad_dtype = None
+
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
 
@@ -504,7 +362,8 @@ class FsdpParameterGroup:
         dtensor = self.main_weight.get_dtensor(index)
         local = dtensor._local_tensor
 
-        # It must say that it is where its gradient is, or could not be given one.
+        # Main weights in host memory have gradients on the device, and torch accepts gradients only
+        # on the device that a parameter says it is on. So it says the gradients'.
         placeholder = local.new_empty((0, *local.shape[1:]), device=self._device.torch_device)
         sharded = nn.Parameter(dtensor_like(dtensor, placeholder), requires_grad=self.requires_grad)
         sharded._local_tensor = local  # type: ignore[attr-defined]
@@ -522,27 +381,43 @@ class FsdpParameterGroup:
         if is_other or not parameter.is_shown():
             raise RuntimeError(
                 f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
-                "got another tensor; "
-                "convert and replace parameters before."
+                "got another tensor; convert and replace parameters before."
             )
 
     def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
         if parameter.sharded.requires_grad and not self.requires_grad:
             raise RuntimeError(
                 f"Expected {parameter.fqns[0]} of {self.name or 'the model'} to stay frozen, as it "
-                "was when it was "
-                "sharded and got no gradient buffer, got requires_grad=True."
+                "was when it was sharded and got no gradient buffer, got requires_grad=True."
             )
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
 
     # On lanes
 
-    @property
-    def _gather_note(self) -> list[int]:
-        return [_GATHER, self.number]
+    def _enqueue_gather(
+        self, lane: CollectiveLane, is_overwritten: bool, has_changed: bool
+    ) -> None:
+        """Queues what the compute weights need, if anything."""
+        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
+        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
+        awaited = self.delivery.events
+        if not (self.is_gathered or is_stale or is_scattered or awaited):
+            return
+
+        # After a reservation, the gather may run beside what has been issued since, unless that has
+        # written to the main weights.
+        ready = self._reserved
+        if ready is None or is_overwritten:
+            ready = self._device.event()
+        notes = [group_notes.gather_note(self.number)] if self.is_gathered or is_scattered else []
+        self._weights_ready = lane.enqueue(
+            lambda: self._gather(is_stale, is_scattered), [ready, *awaited], notes
+        )
+        self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
-        note = self._gather_note
+        note = group_notes.gather_note(self.number)
+        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
         if is_stale:
             self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
         if is_scattered:
@@ -555,9 +430,7 @@ class FsdpParameterGroup:
             )
 
     def _versions(self) -> int:
-        """Counts writes to the main weights that autograd sees: through the parameters, or through
-        the buffer.
-        """
+        """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
         versions = self.main_weight.local_buffer._version
         for parameter in self.fsdp_parameters:
             versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
@@ -567,21 +440,3 @@ class FsdpParameterGroup:
 def _known(dtype: torch.dtype | None) -> torch.dtype:
     assert dtype is not None, "the policy is resolved"
     return dtype
-
-
-def _reduction_note(number: int, received: Collection[int]) -> list[int]:
-    """Which group is about to be reduced, and which of its parameters have a gradient.
-
-    Parameters beyond those that a note has room for share bits with earlier ones: a difference is
-    still noticed, unless two cancel out, but the parameter is not named.
-    """
-    words = [0] * (NOTE_LENGTH - 2)
-    for index in received:
-        word, bit = divmod(index % (_MASK_BITS * len(words)), _MASK_BITS)
-        words[word] ^= 1 << bit
-    return [_REDUCE, number, *words]
-
-
-def _is_in_mask(words: Sequence[int], index: int) -> bool:
-    word, bit = divmod(index % (_MASK_BITS * len(words)), _MASK_BITS)
-    return bool(words[word] >> bit & 1)

@@ -13,9 +13,10 @@ the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -33,12 +34,12 @@ class Flat(Shard):
 
 
 def check_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """The placements of a flat buffer, one for each mesh axis, once they are known to make sense.
+    """The placements of a flat buffer, one for each mesh axis, after checking them.
 
     Raises:
         TypeError: for a placement other than Replicate, Partial (sum or avg) and Shard.
         NotImplementedError: for a shard of another dim than 0.
-        ValueError: for an axis that is not cut after one that is.
+        ValueError: for an axis that is not cut behind one that is.
     """
     checked = tuple(placements)
     is_cut = False
@@ -59,12 +60,36 @@ def check_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
             raise TypeError(
                 f"Expected Partial('sum') or Partial('avg'), got {placement!r} on axis {axis}."
             )
+
     return checked
 
 
 def sharded_axes(placements: Iterable[Placement]) -> tuple[bool, ...]:
     """For each mesh axis whether it cuts the buffer."""
     return tuple(isinstance(placement, Shard) for placement in placements)
+
+
+def axes_to_move(old: Sequence[Placement], new: Sequence[Placement]) -> list[int]:
+    """The axes whose placements differ, in the order in which a redistribution takes them.
+
+    NotImplementedError for a change that no collective makes.
+    """
+    for axis, (before, after) in enumerate(zip(old, new, strict=True)):
+        if isinstance(before, Replicate):
+            is_possible = isinstance(after, Shard)
+        else:
+            is_possible = isinstance(after, (Replicate, Shard))
+        if before != after and not is_possible:
+            raise NotImplementedError(
+                "Expected Flat -> Replicate, Partial -> Flat, Partial -> Replicate or Replicate -> "
+                f"Flat on axis {axis}, got {before} -> {after}."
+            )
+
+    axes = [axis for axis in range(len(new)) if new[axis] != old[axis]]
+    # The axes that are cut stay the last ones on the way: shards are added from the inside out and
+    # taken away from the outside in.
+    is_cut_further = sum(sharded_axes(new)) > sum(sharded_axes(old))
+    return axes[::-1] if is_cut_further else axes
 
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -99,6 +124,7 @@ class Placements:
         object.__setattr__(self, "dp_axes", tuple(self.dp_axes))
         if len(set(self.dp_axes)) != len(self.dp_axes):
             raise ValueError(f"Expected every mesh axis once, got {self.dp_axes}.")
+
         for name in ("parameter", "gradient", "optimizer"):
             placements = check_placements(getattr(self, name))
             if len(placements) != len(self.dp_axes):
@@ -113,6 +139,7 @@ class Placements:
                     f"Expected {name} buffers that are replicated or sharded, got {placements}."
                 )
             object.__setattr__(self, name, placements)
+
         for coarse, fine in (("parameter", "gradient"), ("gradient", "optimizer")):
             pairs = zip(
                 sharded_axes(getattr(self, coarse)), sharded_axes(getattr(self, fine)), strict=True
@@ -122,23 +149,22 @@ class Placements:
                     f"Expected {fine} placements that are cut wherever {coarse} placements are, "
                     f"got {getattr(self, fine)} and {getattr(self, coarse)}."
                 )
+
         if any(
             isinstance(own, Replicate) and isinstance(fine, Shard)
             for own, fine in zip(self.gradient, self.optimizer, strict=True)
         ):
             raise ValueError(
                 "Expected Flat or Partial gradients wherever optimizer placements are cut, got "
-                f"{self.gradient} and "
-                f"{self.optimizer}."
+                f"{self.gradient} and {self.optimizer}."
             )
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
-        """The placements on one axis of a strategy named as Megatron's
-        --data-parallel-sharding-strategy names it.
-        """
+        """One axis's placements, by a name of Megatron's --data-parallel-sharding-strategy."""
         if strategy not in SHARDING_STRATEGIES:
             raise ValueError(f"Expected one of {SHARDING_STRATEGIES}, got {strategy!r}.")
+
         number = SHARDING_STRATEGIES.index(strategy)
         return cls(
             dp_axes=(axis,),
@@ -147,7 +173,45 @@ class Placements:
             optimizer=(Flat() if number >= 1 else Replicate(),),
         )
 
+    @classmethod
+    def usual(cls, num_axes: int) -> Placements:
+        """PyTorch FSDP2's: everything is cut, on two axes by the inner one (ZeRO-3 and HSDP)."""
+        if num_axes == 1:
+            return cls.for_strategy("optim_grads_params")
+        if num_axes != 2:
+            raise ValueError(f"Expected placements for a mesh of {num_axes} axes, got none.")
+
+        return cls(
+            dp_axes=(0, 1),
+            parameter=(Replicate(), Flat()),
+            gradient=(Partial("avg"), Flat()),
+            optimizer=(Replicate(), Flat()),
+        )
+
     @property
     def defers_reduction(self) -> bool:
         """Whether gradients are reduced over some axis only after the last microbatch."""
         return any(isinstance(placement, Partial) for placement in self.gradient)
+
+
+def data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
+    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to
+    inner.
+    """
+    names = mesh.mesh_dim_names or ()
+    numbers = []
+    for axis in placements.dp_axes:
+        if axis not in names and axis not in range(mesh.ndim):
+            raise ValueError(
+                f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}."
+            )
+        numbers.append(axis if isinstance(axis, int) else names.index(axis))
+
+    if numbers == list(range(mesh.ndim)):
+        return mesh
+    if numbers != sorted(set(numbers)) or not names:
+        raise ValueError(
+            "Expected the axes of a mesh in their order, by name if they are not all of it, got "
+            f"{placements.dp_axes} of {names or mesh.ndim}."
+        )
+    return mesh[tuple(names[number] for number in numbers)]

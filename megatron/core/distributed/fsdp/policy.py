@@ -1,4 +1,4 @@
-"""In which dtypes a module's weights and gradients are kept, computed with and sent; on which side
+"""The dtypes in which weights and gradients are kept, computed with and sent, and the side on which
 main weights lie.
 """
 
@@ -13,8 +13,7 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of the weights that a module computes with, and of what stands behind them.
-    Buffers stay as they are.
+    """The dtypes of a module's compute weights, main weights and gradients. Buffers keep theirs.
 
     Attributes:
         main_params_dtype: of the main weights, which the optimizer updates; None: the compute
@@ -40,11 +39,15 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
 
     def resolve(self, dtype: torch.dtype) -> MixedPrecisionPolicy:
-        """This policy with every dtype filled in, for parameters of `dtype`. TypeError if that is
-        no float.
+        """This policy with every dtype filled in, for parameters of `dtype`.
+
+        TypeError if that is not a float.
         """
         if dtype not in _FLOATING:
             raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {dtype}.")
+
+        # Each default follows the one before: parameters -> compute weights -> main gradients ->
+        # communication.
         compute_dtype = self.compute_dtype or dtype
         main_grads = self.main_grads_dtype or compute_dtype
         return MixedPrecisionPolicy(
@@ -57,12 +60,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Which side keeps what the optimizer alone needs.
+    """The side on which the tensors lie that only the optimizer needs.
 
     Attributes:
-        main_weights_on_host: main weights are in host memory from the start, also where they have
-            the compute weights' dtype. Whoever updates them there hands the compute weights to the
-            device: `HybridDeviceOptimizer`.
+        main_weights_on_host: main weights are in host memory from the start, even if they have the
+            compute weights' dtype. The optimizer that updates them there, `HybridDeviceOptimizer`,
+            copies the compute weights to the device.
     """
 
     main_weights_on_host: bool = False

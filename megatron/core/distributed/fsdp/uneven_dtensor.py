@@ -1,10 +1,9 @@
-"""`UnevenDTensor`: a DTensor whose shards are whole rows, but not as many on every rank as DTensor
-thinks.
+"""`UnevenDTensor`: a DTensor whose shards are whole rows, but not the rows of `torch.chunk`.
 
 The tensors of a flat buffer are cut where the buffer is. A plain DTensor over such a shard would
-claim `torch.chunk`'s rows: `full_tensor` would mix rows up or hang, and a checkpoint would put them
-in the wrong place without a word. This class knows its rows, and PyTorch's code moves them only
-through it:
+claim `torch.chunk`'s rows: `full_tensor` would mix up rows or hang, and a checkpoint would silently
+put them in the wrong place. This class knows its rows, and PyTorch's code moves them only through
+it:
 
 - operators run on local rows, or on all of them; see uneven_operators.py,
 - `full_tensor`, `redistribute` and `to_local`, with their gradients, send the rows that there are,
@@ -51,6 +50,7 @@ class UnevenDTensor(UnevenRows):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As DTensor's: the local rows, not a copy. Gradients come back cut as this tensor is."""
         self.wait_until_usable()
+        # As DTensor does: without autograd, the very tensor rather than a view.
         if not torch.is_grad_enabled():
             return self._local_tensor
 
@@ -74,6 +74,7 @@ class UnevenDTensor(UnevenRows):
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(f"Expected the mesh {self.device_mesh}, got {device_mesh}.")
 
+        # By way of all rows: simple, and rows rarely move from one cut to another.
         wanted = tuple(placements)
         if wanted == self._placements and not options:
             return torch.ops.aten.alias.default(self)  # type: ignore[no-any-return]
@@ -89,13 +90,13 @@ class UnevenDTensor(UnevenRows):
         if self._before_use is not None:
             raise RuntimeError(
                 "Expected hooks on modules or on the optimizer, got one on a parameter of "
-                "fully_shard, whose reduced "
-                "gradient autograd does not accumulate: it would never be called."
+                "fully_shard, whose reduced gradient autograd does not accumulate: it would never "
+                "be called."
             )
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
-        # The default would copy this object's attributes too: a copy belongs to no parameter group.
+        # The default would copy attributes too, but a copy belongs to no parameter group.
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
@@ -180,7 +181,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: DTensor) -> UnevenDTensor:
-        return ctx.like.with_local(ctx.like.own_rows(whole_tensor(gradient)).clone())  # type: ignore[no-any-return]
+        rows = ctx.like.own_rows(whole_tensor(gradient))
+        return ctx.like.with_local(rows.clone())  # type: ignore[no-any-return]
 
 
 class _TakeRows(torch.autograd.Function):
@@ -206,7 +208,7 @@ class _ToLocal(torch.autograd.Function):
         ctx: Any, tensor: UnevenDTensor, grad_placements: Sequence[Placement] | None
     ) -> torch.Tensor:
         ctx.like, ctx.grad_placements = tensor.detach(), grad_placements
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # no zeros for a gradient that does not come
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -247,14 +249,14 @@ def _rule(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any 
 
 
 def _dispatches_subclasses() -> bool:
-    """Whether torch calls the `__torch_dispatch__` of a DTensor's subclass: since 2.13."""
+    """Whether torch calls a DTensor subclass's own `__torch_dispatch__`, as it does since 2.13."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return (major, minor) >= (2, 13)
 
 
 if not _dispatches_subclasses():
-    # Before, every subclass goes to DTensor's own dispatcher in C++. Rules for single operators, as
-    # torch.library.register_torch_dispatch makes them, come first.
+    # Older versions send every subclass to DTensor's dispatcher in C++. Rules for single operators,
+    # as torch.library.register_torch_dispatch makes them, come before it.
     for _name in torch._C._dispatch_get_all_op_names():
         if _name.startswith("aten::"):
             _rules = operator_registry.find(_name).torch_dispatch_rules

@@ -1,8 +1,7 @@
 """Norms and sums of uneven DTensors: every rank reduces its own rows, and the results are combined.
 
-DTensor would answer with partial results, whose `item()` is another number on every rank;
-optimizers that take the norm of a parameter so (Adafactor, LAMB) would step every rank's rows by
-another factor.
+DTensor would return partial results, whose `item()` is another number on every rank. Optimizers
+that take the norm of a parameter (Adafactor, LAMB) would step each rank's rows by another factor.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def can_reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     meshes = [tensor.device_mesh if isinstance(tensor, UnevenRows) else None for tensor in tensors]
     is_of_one_mesh = None not in meshes and all(mesh == meshes[0] for mesh in meshes)
 
-    # Of a norm of another order, the rows that a rank lacks are no zeros.
+    # With another order, the zeros of a rank without rows would count.
     return is_of_one_mesh and dims is None and _order(args, kwargs) > 0
 
 
@@ -53,6 +52,7 @@ def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensor.check_whole(str(func))
 
     own = func(*[_own_rows(value, func) for value in args], **kwargs)
+    # One message for all tensors, in fp64, where rounding between the ranks is negligible.
     found = torch.stack([own] if isinstance(own, torch.Tensor) else list(own))
     wide = found.double() if found.is_floating_point() else found
 
@@ -74,7 +74,7 @@ def _own_rows(value: Any, func: Any) -> Any:
         return value
     local = value._local_tensor
 
-    # The maximum of nothing is an error; a row of zeros adds nothing to any norm.
+    # torch has no maximum of no elements. A row of zeros adds nothing to any norm.
     return local if func not in _NORMS or local.numel() else local.new_zeros((1, *local.shape[1:]))
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T", bound="UnevenRows")
 
 
 class _Wait:
-    """A method to be called before each use of some rows, of an object that is known weakly."""
+    """A method to be called before each use of some rows, of an object that is held weakly."""
 
     def __init__(self, method: Callable[[], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -40,8 +40,8 @@ class _Wait:
             method()
 
     def __deepcopy__(self, _: dict[int, Any]) -> None:
-        # PyTorch's asynchronous checkpoints copy a tensor's attributes. A copy has rows of its own,
-        # which nothing updates.
+        # PyTorch's asynchronous checkpoints copy a tensor's attributes, but nothing updates the
+        # rows of a copy.
         return None
 
 
@@ -101,8 +101,8 @@ class UnevenRows(DTensor):
         placements: tuple[Placement, ...],
         device: torch.device | None = None,
     ) -> T:
-        # Made over `local` itself, it would take on its place in the storage, and be taken for a
-        # tensor with a storage of its own by what copies tensors.
+        # A DTensor made over `local` itself would take over its offset in the storage, and code
+        # that copies tensors would take it for one with a storage of its own.
         placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
         tensor = cls(placeholder, spec, requires_grad=False)
         tensor._local_tensor = local
@@ -117,7 +117,8 @@ class UnevenRows(DTensor):
 
     @property
     def rows(self) -> range:
-        """The rows of the whole tensor that this rank holds; empty if there are none."""
+        """The rows of the whole tensor that this rank holds, perhaps none."""
+        # The shard that has cut last; see [Note: order of cuts] in uneven_shard.py.
         axis, shard = next(
             (axis, placement)
             for axis, placement in enumerate(self._placements)
@@ -144,9 +145,7 @@ class UnevenRows(DTensor):
         return found
 
     def flattened(self: T, local: torch.Tensor) -> T:
-        """A view of this tensor with several rows in the place of each, over the local ones: [rows
-        here, ...].
-        """
+        """A view of this tensor with several rows in the place of each: [rows here, ...]."""
         factor = math.prod(self.shape[1:]) // math.prod(local.shape[1:])
         placements = [
             placement.flattened(factor) if isinstance(placement, UnevenShard) else placement
@@ -157,7 +156,7 @@ class UnevenRows(DTensor):
     def recut_view(
         self: T, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]
     ) -> T:
-        """A view of this tensor whose rows are others, over the local ones."""
+        """A view of this tensor that divides the same memory into other rows."""
         found = self.over(local, self.device_mesh, placements, shape, _strides(local, shape))
         found._before_use = self._before_use
 
@@ -169,11 +168,12 @@ class UnevenRows(DTensor):
         return whole.narrow(0, rows.start, len(rows))
 
     def is_cut_as(self, other: UnevenRows) -> bool:
-        """Whether rank by rank the rows are the same, of as many dims."""
+        """Whether every rank holds the same rows of both, of as many dims."""
         if self is other:
             return True
         if self.dim() != other.dim() or self._spec.mesh != other._spec.mesh:
             return False
+        # Identity first: views share the tuple, and comparing shards may compute all their bounds.
         return self._placements is other._placements or self._placements == other._placements
 
     def is_partial(self) -> bool:
@@ -183,16 +183,12 @@ class UnevenRows(DTensor):
         )
 
     def wait_until_usable(self) -> None:
-        """Waits for the updates of these rows that are under way on other threads, where there are
-        any.
-        """
+        """Waits for updates of these rows that are under way on other threads."""
         if self._before_use is not None:
             self._before_use()
 
     def precede_uses_by(self, wait: Callable[[], None]) -> None:
-        """Has `wait`, a method of an object that is known weakly, called before each use of these
-        rows.
-        """
+        """Has the method `wait` called before each use of these rows; its object is held weakly."""
         self._before_use = _Wait(wait)
 
     def check_whole(self, purpose: str) -> None:
@@ -200,13 +196,14 @@ class UnevenRows(DTensor):
         if self.is_partial():
             raise RuntimeError(
                 f"Expected a tensor that is reduced for {purpose}, got the partial sums of "
-                f"{self._placements}. "
-                "The last microbatch has to run in microbatch(context, is_last=True)."
+                f"{self._placements}. The last microbatch has to run in microbatch(context, "
+                "is_last=True)."
             )
 
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the whole tensor; an empty shard has none that say anything."""
+    """The strides of the whole tensor."""
+    # Those of an empty shard say nothing.
     return local.stride() if local.numel() else torch.empty(tuple(shape), device="meta").stride()
 
 
@@ -215,15 +212,13 @@ def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def gathered(tensor: UnevenRows) -> torch.Tensor:
-    """All rows of a tensor, in memory of their own, where its own rows are. Called by all ranks of
-    the mesh.
-    """
+    """All rows of a tensor, in new memory on its device. All ranks of the mesh call it."""
     tensor.check_whole("an operation on all rows")
     tensor.wait_until_usable()
     mesh, rows = tensor.device_mesh, tensor._local_tensor.detach()
     device = rows.device
 
-    # What lies in host memory travels by way of the device that the ranks communicate on.
+    # Ranks communicate on the mesh's device, so rows in host memory go there first.
     if device.type != mesh.device_type:
         rows = rows.to(mesh.device_type)
 
@@ -240,12 +235,15 @@ def _gather_axis(
 ) -> torch.Tensor:
     """The rows of all ranks of one axis."""
     counts = [len(shard.cut.rows(place)) for place in range(shard.cut.num_pieces)]
+
+    # Padded, since an all-gather takes equal parts.
     most, tail = max(counts), rows.shape[1:]
     own = rows.new_zeros((most, *tail))
     own[: len(rows)] = rows
     parts = rows.new_empty((len(counts), most, *tail))
 
-    # As bytes: backends do not know all dtypes. The lanes may be exchanging parts meanwhile.
+    # As bytes: backends do not know all dtypes. With a tag of its own: lanes may be exchanging
+    # parts over the same group.
     if parts.numel():
         sent, received = own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
         collectives.all_gather(
@@ -256,10 +254,9 @@ def _gather_axis(
 
 
 class CopyOfView(DTensor):
-    """What would be a view on one process, but had to be gathered: the same on all ranks, and
-    read-only.
+    """A gathered copy of what would be a view on one process: the same on all ranks, read-only.
 
-    Writing to it would be lost. In-place operators are refused by name; all others are DTensor's.
+    Writes to it would be lost, so in-place operators are refused. All others are DTensor's.
     """
 
     @classmethod
@@ -279,9 +276,8 @@ class CopyOfView(DTensor):
             if is_written and any(isinstance(leaf, CopyOfView) for leaf in tree_leaves(value)):
                 raise RuntimeError(
                     f"Expected memory of the parameter's own to write to in {func}, got a gathered "
-                    "copy, since the "
-                    "view would move rows between ranks. Write to the parameter, or to its "
-                    "to_local()."
+                    "copy, since the view would move rows between ranks. Write to the parameter, "
+                    "or to its to_local()."
                 )
 
         result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
@@ -298,7 +294,8 @@ def _as_dtensor(value: Any) -> Any:
 def _as_copy(value: Any) -> Any:
     if type(value) is not DTensor:
         return value
-    return CopyOfView(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    local, spec = value._local_tensor, value._spec
+    return CopyOfView(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTensor) -> DTensor:
@@ -310,9 +307,7 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTen
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """The whole of any DTensor, as a plain tensor without a graph. Called by all ranks of the
-    mesh.
-    """
+    """All of any DTensor, as a plain tensor without a graph. All ranks of the mesh call it."""
     if isinstance(tensor, UnevenRows):
         return gathered(tensor)
     if all(placement.is_replicate() for placement in tensor._spec.placements):
@@ -327,11 +322,10 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A state as it is, unless it is a DTensor with other rows on each rank than its parameter
-    `like`.
+    """A state or gradient with the rows that its parameter `like` has on each rank.
 
-    PyTorch's helpers distribute what they are given whole as `torch.chunk` would. Then all ranks of
-    the mesh bring the rows where they belong, together.
+    PyTorch's helpers distribute whole tensors as `torch.chunk` would. If that has happened, all
+    ranks of the mesh bring the rows where they belong, together. Anything else stays as it is.
     """
     if (
         not isinstance(like, UnevenRows)
@@ -346,9 +340,8 @@ def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, also in lists; faster than a walk through any nesting, of which
-    there is none.
-    """
+    """The tensors among an operator's arguments, also in lists."""
+    # Faster than a walk through nested containers, which operators do not take.
     for value in itertools.chain(args, kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value

@@ -56,6 +56,7 @@ class RowCut(NamedTuple):
 
     def bound(self, piece: int) -> int:
         """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
+        # Rounded up. Pieces before the first row give less than 0, those behind the last too much.
         rows = -(-(piece * self.piece_numel - self.offset) // self.row_numel)
         return min(max(rows, 0), self.num_rows)
 
@@ -68,9 +69,7 @@ class RowCut(NamedTuple):
         return self._replace(num_rows=self.num_rows * factor, row_numel=self.row_numel // factor)
 
     def grouped(self, factor: int) -> RowCut:
-        """The same cut, with one row in the place of every `factor` rows, none of which may be cut
-        apart.
-        """
+        """The same cut, with one row in the place of `factor` rows, which no cut may separate."""
         return self._replace(num_rows=self.num_rows // factor, row_numel=self.row_numel * factor)
 
     def window(self, first_row: int, num_rows: int) -> RowCut:
@@ -119,7 +118,8 @@ class UnevenShard(Shard):
         is_leftmost: bool = True,
         whole: RowCut | None = None,
     ) -> UnevenShard:
-        self = super().__new__(cls, 0)  # type: ignore[call-arg]  # of a class in C++
+        # `Shard` is a class in C++ and takes its dim here already.
+        self = super().__new__(cls, 0)  # type: ignore[call-arg]
         self.cut, self.first_row, self.is_leftmost = cut, first_row, is_leftmost
         self.whole = cut if whole is None else whole
         return self
@@ -129,6 +129,8 @@ class UnevenShard(Shard):
 
     def window(self, first_row: int, num_rows: int) -> UnevenShard:
         """The placement of `num_rows` consecutive rows of the tensor, as a tensor of their own."""
+        # This axis has only the rows that the axes to its right leave; the window may begin before
+        # them or end behind them.
         start = max(self.first_row, first_row)
         stop = min(self.first_row + self.cut.num_rows, first_row + num_rows)
         cut = self.cut.window(start - self.first_row, max(0, stop - start))
@@ -145,12 +147,13 @@ class UnevenShard(Shard):
         """The placement with one row in the place of every `factor` rows; None if a rank holds only
         some of them.
         """
-        # By all bounds: ranks must come to the same answer.
+        # All bounds, not this rank's own: ranks must come to the same answer.
         if any(bound % factor for bound in self._bounds):
             return None
         cut, whole = self.cut.grouped(factor), self.whole.grouped(factor)
         return UnevenShard(cut, self.first_row // factor, self.is_leftmost, whole)
 
+    # `__new__` needs the cut, which the default would not pass.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.cut, self.first_row, self.is_leftmost, self.whole)
 
@@ -191,6 +194,7 @@ class UnevenShard(Shard):
             raise ValueError(
                 f"Expected {self.cut.num_pieces} ranks, as {self} has, got {num_chunks}."
             )
+        # See [Note: order of cuts]: the leftmost shard answers for all axes.
         if not self.is_leftmost:
             return curr_local_size, 0
 
@@ -208,8 +212,7 @@ def uneven_placements(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[Placement, ...]:
-    """The placements of one tensor of a flat buffer: those of the buffer, with uneven shards for
-    its shards.
+    """The buffer's placements as they are for one of its tensors, with uneven shards.
 
     Args:
         layout: of the buffer.
@@ -224,6 +227,7 @@ def uneven_placements(
     num_pieces = math.prod(mesh_shape[axis] for axis in sharded)
     whole = RowCut.of(layout, tensor, piece, num_pieces)
 
+    # From the last axis, which cuts the whole buffer, to the first, which cuts this rank's piece.
     for axis in reversed(sharded):
         cut = RowCut.of(layout, tensor, piece, mesh_shape[axis])
         found[axis] = UnevenShard(cut, first_row, axis == sharded[0], whole)

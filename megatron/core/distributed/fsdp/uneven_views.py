@@ -1,7 +1,7 @@
 """Views of uneven DTensors that are views of the rows of each rank.
 
-Each function does what the operator of its name does on one process, or answers NotImplemented
-where rows would have to move: dim 0 must stay what it is, or take in the dims behind it.
+Each function does what the operator of its name does on one process, or returns NotImplemented if
+rows would have to move: dim 0 must stay as it is, or take in the dims behind it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ def _view(tensor: UnevenRows, size: Sequence[int]) -> Any:
     shape = [tensor.numel() // known if length == -1 and known else length for length in size]
     if not shape or math.prod(shape) != tensor.numel():
         return NotImplemented
+    # Rows that are joined need a cut that no group of them straddles.
     if tensor.shape[0] % shape[0] == 0 and shape[0] < tensor.shape[0]:
         return _grouped(tensor, shape)
     if shape[0] % tensor.shape[0]:
         return NotImplemented
 
-    # Dims that join dim 0 give several rows for each.
+    # Dims that are flattened into dim 0 make several rows of each.
     local, factor = tensor._local_tensor, shape[0] // tensor.shape[0]
     rows = local.view(local.shape[0] * factor, *shape[1:])
     return tensor.with_local(rows) if factor == 1 else tensor.flattened(rows)
 
 
 def _grouped(tensor: UnevenRows, shape: Sequence[int]) -> Any:
-    """A view in which every so many rows are one, if no rank has only some of them."""
+    """A view that joins every so many rows, if no rank has only some of a group."""
     factor = tensor.shape[0] // shape[0]
     placements: list[Any] = [
         placement.grouped(factor) if isinstance(placement, UnevenShard) else placement
@@ -118,6 +119,7 @@ def _unbind(tensor: UnevenRows, dim: int = 0) -> Any:
 
 
 def _view_dtype(tensor: UnevenRows, dtype: torch.dtype) -> Any:
+    # Another size of elements would change the length of rows.
     if dtype.itemsize != tensor.dtype.itemsize:
         return NotImplemented
     return tensor.with_local(aten.view.dtype(tensor._local_tensor, dtype))

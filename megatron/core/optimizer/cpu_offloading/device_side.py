@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.fully_shard import fully_shard_optimizer
+from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings

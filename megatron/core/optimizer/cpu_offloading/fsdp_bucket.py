@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.dbuffer import DBuffer, apart
+from megatron.core.distributed.fsdp.aliases import apart
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.issuing_lane import IssuingLane
@@ -52,13 +53,13 @@ class FsdpBucket(Bucket):
     def adopt(self, owner: object) -> None:
         if not self._group.is_on_host:
             self._group.put_main_weight(self._as_buffer(apart(self.main_weight)))
-        self._group.claim_delivery(owner)
+        self._group.delivery.claim(owner)
 
     def reload(self) -> None:
         self._group.mark_updated()
 
     def check(self, owner: object) -> None:
-        if not self._group.is_delivered_by(owner):
+        if not self._group.delivery.is_claimed_by(owner):
             raise RuntimeError(
                 f"Expected to be the one optimizer of {self.name}, got another one, made later, "
                 "that updates its main weights."
@@ -116,7 +117,9 @@ class FsdpBucket(Bucket):
 
     def deliver(self, timings: StepRecorder) -> None:
         assert self.sent is not None, "called once the weights' way up is queued"
-        self._group.deliver(timings.awaited(self.sent), before_use=timings.before_use(self.sent))
+        self._group.delivery.announce(
+            timings.awaited(self.sent), before_use=timings.before_use(self.sent)
+        )
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return self._as_buffer(flat).get_dtensor(self._indices[index])

@@ -15,7 +15,8 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron.core.device import Device
-from megatron.core.lanes import ClockSpan, Event, RelayedEvent, Span
+from megatron.core.lanes import Event, RelayedEvent
+from megatron.core.spans import ClockSpan, Span
 
 D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
 

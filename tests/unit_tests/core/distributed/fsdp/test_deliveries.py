@@ -5,6 +5,7 @@ once, as streams do.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.policy import OffloadPolicy
-from megatron.core.lanes import Event, InlineLane, relay
+from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
 from tests.ranks import run_ranks
 
 DIM = 4
@@ -62,7 +64,7 @@ class IssuingLane:
         self._lane.close()
 
 
-class Delivery:
+class HeldDelivery:
     """An update of a group's weights on a host lane that goes on once it is let, or fails after a
     while.
     """
@@ -78,10 +80,84 @@ class Delivery:
             weight = group.post_optimizer_model_weight.local_buffer
             return h2d.enqueue(lambda: weight.fill_(2.0))
 
-        group.deliver(relay(host, update))
+        group.delivery.announce(relay(host, update))
 
     def let(self) -> None:
         self._go.set()
+
+
+def failed_event() -> ThreadEvent:
+    event = ThreadEvent()
+    event.finish(OSError("the update failed"))
+    return event
+
+
+def test_a_delivery_is_announced_awaited_and_then_idle_again_and_its_user_is_told_once():
+    delivery, used = Delivery(), []
+    updated = ThreadEvent.done()
+    delivery.announce(updated, before_use=lambda: used.append(delivery.phase))
+    assert delivery.events == [updated]
+    delivery.synchronize()
+    assert delivery.events == [updated], "a gather must still be queued after it"
+
+    delivery.gather_queued()
+    assert (delivery.phase, delivery.events) == (Delivery.Phase.AWAITED, [])
+    for _ in range(2):
+        delivery.wait(ThreadEvent.done())
+        assert delivery.phase is Delivery.Phase.IDLE
+    assert used == [Delivery.Phase.IDLE]
+
+
+def test_a_gather_without_an_update_leaves_a_delivery_idle_and_a_newer_update_is_still_announced():
+    delivery, used = Delivery(), []
+    delivery.gather_queued()
+    assert delivery.phase is Delivery.Phase.IDLE
+
+    delivery.announce(ThreadEvent.done(), before_use=lambda: used.append("old"))
+    delivery.gather_queued()
+    newer = ThreadEvent.done()
+    delivery.announce(newer, before_use=lambda: used.append("new"))
+    delivery.wait(ThreadEvent.done())
+    assert (delivery.events, used) == ([newer], [])
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_delivery_that_has_failed_stays_failed(is_announced):
+    delivery = Delivery()
+    if is_announced:
+        delivery.announce(failed_event())
+        delivery.gather_queued()
+    delivery.check()
+    with pytest.raises(OSError, match="the update failed"):
+        delivery.wait(failed_event())
+    delivery.announce(ThreadEvent.done())
+    assert (delivery.phase, delivery.events) == (Delivery.Phase.FAILED, [])
+    for _ in range(2):
+        with pytest.raises(OSError, match="the update failed"):
+            delivery.check()
+
+
+def test_synchronizing_with_an_update_that_failed_fails_every_time():
+    delivery = Delivery()
+    delivery.announce(failed_event())
+    for _ in range(2):
+        with pytest.raises(OSError, match="the update failed"):
+            delivery.synchronize()
+
+
+def test_the_last_to_claim_a_delivery_has_it_and_it_is_held_weakly():
+    class Owner:
+        pass
+
+    delivery, first, second = Delivery(), Owner(), Owner()
+    assert not delivery.is_claimed_by(first)
+    delivery.claim(first)
+    delivery.claim(second)
+    assert not delivery.is_claimed_by(first)
+    assert delivery.is_claimed_by(second)
+    gone = weakref.ref(second)
+    del second
+    assert gone() is None
 
 
 def shard(strategy: str) -> tuple[nn.Sequential, FsdpContext, IssuingLane]:
@@ -104,7 +180,7 @@ def shard(strategy: str) -> tuple[nn.Sequential, FsdpContext, IssuingLane]:
 
 def _does_not_hold_up(strategy: str) -> list[bool | None]:
     model, context, _ = shard(strategy)
-    deliveries = [Delivery(layer.parameter_groups[0]) for layer in list(model)[1:]]
+    deliveries = [HeldDelivery(layer.parameter_groups[0]) for layer in list(model)[1:]]
     for layer, delivery in zip(model, deliveries, strict=False):
         layer.look = delivery.let
     with torch.no_grad():
@@ -130,7 +206,7 @@ def test_a_prefetch_whose_delivery_is_pending_does_not_keep_the_module_before_fr
 def _gathers_in_order(strategy: str) -> list[tuple[int, ...]]:
     """One rank's deliveries are done when they are looked at, the other's are not."""
     model, _, lane = shard(strategy)
-    deliveries = [Delivery(model[number].parameter_groups[0]) for number in (1, 3)]
+    deliveries = [HeldDelivery(model[number].parameter_groups[0]) for number in (1, 3)]
     for layer, delivery in zip((model[0], model[2]), deliveries, strict=True):
         if dist.get_rank() == 0:
             delivery.let()
@@ -174,7 +250,7 @@ def _begins_early(strategy: str) -> list[bool]:
             moment = "before"
             made.clear()
             lane.queued.clear()
-            delivery = Delivery(group)
+            delivery = HeldDelivery(group)
             delivery.let()
 
             def overwrite() -> None:
@@ -203,7 +279,7 @@ def test_a_postponed_gather_waits_for_nothing_that_was_issued_since_but_writes_t
 def _skipped() -> None:
     model, context, _ = shard("optim_grads_params")
     group = model[1].parameter_groups[0]
-    delivery = Delivery(group)
+    delivery = HeldDelivery(group)
     delivery.let()
     storage = group.unsharded_weight.local_buffer.untyped_storage()
     sizes = []

@@ -6,6 +6,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from megatron.core.distributed.fsdp.placement import (
     Flat,
     Placements,
+    axes_to_move,
     check_placements,
     sharded_axes,
 )
@@ -29,6 +30,19 @@ def test_flat_is_a_shard_of_dim_zero():
 def test_what_a_flat_buffer_cannot_be_is_refused(placements, error, message):
     with pytest.raises(error, match=message):
         check_placements(placements)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "axes"),
+    [
+        ((Replicate(), Replicate()), (Flat(), Flat()), [1, 0]),
+        ((Flat(), Flat()), (Replicate(), Replicate()), [0, 1]),
+        ((Partial("avg"), Flat()), (Replicate(), Flat()), [0]),
+        ((Replicate(), Flat()), (Replicate(), Flat()), []),
+    ],
+)
+def test_a_redistribution_keeps_the_cut_axes_last_on_its_way(old, new, axes):
+    assert axes_to_move(old, new) == axes
 
 
 def test_the_zero_strategies_are_values():
