@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron.core.options import check_options, expect, option
 
 FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
-# Megatron's names, for which a key is unexpected that is wanted and not in the checkpoint.
+# Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")
 
 
