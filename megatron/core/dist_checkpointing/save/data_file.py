@@ -102,7 +102,8 @@ class BufferPool:
         """The buffers, until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
             raise RuntimeError(
-                "Expected free buffers, got those of a data file that is still being written."
+                "Expected buffers that are free, got those of a data file that is still being "
+                "written."
             )
         return list(self._buffers)
 
