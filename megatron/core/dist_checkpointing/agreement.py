@@ -208,7 +208,7 @@ def _checked_size(num_bytes: int, most_bytes: int) -> int:
 
 def _device_of_group() -> torch.device:
     """The device for small tensors: the CPU, if the default process group has a backend for it."""
-    # "cpu:gloo,cuda:nccl", for example.
+    # A backend per kind of device, "cpu:gloo" for example, separated by commas.
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
