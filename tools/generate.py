@@ -23,9 +23,9 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, path_of
 from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
+from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel

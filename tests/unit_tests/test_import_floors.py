@@ -162,6 +162,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.fsdp_checkpoint",
         "megatron.core.dist_checkpointing.plan.file_plan",
         "megatron.core.dist_checkpointing.state.entries",
+        "megatron.core.dist_checkpointing.state.param_groups",
         "megatron.core.dist_checkpointing.state.collect",
         "megatron.core.dist_checkpointing.load.reader",
         "megatron.core.dist_checkpointing.save.writer",

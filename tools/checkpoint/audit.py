@@ -1,9 +1,8 @@
-"""Whether every byte of a published checkpoint is what was written: all that is wrong with it, not
-the first only.
+"""Whether every byte of a published checkpoint is what was written, with all problems listed.
 
-A load believes the marker, the metadata and the digests of the data that it needs. This goes
-through whole data files, also through what lies around the data, which PyTorch's own reader needs,
-and it goes on after what it finds.
+A load checks the marker, the metadata and the digests of the data that it needs. This reads whole
+data files, including the bytes around the data, which PyTorch's own reader needs, and goes on after
+a problem.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.blob import blob_frame
+from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES, blob_frame
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     METADATA_FILE,
@@ -29,7 +27,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     dtype_named,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import (
     Blob,
     blobs_by_file,
@@ -37,35 +35,33 @@ from megatron.core.dist_checkpointing.load.small_files import (
     chunk_problems,
     file_problems,
     manifest_problems,
+    parse_covered,
     parse_train_state,
-    path_of,
     read_marker,
     read_small,
     system_errors,
 )
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.store import Store
 
 T = TypeVar("T")
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
-_MAX_FRAME_BYTES = 1 << 20  # what stands around the data of one tensor is read whole
 
 
 class Audit:
     """Goes through one checkpoint, once.
 
-    Without a marker, or with a damaged one, what is left to hold against each other is still held.
+    Without a marker, or with a damaged one, the other files are still compared with each other.
 
     Attributes:
-        problems: what is wrong, a sentence each.
-        num_bytes: of data files that have been gone through.
+        problems: a sentence each.
+        num_bytes: of data files that have been read.
     """
 
     def __init__(self, store: Store, name: str, progress: Callable[[int], object]) -> None:
         """
         Args:
-            progress: called with every number of bytes that have been gone through.
+            progress: called with each number of bytes that have been read.
         """
         self.problems: list[str] = []
         self.num_bytes = 0
@@ -92,7 +88,7 @@ class Audit:
                 self._check_data(manifest)
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """What `action` returns; None, and a problem noted, if it raises."""
+        """The result of `action`; if it raises, notes the problem and returns None."""
         try:
             return action()
         except CheckpointError as error:
@@ -117,17 +113,11 @@ class Audit:
         )
 
     def _check_metadata(self, marker: Marker | None) -> dict[str, list[Blob]] | None:
-        """What each data file must hold; None if that is not known."""
-
-        def parse() -> Metadata:
-            content, source = self._content(METADATA_FILE, marker)
-            metadata = parse_metadata(content, source)
-            check_coverage(metadata, source)
-            return metadata
-
-        metadata = self._attempt(parse)
+        """The blobs of each data file; None if they are not known."""
+        metadata = self._attempt(lambda: parse_covered(*self._content(METADATA_FILE, marker)))
         if metadata is None:
             return None
+
         blobs = blobs_by_file(metadata)
         if marker is not None:
             self.problems += file_problems(blobs, marker, self._path(METADATA_FILE))
@@ -161,15 +151,15 @@ class Audit:
             self.problems.append(str(error))
 
     def _check_chunk(self, file: str, chunk: ChunkRecord) -> None:
+        """One blob: the bytes before its data, the data by its digests, the bytes behind it."""
         data_end = chunk.data_offset + chunk.data_nbytes
         frame_nbytes = chunk.blob_nbytes - chunk.data_nbytes
-        if frame_nbytes > _MAX_FRAME_BYTES:
-            self.problems.append(
-                f"Expected at most {_MAX_FRAME_BYTES} bytes around the data of {chunk.key!r} at "
-                f"{chunk.offsets} in "
-                f"{self._path(file)}, got {frame_nbytes}."
-            )
+        where = f"{chunk.key!r} at {chunk.offsets} in {self._path(file)}"
+        if frame_nbytes > MAX_FRAME_BYTES:  # header and footer are read whole
+            most = f"at most {MAX_FRAME_BYTES} bytes"
+            self.problems.append(f"Expected {most} around the data of {where}, got {frame_nbytes}.")
             return
+
         header = self._read_all(file, chunk.blob_offset, chunk.data_offset - chunk.blob_offset)
         wrong = []
         for first in range(0, len(chunk.digests), _READ_BYTES // BLOCK_BYTES):
@@ -180,29 +170,32 @@ class Audit:
             ]
         if wrong:
             self.problems.append(
-                f"Expected the digests of {chunk.key!r} at {chunk.offsets} in {self._path(file)}, "
-                "got others of "
-                f"{len(wrong)} of {len(chunk.digests)} blocks, the first of them block {wrong[0]}."
+                f"Expected the digests of {where}, got others of {len(wrong)} of "
+                f"{len(chunk.digests)} blocks, the first of them block {wrong[0]}."
             )
         footer = self._read_all(file, data_end, chunk.blob_offset + chunk.blob_nbytes - data_end)
+
         # Another version of torch may write another frame, which cannot be known here.
         if chunk.dtype and self._writer_torch == torch.__version__:
-            try:
-                wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
-            except RuntimeError as error:  # of sizes of an empty tensor that torch cannot count
-                self.problems.append(
-                    f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}."
-                )
-                return
-            for name, part, written in zip(
-                ("before", "behind"), (header, footer), wanted, strict=True
-            ):
-                if part != written:
-                    self.problems.append(
-                        f"Expected what torch.save writes {name} the data of {chunk.key!r} at "
-                        f"{chunk.offsets} in "
-                        f"{self._path(file)}, got other bytes."
-                    )
+            self._check_frame(file, chunk, where, header, footer)
+
+    def _check_frame(
+        self, file: str, chunk: ChunkRecord, where: str, header: bytes, footer: bytes
+    ) -> None:
+        try:
+            wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
+        except RuntimeError as error:  # for sizes of an empty tensor that overflow in torch
+            self.problems.append(
+                f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}."
+            )
+            return
+
+        parts = zip(("before", "behind"), (header, footer), wanted, strict=True)
+        self.problems += [
+            f"Expected what torch.save writes {name} the data of {where}, got other bytes."
+            for name, part, written in parts
+            if part != written
+        ]
 
     def _check_zeros(self, file: str, begin: int, end: int) -> None:
         for position in range(begin, end, _READ_BYTES):

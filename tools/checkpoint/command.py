@@ -8,9 +8,9 @@
     python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
-fsspec knows; `list`, `show`, `diff` and `convert` to a file take `torch_dcp` checkpoints, too, and
-whatever torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can resume
-from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds something wrong or `diff`
+fsspec knows. `list`, `show`, `diff` and `convert` to a file also take `torch_dcp` checkpoints, and
+anything that torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can
+resume from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds a problem or `diff`
 a difference, 2 for errors.
 """
 
@@ -34,24 +34,23 @@ from tqdm import tqdm
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
+from megatron.core.dist_checkpointing.format.metadata import plain_keys_of, tensors_of
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
     iteration_of,
     parse_folder,
+    path_of,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     format_of,
     nbytes_of,
     open_checkpoint,
-    plain_keys_of,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
-    path_of,
     read_marker,
     read_train_state,
 )
@@ -95,19 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def list_checkpoints(arguments: argparse.Namespace) -> int:
-    """What there is in a folder of checkpoints, published or not."""
+    """Lists the checkpoints in a folder, published or not."""
     store = open_store(arguments.root)
     if store.is_rename_atomic and not Path(store.root).is_dir():
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got none.")
-    tracked = (
-        store.read(TRACKER_FILE).decode(errors="replace").strip()
-        if store.exists(TRACKER_FILE)
-        else ""
-    )
+    tracker = store.read(TRACKER_FILE) if store.exists(TRACKER_FILE) else b""
+    tracked = tracker.decode(errors="replace").strip()
     rows = [_summary(store, name, tracked) for name in store.folders() if parse_folder(name)]
     if arguments.json:
         _print_json(rows)
         return 0
+
     for row in rows:
         size = "" if row["num_bytes"] is None else format_bytes(row["num_bytes"])
         ranks = "" if row["world_size"] is None else f"{row['world_size']} ranks"
@@ -123,44 +120,36 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
-    """One line of `list`. Data is not read: sizes are what is compared."""
+    """One line of `list`. Reads no data: only sizes are compared."""
     found = parse_folder(name)
     assert found is not None, "a name that has been chosen so"
-    row: dict[str, Any] = {
-        "name": name,
-        "iteration": found.iteration,
-        "format": None,
-        "state": "draft",
-    }
-    row |= {"world_size": None, "num_bytes": None, "problem": None, "is_latest": False}
-    row["is_run"] = None
+    row: dict[str, Any] = {"name": name, "iteration": found.iteration}
+    row |= {"format": None, "state": "draft", "world_size": None, "num_bytes": None}
+    row |= {"problem": None, "is_latest": False, "is_run": None}
     if found.suffix:
         row["state"] = _DRAFT_SUFFIXES.get(Path(name).suffix, "unknown")
         return row
     if store.exists(f"{name}/{SIGN_FILE}") and not store.exists(f"{name}/{MARKER_FILE}"):
         return row  # of a remote store, where the marker alone makes it a checkpoint
+
     row["format"] = format_of(store, name)
     row["is_latest"] = tracked == str(row["iteration"])
     try:
         if row["format"] == FSDP_DTENSOR:
             marker = read_marker(store, name)
-            row |= {
-                "world_size": marker.world_size,
-                "num_bytes": sum(file.nbytes for file in marker.files.values()),
-            }
+            row["world_size"] = marker.world_size
+            row["num_bytes"] = sum(file.nbytes for file in marker.files.values())
             for file in marker.files:
                 check_size(store, name, file, marker)
             row["is_run"] = is_of_a_run(read_train_state(store, name))
             if marker.iteration != found.iteration:
-                row["problem"] = (
-                    f"saved as iteration {marker.iteration}: no run is resumed from it under this "
-                    "name"
-                )
+                own = f"saved as iteration {marker.iteration}"
+                row["problem"] = f"{own}: no run is resumed from it under this name"
         elif row["format"] == TORCH_DCP:
             checkpoint = open_checkpoint(store, name)
             places = checkpoint.metadata.storage_data.values()
-            row |= {"world_size": len({place.relative_path for place in places})}
-            row |= {"num_bytes": sum(place.length for place in places)}
+            row["world_size"] = len({place.relative_path for place in places})
+            row["num_bytes"] = sum(place.length for place in places)
             row["is_run"] = is_of_a_run(checkpoint.train_state)
         if row["format"] is not None:
             row["state"] = "published"
@@ -170,29 +159,30 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """What a checkpoint holds, where, and which ranks wrote it."""
+    """Shows the content of a checkpoint, its places, and the ranks that wrote it."""
     checkpoint = _open(arguments.checkpoint)
-    tensors = [_described(checkpoint, key, entry) for key, entry in tensors_of(checkpoint).items()]
+    tensors = [
+        _described(checkpoint, key, entry) for key, entry in tensors_of(checkpoint.metadata).items()
+    ]
     plain = [
-        {"key": key, **_place(checkpoint, MetadataIndex(key))} for key in plain_keys_of(checkpoint)
+        {"key": key, **_place(checkpoint, MetadataIndex(key))}
+        for key in plain_keys_of(checkpoint.metadata)
     ]
     tensors, plain = (
         [row for row in rows if _is_wanted(row["key"], arguments.key)] for rows in (tensors, plain)
     )
+
     head: dict[str, Any] = {"checkpoint": checkpoint.path, "format": TORCH_DCP}
     if isinstance(checkpoint, PublishedCheckpoint):
         marker = checkpoint.marker
-        head |= {
-            "format": FSDP_DTENSOR,
-            "iteration": marker.iteration,
-            "world_size": marker.world_size,
-        }
-        head |= {"save_id": marker.save_id}
+        head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration}
+        head |= {"world_size": marker.world_size, "save_id": marker.save_id}
     is_run = is_of_a_run(checkpoint.train_state)
     if arguments.json:
         state = {"is_run": is_run, "train_state": checkpoint.train_state}
         _print_json({**head, **state, "tensors": tensors, "plain": plain})
         return 0
+
     words = [f"{name} {value}" for name, value in head.items()]
     _print(", ".join(words if is_run else [*words, _NO_RUN]))
     width = _width(row["key"] for row in (*tensors, *plain))
@@ -215,18 +205,12 @@ def _described(
         | _place(checkpoint, MetadataIndex(key, chunk.offsets))
         for chunk in entry.chunks
     ]
-    dtype, shape = dtype_name(entry.properties.dtype), list(entry.size)
-    return {
-        "key": key,
-        "dtype": dtype,
-        "shape": shape,
-        "nbytes": nbytes_of(entry),
-        "chunks": chunks,
-    }
+    row = {"key": key, "dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size)}
+    return {**row, "nbytes": nbytes_of(entry), "chunks": chunks}
 
 
 def _place(checkpoint: ReadableCheckpoint, index: MetadataIndex) -> dict[str, Any]:
-    """Where a blob lies, and who wrote it."""
+    """The place of a blob, and the rank that wrote it."""
     info = checkpoint.metadata.storage_data[index]
     match = _DATA_FILE.fullmatch(info.relative_path)
     rank = int(match.group(1)) if match else None
@@ -238,21 +222,19 @@ def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
     what = f"{row['dtype']:<9} {row['shape']!s:<16} {format_bytes(row['nbytes']):>11}"
     _print(f"{row['key']:<{width}}  {what}  {len(chunks)} chunks, {_writers(chunks)}")
     for chunk in chunks if with_chunks else ():
-        box = ", ".join(
-            f"{o}:{o + n}" for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True)
-        )
-        _print(
-            f"    [{box}]  {_writers([chunk])}: {chunk['file']}, {chunk['nbytes']} bytes at "
-            f"{chunk['offset']}"
-        )
+        pairs = zip(chunk["offsets"], chunk["sizes"], strict=True)
+        box = ", ".join(f"{offset}:{offset + size}" for offset, size in pairs)
+        place = f"{chunk['file']}, {chunk['nbytes']} bytes at {chunk['offset']}"
+        _print(f"    [{box}]  {_writers([chunk])}: {place}")
 
 
 def _writers(places: Iterable[dict[str, Any]]) -> str:
-    """Who wrote them: "rank 3", "ranks 0-3, 7"."""
+    """The ranks that wrote them: "rank 3", "ranks 0-3, 7"."""
     found = {place["rank"] for place in places}
     ranks = sorted(rank for rank in found if rank is not None)
     if len(ranks) < len(found) or not ranks:
         return "of unknown ranks" if found else "of no rank"
+
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -264,7 +246,7 @@ def _writers(places: Iterable[dict[str, Any]]) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Goes through every byte of a checkpoint, and lists all that is wrong."""
+    """Reads every byte of a checkpoint, and lists all problems."""
     location = _locate(arguments.checkpoint)
     found = format_of(*location)
     if found == TORCH_DCP:
@@ -274,6 +256,7 @@ def verify(arguments: argparse.Namespace) -> int:
         )
     if found is None and not location.store.exists(location.name):
         raise CheckpointError(f"Expected a checkpoint in {location.path}, got nothing there.")
+
     with _bar("verify", _data_nbytes(location)) as progress:
         audit = Audit(*location, progress)
         audit.run()
@@ -303,10 +286,11 @@ def diff(arguments: argparse.Namespace) -> int:
     a, b = _open(arguments.a), _open(arguments.b)
     both = dict.fromkeys([*a.metadata.state_dict_metadata, *b.metadata.state_dict_metadata])
     keys = [key for key in both if _is_wanted(key, arguments.key)]
-    with _bar(
-        "diff", sum(nbytes_of(entry) for key, entry in tensors_of(a).items() if key in keys)
-    ) as progress:
+    tensors = tensors_of(a.metadata)
+    total = sum(nbytes_of(tensors[key]) for key in keys if key in tensors)
+    with _bar("diff", total) as progress:
         found = list(compare(a, b, keys, progress))
+
     if arguments.json:
         _print_json({"a": a.path, "b": b.path, "keys": [_as_json(each) for each in found]})
     else:
@@ -336,16 +320,14 @@ def _as_json(each: KeyComparison) -> dict[str, Any]:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """From a checkpoint to a file, or back, by what the target is called."""
+    """Converts a checkpoint to a file, or a file to a checkpoint, by the name of the target."""
     target = iteration_of(arguments.target.rstrip("/").rpartition("/")[2])
     summary = _to_file(arguments) if target is None else _from_file(arguments, target)
     if arguments.json:
         _print_json(summary)
     else:
-        print(
-            f"{summary['target']}: {summary['num_tensors']} tensors of "
-            f"{format_bytes(summary['num_bytes'])}"
-        )
+        size = format_bytes(summary["num_bytes"])
+        print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}")
     return 0
 
 
@@ -357,8 +339,9 @@ def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
     checkpoint, path = _open(arguments.source), Path(arguments.target)
     if path.exists():
         raise CheckpointError(f"Expected no file yet at {path}, got one.")
+
     export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
-    entries = tensors_of(checkpoint).values()
+    entries = tensors_of(checkpoint.metadata).values()
     num_bytes = sum(map(nbytes_of, entries))
     with _bar("convert", num_bytes) as progress:
         export(checkpoint, path, progress)
@@ -372,6 +355,7 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
             f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} "
             f"and {location.name}."
         )
+
     content = read_file(source, arguments.prefix)
     if content.train_state is not None and is_of_a_run(content.train_state):
         info = RecoverInfo.from_plain(content.train_state, f"the train_state of {source}")
@@ -381,7 +365,8 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
                 f"Expected {own_name} for {source}, whose train_state is of that iteration, got "
                 f"{location.name}."
             )
-    # Enough for --finetune; a file that a checkpoint was converted to has all of it.
+
+    # Enough for --finetune. A file that was converted from a checkpoint has all of its state.
     train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
     num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
     with _bar("convert", num_bytes) as progress:
@@ -418,7 +403,7 @@ def _width(keys: Iterable[str]) -> int:
 
 
 def _print(line: str) -> None:
-    """Prints what a checkpoint says of itself: names may hold what a terminal would obey."""
+    """Prints text from a checkpoint, whose names may contain escape codes for a terminal."""
     print(printable(line, _MAX_LINE))
 
 

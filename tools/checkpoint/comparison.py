@@ -1,6 +1,4 @@
-"""How two checkpoints differ, key by key, piece by piece: no tensor is ever in memory as a
-whole.
-"""
+"""How two checkpoints differ, key by key and piece by piece: no tensor is ever whole in memory."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from typing import Literal
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     nbytes_of,
     pieces_of,
     read_piece,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.load.chunk_data import flat_bytes
 
@@ -26,7 +24,7 @@ Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "onl
 
 @dataclass(frozen=True)
 class KeyComparison:
-    """What has become of one key from A to B.
+    """How one key differs between A and B.
 
     Attributes:
         outcome: equal to the bit, or what is different; `kind`: a tensor in one and plain data in
@@ -56,16 +54,15 @@ def compare(
         keys: each of one of them at least.
         progress: called with the bytes of A's tensors that have been compared, or need not be.
     """
-    ours, theirs = tensors_of(a), tensors_of(b)
+    ours, theirs = tensors_of(a.metadata), tensors_of(b.metadata)
     for key in keys:
         if key not in a.metadata.state_dict_metadata:
             yield KeyComparison(key, "only in B")
         elif key in ours and key in theirs:
             yield _compare_tensor(a, b, key, ours[key], theirs[key], progress)
         elif key not in b.metadata.state_dict_metadata or key in ours or key in theirs:
-            yield KeyComparison(
-                key, "kind" if key in b.metadata.state_dict_metadata else "only in A"
-            )
+            is_in_both = key in b.metadata.state_dict_metadata
+            yield KeyComparison(key, "kind" if is_in_both else "only in A")
             progress(nbytes_of(ours[key]) if key in ours else 0)
         else:
             yield _compare_plain(key, a.read_plain(key), b.read_plain(key))
@@ -79,15 +76,14 @@ def _compare_tensor(
     theirs: TensorStorageMetadata,
     progress: Callable[[int], object],
 ) -> KeyComparison:
-    if ours.size != theirs.size or ours.properties.dtype != theirs.properties.dtype:
+    dtypes = (ours.properties.dtype, theirs.properties.dtype)
+    if ours.size != theirs.size or dtypes[0] != dtypes[1]:
         progress(nbytes_of(ours))
         if ours.size != theirs.size:
-            return KeyComparison(
-                key, "shape", detail=f"{tuple(ours.size)} and {tuple(theirs.size)}"
-            )
-        return KeyComparison(
-            key, "dtype", detail=f"{ours.properties.dtype} and {theirs.properties.dtype}"
-        )
+            detail = f"{tuple(ours.size)} and {tuple(theirs.size)}"
+            return KeyComparison(key, "shape", detail=detail)
+        return KeyComparison(key, "dtype", detail=f"{dtypes[0]} and {dtypes[1]}")
+
     num_different, largest = 0, 0.0
     for box in pieces_of(ours):
         one_piece, other_piece = read_piece(a, key, box), read_piece(b, key, box)
@@ -105,10 +101,11 @@ def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     bits = [flat_bytes(tensor.contiguous()).reshape(-1, itemsize) for tensor in (one, other)]
     if torch.equal(*bits):
         return 0, 0.0
+
     differs = (bits[0] != bits[1]).any(dim=1)
     wide = torch.complex128 if one.is_complex() else torch.float64
     values = [tensor.reshape(-1)[differs].to(wide) for tensor in (one, other)]
-    # Differences of infinities and of what is no number are none; equal ones were left out.
+    # A difference of infinities, or with a NaN, is NaN; elements of equal bits were left out.
     largest = (values[0] - values[1]).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()
     return int(differs.sum()), float(largest)
 
@@ -120,15 +117,10 @@ def _compare_plain(key: str, one: object, other: object) -> KeyComparison:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether plain data, which may hold tensors, is the same; values that are no numbers are equal
-    to each other.
-    """
+    """Whether plain data, which may contain tensors, is the same. NaNs are equal to each other."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and _differences(one, other)[0] == 0
-        )
+        is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return is_alike and _differences(one, other)[0] == 0
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

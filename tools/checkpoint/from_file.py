@@ -1,8 +1,7 @@
-"""A single file of tensors, from `torch.save` or in safetensors, as a published checkpoint of one
-rank.
+"""A single file of tensors, by `torch.save` or in safetensors, as a checkpoint of one rank.
 
 A file may be flat, {key: tensor or plain data}, or nested, as `dcp_to_torch_save` makes it of a
-checkpoint: dicts are opened as long as there are tensors in them, and what has none is plain data.
+checkpoint: dicts with tensors in them are flattened, and anything without tensors is plain data.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
-from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.load.small_files import path_of, train_state_bytes
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
+from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
@@ -43,22 +42,22 @@ SAFETENSORS_SUFFIX = ".safetensors"
 
 
 class FileContent(NamedTuple):
-    """What a file holds, by the keys that it is to have in a checkpoint."""
+    """The content of a file, by the keys that it is to have in a checkpoint."""
 
     tensors: dict[str, torch.Tensor]  # over the mapped file: read when they are used
     plain: dict[str, object]
-    train_state: dict[str, Any] | None  # None: the file says nothing of one
+    train_state: dict[str, Any] | None  # None: the file has none
 
 
 def read_file(path: Path, prefix: str = "") -> FileContent:
-    """Maps a file; its suffix says of which kind it is.
+    """Maps a file, whose suffix tells its format.
 
     Args:
-        prefix: of the keys, to be put before those in the file: "model.", for a model's state dict.
+        prefix: put before the keys in the file: "model.", for a model's state dict.
 
     Raises:
-        CheckpointError: for a file that holds more than tensors and plain data, and for what no
-            checkpoint holds.
+        CheckpointError: for a file that contains more than tensors and plain data, or data that no
+            checkpoint can contain.
         OSError: if it cannot be read.
     """
     state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
@@ -67,6 +66,7 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
         raise CheckpointError(
             f"Expected a dict {TRAIN_STATE_KEY!r} in {path}, got {type(train_state).__name__}."
         )
+
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, object] = {}
     for key, value in _flat(state, prefix):
@@ -114,7 +114,7 @@ def publish_content(
 def _write(
     draft: Draft, content: FileContent, train_state: Mapping[str, Any], progress: Progress
 ) -> None:
-    # A group for each, so that there is something to report in between.
+    # A group for each tensor: progress is reported between groups.
     groups = [EntryGroup(None, [_entry(key, tensor)]) for key, tensor in content.tensors.items()]
     contents = Contents(groups, dict(content.plain), {})
     device = Device("cpu")
@@ -144,9 +144,9 @@ def _read_torch_save(path: Path) -> dict[str, object]:
     source = str(path)
     with open_regular(path, "what torch.save writes") as stream:
         nbytes = os.fstat(stream.fileno()).st_size
-        # Programs may leave the checksums out; what is known of ours is in a checkpoint's digests.
+        # Programs may leave the checksums out; `to_file` does, too.
         archive = Archive(Window(stream, 0, nbytes), nbytes, source, checks_crc=False)
-        # Private and writable, as torch wants memory to be; nobody writes to it.
+        # Copy-on-write, because torch warns of memory that is not writable; nobody writes to it.
         mapped = mmap.mmap(stream.fileno(), nbytes, access=mmap.ACCESS_COPY)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     state = with_tensors(archive.value, lambda place: place.tensor(memory))
@@ -156,7 +156,7 @@ def _read_torch_save(path: Path) -> dict[str, object]:
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
-    """Plain data stands in the metadata as JSON."""
+    """The tensors, and the metadata, in which plain data is JSON."""
     try:
         with open_safetensors(path) as file:
             metadata = file.reader.metadata() or {}
@@ -164,6 +164,7 @@ def _read_safetensors(path: Path) -> dict[str, object]:
             state: dict[str, object] = {key: file.reader.get_tensor(key) for key in keys}
     except SafetensorError as error:
         raise CheckpointError(f"Expected to read the tensors of {path}, got {error}.") from error
+
     for key, text in metadata.items():
         if key == "format":
             continue
@@ -172,15 +173,13 @@ def _read_safetensors(path: Path) -> dict[str, object]:
         try:
             state[key] = parse_json(text, max_depth=100, allow_nan=True)
         except ValueError as error:
-            raise CheckpointError(
-                f"Expected JSON in the metadata {shown(key)} of {path}, got {shown(text, 60)}: "
-                f"{error}."
-            ) from error
+            what, got = f"the metadata {shown(key)} of {path}", shown(text, 60)
+            raise CheckpointError(f"Expected JSON in {what}, got {got}: {error}.") from error
     return state
 
 
 def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Opens dicts as long as there are tensors in them."""
+    """Flattens dicts that have tensors in them."""
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and any(
@@ -192,7 +191,7 @@ def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, objec
 
 
 def _checked(path: Path, key: str, value: object) -> object:
-    """Plain data, once it is certain that a checkpoint can hold it."""
+    """Plain data that a checkpoint can contain. CheckpointError for any other."""
     plain = _without_subclasses(value)
     try:
         plain_blob(plain)
@@ -202,7 +201,7 @@ def _checked(path: Path, key: str, value: object) -> object:
 
 
 def _without_subclasses(value: object) -> object:
-    """The same with dicts where it has ordered ones, and the like."""
+    """The same with plain dicts for ordered ones, and the like."""
     if isinstance(value, Mapping):
         return {key: _without_subclasses(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

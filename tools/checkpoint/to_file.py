@@ -1,5 +1,4 @@
-"""A checkpoint as one file: for `torch.load`, or in safetensors. Piece by piece: no tensor is in
-memory as a whole.
+"""A checkpoint as one file, for `torch.load` or in safetensors: no tensor is ever whole in memory.
 
 Keys stay as they are in the checkpoint, in one flat dict. `train_state.json` goes along under the
 key "train_state".
@@ -8,10 +7,9 @@ key "train_state".
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,46 +23,46 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
+from megatron.core.dist_checkpointing.format.metadata import plain_keys_of, tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
+    nbytes_of,
     pieces_of,
-    plain_keys_of,
     read_piece,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.files import open_regular, published
 
 TRAIN_STATE_KEY = "train_state"
 
 _ALIGNMENT = 64  # bytes
 
-Progress = Callable[
-    [int], object
-]  # called with every number of bytes of tensors that have been written
+Progress = Callable[[int], object]  # called with each number of bytes of tensors written
 
 
 def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
     """Writes what `torch.load(path, weights_only=True)` reads as {key: tensor or plain data}.
 
-    The checksums of the zip are those of a file without data; torch does not look at them.
+    The checksums in the zip are those of a file without data; torch does not check them.
 
     Raises:
         CheckpointError: if the checkpoint turns out to be damaged; nothing is left at `path` then.
     """
-    tensors = tensors_of(checkpoint)
     state: dict[str, object] = {
-        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint)
+        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint.metadata)
     }
     state[TRAIN_STATE_KEY] = checkpoint.train_state
     with fake_tensor_mode():
-        for key, entry in tensors.items():
+        for key, entry in tensors_of(checkpoint.metadata).items():
             state[key] = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
+
     with published(path) as stream:
         # Everything but the tensors' data, whose places stay free.
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, stream)
         stream.flush()
+
         placed = _places(Path(stream.name))
         for key, value in state.items():
             for leaf, place in zip(tree_leaves(value), tree_leaves(placed[key]), strict=True):
@@ -74,7 +72,7 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
 
 
 def _places(path: Path) -> dict[str, object]:
-    """What stands in a file of torch.save, with the places of the tensors' data."""
+    """The content of a file of torch.save, with a `TensorPlace` for every tensor."""
     with open_regular(path) as written:
         nbytes = os.fstat(written.fileno()).st_size
         placed = Archive(written, nbytes, str(path), checks_crc=False).value
@@ -83,8 +81,7 @@ def _places(path: Path) -> dict[str, object]:
 
 
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
-    """Writes a safetensors file. Plain data stands in its metadata, as JSON, which has lists for
-    tuples.
+    """Writes a safetensors file. Its metadata has the plain data as JSON, with lists for tuples.
 
     The library wants all tensors at once; they are put together in a temporary file beside `path`,
     which is mapped.
@@ -93,18 +90,19 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
         CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not
             have, or a damaged checkpoint; nothing is left at `path` then.
     """
-    entries = tensors_of(checkpoint)
-    metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in plain_keys_of(checkpoint)}
+    entries = tensors_of(checkpoint.metadata)
+    plain = plain_keys_of(checkpoint.metadata)
+    metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in plain}
     metadata[TRAIN_STATE_KEY] = json.dumps(checkpoint.train_state)
-    # The framework, which some readers insist on.
-    metadata["format"] = "pt"
+    metadata["format"] = "pt"  # the framework, which some readers insist on
     with (
         published(path) as stream,
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
     ):
         tensors = _mapped(Path(memory.name), entries)
         for key, tensor in tensors.items():
-            _fill(checkpoint, key, tensor, progress)
+            for box, piece in _pieces(checkpoint, key, progress):
+                tensor[box.slices()] = piece
         try:
             save_file(tensors, stream.name, metadata)
         except SafetensorError as error:
@@ -118,9 +116,8 @@ def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[st
     places: dict[str, tuple[int, int]] = {}
     end = 0
     for key, entry in entries.items():
-        nbytes = math.prod(entry.size) * entry.properties.dtype.itemsize
-        places[key] = (end, nbytes)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        places[key] = (end, nbytes_of(entry))
+        end += -(-nbytes_of(entry) // _ALIGNMENT) * _ALIGNMENT
     memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
     return {
         key: memory[begin : begin + nbytes]
@@ -130,15 +127,13 @@ def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[st
     }
 
 
-def _fill(
-    checkpoint: ReadableCheckpoint, key: str, tensor: torch.Tensor, progress: Progress
-) -> None:
-    for box in pieces_of(tensors_of(checkpoint)[key]):
+def _pieces(
+    checkpoint: ReadableCheckpoint, key: str, progress: Progress
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A tensor of the checkpoint in pieces, in the order of its memory."""
+    for box in pieces_of(tensors_of(checkpoint.metadata)[key]):
         piece = read_piece(checkpoint, key, box)
-        place = tuple(
-            slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)
-        )
-        tensor[place] = piece
+        yield box, piece
         progress(piece.nbytes)
 
 
@@ -151,18 +146,10 @@ def _write_tensor(
 ) -> None:
     """A tensor of the checkpoint, or one in plain data."""
     if isinstance(value, FakeTensor):
-        _write_stored(stream, checkpoint, key, progress)
+        for _, piece in _pieces(checkpoint, key, progress):
+            stream.write(bytes_of(piece))
     else:
         stream.write(bytes_of(value.contiguous()))
-
-
-def _write_stored(
-    stream: BinaryIO, checkpoint: ReadableCheckpoint, key: str, progress: Progress
-) -> None:
-    for box in pieces_of(tensors_of(checkpoint)[key]):
-        piece = read_piece(checkpoint, key, box)
-        stream.write(bytes_of(piece))
-        progress(piece.nbytes)
 
 
 def _to_json(key: str, value: object) -> str:

@@ -1,9 +1,8 @@
-"""How ranks come to agree about files while they load: what one has found, all hear of. Saving
-needs none of this.
+"""How ranks agree about files while they load: every rank learns what one has found.
 
-What travels between the ranks is JSON of a bounded size. `broadcast_object_list` and its like would
-send pickles, and whoever can write into the connection of two ranks could then have a rank execute
-what it likes.
+Ranks exchange JSON of bounded size. `broadcast_object_list` and its like would send pickles, with
+which anybody who can write to the connection of two ranks could run code on a rank. Saving needs no
+agreement: see [Note: saving] in save/manager.py.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ T = TypeVar("T")
 
 _MOST_BYTES = 64 * 2**20  # of a result
 _MOST_CHARACTERS = 16384  # of an error's text
-_MOST_ERROR_BYTES = (
-    12 * _MOST_CHARACTERS + 64
-)  # JSON writes a character as two escapes of six bytes at most
+_MOST_ERROR_BYTES = 12 * _MOST_CHARACTERS + 64  # JSON escapes a character with up to 12 bytes
 
-# By the names under which they travel; the first that an error is an instance of is its own.
+# By the names under which they are sent; an error is of the first kind that it is an instance of.
 _KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
     "damaged": CheckpointDamagedError,
     "checkpoint": CheckpointError,
@@ -37,13 +34,14 @@ _KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
 
 
 def on_first_rank(action: Callable[[], T], what: str) -> T:
-    """Runs `action` on rank 0 and gives every rank its result, or its error, so that no two ranks
-    see different files and none waits for a rank that gave up.
+    """Runs `action` on rank 0 and gives every rank its result, or its error.
+
+    So no two ranks see different files, and none waits for a rank that gave up.
 
     Args:
         action: returns plain data that JSON keeps as it is: no tuples, and strings as keys.
-            Anything else fails on all ranks as an error of `action` would.
-        what: begins the message of an error that was not foreseen.
+            Anything else fails on all ranks like an error of `action`.
+        what: begins the message of an unforeseen error.
 
     Raises:
         CheckpointError, ConfigError: as `action` raised them; anything else as a CheckpointError
@@ -64,6 +62,7 @@ def on_first_rank(action: Callable[[], T], what: str) -> T:
 
     if dist.is_initialized() and dist.get_world_size() > 1:
         content = _broadcast(content)
+    # Only after the broadcast: the others wait for it.
     if failure is not None:
         raise failure
 
@@ -79,9 +78,8 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
     Raises:
         CheckpointError, ConfigError: as `action` raised them here, anything else as a
-            CheckpointError; otherwise a CheckpointDamagedError or CheckpointError that says what
-            the first rank that failed has raised. The kind is that of the first rank, so that all
-            ranks take the same way from here.
+            CheckpointError; or else an error with the text of the first rank that failed. All ranks
+            raise the kind of that rank, so all of them go the same way from here.
     """
     result: T | None = None
     error: CheckpointError | ConfigError | None = None
@@ -93,6 +91,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         error = CheckpointError(f"{type(failure).__name__}: {failure}")
         error.__cause__ = failure
 
+    # Mostly no rank has failed, and then the ranks exchange nothing but lengths.
     contents = [b"" if error is None else _encode_error(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         contents = _gather(contents[0])
@@ -103,6 +102,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
     rank, content = failures[0]
     first = _decoded_error(_decode(content))
+    # This rank's own error has its traceback, so it is raised if it is of the common kind.
     if error is not None and _kind_of(error) == _kind_of(first):
         raise error
     if isinstance(first, ConfigError):
@@ -111,7 +111,8 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
 
 def _checked_plain(value: T) -> T:
-    """`value`, if what other ranks get of it is equal to it. TypeError otherwise."""
+    """`value`, if other ranks receive an equal one. TypeError otherwise."""
+    # On rank 0, too: it would otherwise go on with another value than the rest.
     try:
         is_plain = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError, RecursionError):
@@ -141,7 +142,7 @@ def _encode(answer: dict[str, Any], most_bytes: int) -> bytes:
 
 
 def _decode(content: bytes) -> dict[str, Any]:
-    """What another rank has encoded. RuntimeError for anything else."""
+    """The answer that another rank has encoded. RuntimeError for anything else."""
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError):
@@ -152,7 +153,7 @@ def _decode(content: bytes) -> dict[str, Any]:
 
 
 def _decoded_error(answer: dict[str, Any]) -> CheckpointError | ConfigError:
-    """The error that another rank has raised. RuntimeError if it says something else."""
+    """The error that another rank has raised. RuntimeError for any other answer."""
     match answer:
         case {"error": [str(kind), str(text)]} if len(answer) == 1 and kind in _KINDS:
             return _KINDS[kind](text)
@@ -168,6 +169,7 @@ def _broadcast(content: bytes) -> bytes:
         dist.broadcast(size, src=0)
     num_bytes = _checked_size(int(size), _MOST_BYTES)
 
+    # The content follows in a second broadcast: receivers have to know its size first.
     if dist.get_rank() == 0:
         sent = _as_tensor(content, num_bytes, device)
     else:
@@ -189,6 +191,7 @@ def _gather(content: bytes) -> list[bytes]:
     if not any(sizes):
         return [b""] * num_ranks
 
+    # All ranks know all sizes, so all pad to the same, as an all-gather needs it.
     own = _as_tensor(content, max(sizes), device)
     padded = [torch.empty_like(own) for _ in range(num_ranks)]
     with issuing("all-gather of results", own):
@@ -204,9 +207,8 @@ def _checked_size(num_bytes: int, most_bytes: int) -> int:
 
 
 def _device_of_group() -> torch.device:
-    """Where small tensors for the default process group belong: on the CPU, unless its backend
-    takes none there.
-    """
+    """The device for small tensors: the CPU, if the default process group has a backend for it."""
+    # A backend per kind of device, "cpu:gloo" for example, separated by commas.
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 

@@ -1,8 +1,9 @@
-"""The exception for everything that is wrong with what is on disk."""
+"""The exceptions for checkpoints on disk, and how their messages show what was read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron.core.log import printable
 
@@ -21,13 +22,27 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint that is not intact: truncated, altered, or lacking a file. An older one may be
-    whole.
-    """
+    """A checkpoint that is truncated, altered or lacks a file. An older one may be intact."""
+
+
+class UntrustedReader:
+    """Base of what reads a file that others may have prepared: every complaint names the file."""
+
+    def __init__(self, source: str) -> None:
+        """
+        Args:
+            source: what is read, as messages name it: a path, or a key and a path.
+        """
+        self._source = source
+
+    def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
+        raise CheckpointDamagedError(
+            f"Expected {expected} in {self._source}, got {got}."
+        ) from cause
 
 
 def other_model(path: str, problems: Sequence[str]) -> CheckpointError:
-    """The error for a checkpoint that is not of the model that it is to be loaded into.
+    """The error for a checkpoint that does not fit the model it is to be loaded into.
 
     Args:
         path: the checkpoint.
@@ -49,9 +64,9 @@ def few(keys: Sequence[str]) -> str:
 
 
 def shown(value: object, limit: int = 200, *, depth: int = 2) -> str:
-    """What was read instead of what was expected, as a few words of a message.
+    """A value that was read instead of the expected one, in a few words for a message.
 
-    Not `repr`: a value that was read may hold itself, or one thing a million times.
+    Not `repr`: a value that was read may contain itself, or one thing a million times.
 
     Args:
         limit: of characters.
@@ -59,13 +74,12 @@ def shown(value: object, limit: int = 200, *, depth: int = 2) -> str:
     """
     if isinstance(value, str):
         return printable(repr(value[:limit]), limit)
-    if isinstance(value, bool | float) or value is None:
+    # Python refuses to convert an integer of thousands of digits to text.
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, bool | int | float) or value is None:
         return repr(value)
-    if isinstance(value, int):
-        # Python refuses to write down an integer of thousands of digits.
-        return (
-            repr(value) if value.bit_length() <= 256 else f"an integer of {value.bit_length()} bits"
-        )
+
     if isinstance(value, list | tuple) and depth:
         items = [shown(item, limit // 2, depth=depth - 1) for item in value[:_MAX_SHOWN]]
         rest = [f"{len(value) - _MAX_SHOWN} more"] if len(value) > _MAX_SHOWN else []
@@ -76,6 +90,7 @@ def shown(value: object, limit: int = 200, *, depth: int = 2) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in a message: not more than its kind if it carries what was read."""
+    """An error's text for a message; only its type if it carries objects that were read."""
+    # Other arguments may be objects that were read, of any size.
     is_said = all(type(arg) in (str, int) for arg in error.args)
     return f"{type(error).__name__}: {error}" if is_said else type(error).__name__

@@ -1,8 +1,7 @@
-"""Checkpoints of either format behind one face, for what only looks at them: no process group, no
-model.
+"""Checkpoints of either format behind one interface, to look at without process group or model.
 
-`fsdp_dtensor` checkpoints have a marker and manifests. Whatever else has a `.metadata` is taken for
-`torch_dcp`: what PyTorch itself wrote, without digests.
+`fsdp_dtensor` checkpoints have a marker and manifests. Anything else with a `.metadata` is taken
+for `torch_dcp`, which PyTorch itself writes, without digests.
 """
 
 from __future__ import annotations
@@ -11,12 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
@@ -27,15 +21,14 @@ from megatron.core.dist_checkpointing.format.manifest import (
     TRAIN_STATE_FILE,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import (
-    path_of,
+    parse_covered,
     read_train_state,
     system_errors,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, ranges
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
+from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, pieces
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store
 
 _PIECE_BYTES = 16 << 20
@@ -50,7 +43,7 @@ class ReadableCheckpoint(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """DCP's; every tensor in it is covered by its chunks exactly."""
+        """DCP's; chunks cover every tensor in it exactly."""
 
     @property
     def train_state(self) -> dict[str, Any]:
@@ -64,13 +57,13 @@ class ReadableCheckpoint(Protocol):
 
 
 def format_of(store: Store, name: str) -> str | None:
-    """The format of the checkpoint in a folder, also of one that has lost files; None if there is
-    none.
-    """
+    """The format of the checkpoint in a folder, even if it has lost files; None without one."""
     if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
         return FSDP_DTENSOR
     if store.exists(f"{name}/{SIGN_FILE}"):
-        return None
+        return None  # begun in a remote store and never published
+
+    # Both files may be lost, of a checkpoint that a run wrote: its train state names its format.
     try:
         config = read_train_state(store, name).get("config")
     except CheckpointError:
@@ -94,23 +87,9 @@ def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
             f"Expected a checkpoint in {path_of(store, name)}, got neither marker nor "
             f"{METADATA_FILE}."
         )
-    return (
-        PublishedCheckpoint.open(store, name)
-        if found == FSDP_DTENSOR
-        else TorchDcpCheckpoint.open(store, name)
-    )
-
-
-def tensors_of(checkpoint: ReadableCheckpoint) -> dict[str, TensorStorageMetadata]:
-    """The tensors by key."""
-    entries = checkpoint.metadata.state_dict_metadata.items()
-    return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
-def plain_keys_of(checkpoint: ReadableCheckpoint) -> list[str]:
-    """The keys of what is no tensor."""
-    entries = checkpoint.metadata.state_dict_metadata.items()
-    return [key for key, entry in entries if isinstance(entry, BytesStorageMetadata)]
+    if found == FSDP_DTENSOR:
+        return PublishedCheckpoint.open(store, name)
+    return TorchDcpCheckpoint.open(store, name)
 
 
 def nbytes_of(entry: TensorStorageMetadata) -> int:
@@ -120,13 +99,7 @@ def nbytes_of(entry: TensorStorageMetadata) -> int:
 
 def pieces_of(entry: TensorStorageMetadata) -> Iterator[Box]:
     """Cuts a tensor into boxes of a few MiB that follow each other in its memory."""
-    shape = tuple(entry.size)
-    if entry.size.numel():
-        max_span = _PIECE_BYTES // entry.properties.dtype.itemsize
-        yield from (
-            part.box
-            for part in ranges(Box((0,) * len(shape), shape), shape, max_span=max_span, max_gap=0)
-        )
+    return pieces(entry.size, _PIECE_BYTES // entry.properties.dtype.itemsize)
 
 
 def read_piece(checkpoint: ReadableCheckpoint, key: str, box: Box) -> torch.Tensor:
@@ -154,13 +127,10 @@ class TorchDcpCheckpoint:
         self.metadata = metadata
         self.train_state = train_state
         self._files = DcpFiles(store, name, metadata)
-        self._index: tuple[str, BoxIndex] = (
-            "",
-            BoxIndex([]),
-        )  # of the tensor that was read from last
-        self._loaded: tuple[MetadataIndex, torch.Tensor] | None = (
-            None  # the chunk that was read last
-        )
+        # A blob's checksum covers all of it, so chunks are read whole. Tensors are read piece by
+        # piece, in order: the tensor and the chunk that were read last are mostly needed again.
+        self._index = ("", BoxIndex([]))
+        self._loaded: tuple[MetadataIndex, torch.Tensor] | None = None
 
     @classmethod
     def open(cls, store: Store, name: str) -> TorchDcpCheckpoint:
@@ -171,25 +141,21 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            metadata = parse_metadata(
-                store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES), source
-            )
-        check_coverage(metadata, source)
+            content = store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES)
+        metadata = parse_covered(content, source)
+        # Before anybody allocates a tensor of a size that `.metadata` merely states.
         DcpFiles(store, name, metadata).check_sizes()
-        train_state = (
-            read_train_state(store, name) if store.exists(f"{name}/{TRAIN_STATE_FILE}") else {}
-        )
+        has_state = store.exists(f"{name}/{TRAIN_STATE_FILE}")
+        train_state = read_train_state(store, name) if has_state else {}
         return cls(store, name, metadata, train_state)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """As `PublishedCheckpoint.read`, by whole chunks, of which the last one is kept; returns
-        the bytes read.
-        """
+        """As `PublishedCheckpoint.read`, but by whole chunks, of which the last one is kept."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata), "the key of a tensor"
         if self._index[0] != key:
-            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-            self._index = (key, BoxIndex(boxes))
+            self._index = (key, BoxIndex.of_chunks(entry.chunks))
+
         index, box, num_read = self._index[1], Box(tuple(offsets), tuple(out.shape)), 0
         for place, overlap in index.overlaps(box):
             chunk = index.boxes[place]

@@ -1,13 +1,12 @@
-"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for loops of
-one's own.
+"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for any loop.
 
     save_checkpoint(model, optimizer, "runs/mine/10")
     load_checkpoint(model, optimizer, "runs/mine/10")  # on any number of ranks
 
-The names and arguments are those of Megatron-FSDP's experimental interface. A folder holds PyTorch
-DCP's own format, as `dcp.save({"model": ..., "optimizer": ...})` writes it, and `dcp.load` reads
-it. What is added: it is there whole or not at all, and loading one that somebody else has prepared
-runs nothing of it.
+Names and arguments are those of Megatron-FSDP's experimental interface. A folder has PyTorch DCP's
+own format, as `dcp.save({"model": ..., "optimizer": ...})` writes it and `dcp.load` reads it. In
+addition, it appears whole or not at all, and loading runs no code from a folder that somebody else
+has prepared.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def save_checkpoint(
 
     Args:
         model: sharded by any engine, or plain.
-        optimizer: over its parameters. Without states yet, it is given some, as PyTorch's helpers
-            do.
-        checkpoint_dir: the folder to make; there must be none of that name.
+        optimizer: over its parameters. Missing states are allocated, as by PyTorch's helpers.
+        checkpoint_dir: the folder to make; it must not exist.
 
     Raises:
         ValueError: for a path without a name of its own, "." say.
@@ -56,8 +54,8 @@ def load_checkpoint(
 ) -> None:
     """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
 
-    Weights, states and the optimizer's options become those of the checkpoint. Compute weights
-    follow when they are used next.
+    Weights, states and the optimizer's options become those of the checkpoint; compute weights
+    when they are used next.
 
     Args:
         model, optimizer: like those that were saved; sharding and number of ranks may differ.
@@ -73,15 +71,17 @@ def load_checkpoint(
     state = _state(app)
 
     metadata = on_all_ranks(lambda: torch_dcp.read_metadata(folder))
-    # Ranks share the checking; each then reads what it needs.
+    # Ranks divide the checking among them; each then reads what it needs.
     is_shared = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
     on_all_ranks(lambda: torch_dcp.check_files(folder, metadata, rank=rank, world_size=world_size))
     on_all_ranks(lambda: torch_dcp.check_steps(folder, metadata))
+    # From here on tensors change in place; everything that can be refused has been checked.
     torch_dcp.load_tensors(folder, metadata, state, ())
     app.load_state_dict({"model": state["model"], "optim": state["optimizer"]})
 
 
 def _state(app: DCPState) -> dict[str, Any]:
+    # PyTorch's examples call it "optim"; Megatron-FSDP's checkpoints have "optimizer".
     own = app.state_dict()
     return {"model": own["model"], "optimizer": own["optim"]}

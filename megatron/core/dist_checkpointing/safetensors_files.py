@@ -1,8 +1,8 @@
-"""Safetensors files, opened by their library once they are what it can map.
+"""Safetensors files, checked before their library opens them.
 
 The library maps a file before it looks at it. A sparse file of a terabyte, which takes no room on
-disk, is then a MemoryError wherever address space is limited. So the first eight bytes, which say
-how long the header is, are looked at here.
+disk, then causes a MemoryError wherever address space is limited. So the first eight bytes, the
+length of the header, are checked here.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def open_safetensors(path: Path) -> Iterator[Safetensors]:
     """Opens a file for the length of a block.
 
     Raises:
-        CheckpointDamagedError: for what is not a safetensors file, or not a whole one.
+        CheckpointDamagedError: if it is not a safetensors file, or not a whole one.
         UnusableFileError: for a folder, a FIFO, a socket or a device.
         OSError: as `open`.
     """
-    # The library opens by name, too, so whatever is not a regular file has to be found before.
+    # The library opens by name as well, and would block on a FIFO.
     with open_regular(path, "a safetensors file") as stream:
         num_bytes = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")

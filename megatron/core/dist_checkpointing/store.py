@@ -1,22 +1,20 @@
-"""The place that holds a run's checkpoints: a folder of the file system, or one of a remote store
-through fsspec.
+"""A folder of checkpoints: in the file system, or in a remote store through fsspec.
 
-[Note: publishing] Nobody may ever take half a checkpoint for a whole one, whatever is killed at
-whatever moment. The marker is written into a checkpoint last, when all other files are on disk.
-What else there is depends on the store:
+[Note: publishing] Half a checkpoint must never look like a whole one, whatever is killed at
+whatever moment. The marker is written last, when all other files are on disk. The rest depends on
+the store:
 
-    local     A checkpoint is written as a draft, `iter_0000020.<token>.saving`, and renamed to `iter_0000020`, which is
-              one step for every reader. What is taken away is renamed first as well, to
-              `<name>.<token>.deleting`: so a publish that races with a sweep finds either all of
-              its draft or none of it.
-    remote    Object stores cannot rename a folder. The files stand under their final names from the start, and the
-              marker alone makes them a checkpoint: it is written last and deleted first,
+    local     A checkpoint is written as a draft, `iter_0000020.<token>.saving`, and renamed to
+              `iter_0000020`, which is one step for every reader. A folder to delete is first
+              renamed as well, to `<name>.<token>.deleting`. So a publish that races with a sweep
+              finds all of its draft or none of it.
+    remote    Object stores cannot rename a folder. The files have their final names from the start,
+              and the marker alone makes them a checkpoint: it is written last and deleted first,
               `.metadata` right after it. Two runs must not save into one remote folder: a sweep by
               one may come between the steps of the other.
 
-A remote folder that this class began also holds a sign of it, written first and deleted last.
-Without one a sweep leaves a folder alone: another program may keep checkpoints of its own there,
-and they have no marker either.
+In a remote folder, a sign that this class began it is written first and deleted last. A sweep does
+not touch a folder without one: it may be another program's checkpoint, which has no marker either.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
-from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder
+from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink, naming
 from megatron.core.files import (
     Sync,
@@ -54,13 +52,13 @@ MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
 SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
 _SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
-_TEMPORARY = ".tmp"  # how names end that `megatron.core.files.temporary_path` gives
+_TEMPORARY = ".tmp"  # the suffix of names from `megatron.core.files.temporary_path`
 
 
 class Store(Protocol):
     """A folder of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
 
-    OSErrors of the file system reach the caller; FileNotFoundError always means that there is no
+    OSErrors of the file system reach the caller. FileNotFoundError always means that there is no
     such file.
     """
 
@@ -70,23 +68,22 @@ class Store(Protocol):
 
     @property
     def is_rename_atomic(self) -> bool:
-        """Whether checkpoints are published by rename, or by their markers. See [Note:
-        publishing].
-        """
+        """Whether a rename publishes checkpoints, or their marker. See [Note: publishing]."""
 
     def folders(self) -> list[str]:
-        """The names of all folders, drafts among them, sorted; none if there is no root yet."""
+        """The names of all folders, including drafts, sorted; empty if there is no root yet."""
 
     def files(self, name: str) -> list[str]:
-        """The names of the whole files in a folder, sorted. FileNotFoundError if a local store has
-        no such folder.
+        """The names of the complete files in a folder, sorted.
+
+        FileNotFoundError if a local store has no such folder.
         """
 
     def is_published(self, name: str) -> bool:
-        """Whether the folder of a checkpoint, which is there, holds one that is published."""
+        """Whether an existing folder with a checkpoint's name contains a published checkpoint."""
 
     def make_folder(self, name: str) -> None:
-        """Makes a folder, and the root if need be. One that is there already stays as it is."""
+        """Makes a folder, and the root if need be. An existing one stays as it is."""
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file or folder."""
@@ -95,31 +92,28 @@ class Store(Protocol):
         """Bytes in a file."""
 
     def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        """The content of a small file. UnusableFileError if it is larger, or is no regular file."""
+        """The content of a small file. UnusableFileError if it is larger, or no regular file."""
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer`, contiguous, with the bytes of a file from `offset` on. Threads may do so
-        side by side.
+        """Fills a contiguous buffer with the bytes of a file from `offset` on. Thread-safe.
 
         Raises:
             CheckpointDamagedError: if the file ends before that.
         """
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
-        """Writes a small file, which appears whole or not at all. Replaces one that is there.
+        """Writes a small file, which appears whole or not at all. Replaces an existing one.
 
         Args:
             sync: what is durable when this returns; remote stores make everything durable. With
-                anything but `Sync.ALL`, the appearance of the file is the last thing that happens.
+                anything but `Sync.ALL`, the appearance of the file is the last step.
         """
 
     def delete(self, path: str) -> None:
         """Deletes a file, if there is one."""
 
     def open_data(self, path: str) -> DataSink:
-        """A new data file. FileExistsError, where rename is atomic, if there is one: it would be
-        another save's.
-        """
+        """A new data file. FileExistsError, where rename is atomic, if another save has made it."""
 
     def draft_name(self, final: str, token: str) -> str:
         """The folder to write checkpoint `final` in.
@@ -129,11 +123,11 @@ class Store(Protocol):
         """
 
     def publish(self, draft: str, final: str) -> bool:
-        """Makes a draft, whose files are durable, the checkpoint `final`.
+        """Turns a draft, whose files are durable, into the checkpoint `final`.
 
         Returns:
-            Whether it is durable. If not, which is logged, it is published all the same, but may
-            not outlive a crash.
+            Whether that is durable. If not, which is logged, the checkpoint is published all the
+            same, but may not outlive a crash.
 
         Raises:
             FileExistsError: if there is a checkpoint of that name. It stays as it is.
@@ -141,22 +135,20 @@ class Store(Protocol):
         """
 
     def sweep(self) -> list[str]:
-        """Deletes drafts that were never published, and what is left of a checkpoint half deleted.
-        Returns the names.
+        """Deletes abandoned drafts and the remains of deleted checkpoints. Returns their names.
 
-        For the beginning of a run: the save of another run that is under way fails by it. What
-        cannot be deleted is logged and left to the next sweep; it is not taken for a checkpoint.
+        For the beginning of a run: it makes a save fail that another run has under way. Failures
+        are logged and left to the next sweep; nothing left over is taken for a checkpoint.
         """
 
     def remove(self, name: str) -> None:
-        """Deletes a published checkpoint, which is no longer one from the first step on."""
+        """Deletes a published checkpoint. From the first step on, no reader finds it."""
 
     def set_aside(self, name: str) -> str | None:
         """Renames a damaged checkpoint so that it is never found again.
 
         Returns:
-            Where its files are, for people to look at; None from a remote store, which deletes
-            them.
+            Where its files are, for people to look at; None if a remote store has deleted them.
         """
 
 
@@ -165,11 +157,19 @@ def open_store(root: str | Path) -> Store:
     if "://" not in str(root):
         return LocalStore(Path(root))
     file_system, path = fsspec.url_to_fs(str(root))
-    return (
-        LocalStore(Path(path))
-        if isinstance(file_system, LocalFileSystem)
-        else RemoteStore(str(root))
-    )
+    if isinstance(file_system, LocalFileSystem):
+        return LocalStore(Path(path))
+    return RemoteStore(str(root))
+
+
+def remove_or_warn(store: Store, name: str) -> None:
+    """Deletes a folder that nobody needs; a failure is only logged."""
+    try:
+        store.remove(name)
+    except FileNotFoundError:
+        pass  # it was never made, or another run was faster
+    except OSError as error:
+        logger.warning("could not delete %s: %s", path_of(store, name), error)
 
 
 class LocalStore:
@@ -190,11 +190,8 @@ class LocalStore:
 
     def files(self, name: str) -> list[str]:
         with os.scandir(self._root / name) as entries:
-            return sorted(
-                entry.name
-                for entry in entries
-                if entry.is_file() and not entry.name.endswith(_TEMPORARY)
-            )
+            names = [entry.name for entry in entries if entry.is_file()]
+        return sorted(name for name in names if not name.endswith(_TEMPORARY))
 
     def is_published(self, name: str) -> bool:  # noqa: ARG002 (a draft has another name)
         return True
@@ -203,6 +200,7 @@ class LocalStore:
         folder = self._root / name
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        # A new folder's name is in its parent, which has to reach the disk.
         for place in reversed(missing):
             sync_folder(place.parent)
 
@@ -222,9 +220,8 @@ class LocalStore:
             while rest:
                 num_read = file.readinto(rest)
                 if not num_read:
-                    raise _truncated(
-                        f"{self.root}/{path}", offset, buffer.nbytes, buffer.nbytes - rest.nbytes
-                    )
+                    got = buffer.nbytes - rest.nbytes
+                    raise _truncated(path_of(self, path), offset, buffer.nbytes, got)
                 rest = rest[num_read:]
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
@@ -248,12 +245,12 @@ class LocalStore:
         folder = None
         try:
             folder = source.stat()
-            # The names of the files: other ranks leave this to the rank that publishes
-            # (`Sync.CONTENT`).
+            # Brings the names of the files to disk, which other ranks leave to the rank that
+            # publishes (`Sync.CONTENT`).
             sync_folder(source)
             source.rename(target)
         except OSError as error:
-            # A network file system may carry out a rename and answer its repetition with an error.
+            # A network file system may rename, lose the answer, repeat the request, and fail then.
             if folder is None or not _is_at(target, folder):
                 _raise_unpublished(error, source, target)
 
@@ -280,28 +277,30 @@ class LocalStore:
 
     def _delete(self, name: str) -> None:
         folder = self._root / name
+        # The rename reaches the disk before any file is deleted: a crash must not bring back the
+        # old name with half of the files.
         if not name.endswith(_DELETING):
             folder = folder.rename(self._root / f"{name}.{secrets.token_hex(8)}{_DELETING}")
             sync_folder(self._root)
         if folder.is_symlink():
             folder.unlink()
         while folder.exists():
-            # Another process that sweeps may be deleting it, too, and be ahead by a file.
+            # A sweep by another process may be deleting the same files.
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
 
 
 class RemoteStore:
-    """A folder behind an fsspec URL. Its files must come into being whole, as objects do. See
-    [Note: publishing].
+    """A folder behind an fsspec URL, whose files appear whole, as objects do.
+
+    Listings are cached by fsspec; what another process has written shows only without the cache.
     """
 
     is_rename_atomic = False
 
     def __init__(self, url: str) -> None:
         self.root = url.rstrip("/")
-        # Without stubs for fsspec there is no better type.
-        self._files: Any
+        self._files: Any  # fsspec has no stubs
         self._files, path = fsspec.url_to_fs(url)
         self._path = path.rstrip("/")
 
@@ -316,10 +315,9 @@ class RemoteStore:
 
     def make_folder(self, name: str) -> None:
         self._files.makedirs(self._at(name), exist_ok=True)
-        # An object store has no folders, but files alone.
-        self.write(
-            f"{name}/{SIGN_FILE}", f"Not a checkpoint unless {MARKER_FILE} is here, too.\n".encode()
-        )
+        # An object store has no folders: a file has to say that there is one.
+        sign = f"Not a checkpoint unless {MARKER_FILE} is here, too.\n"
+        self.write(f"{name}/{SIGN_FILE}", sign.encode())
 
     def exists(self, path: str) -> bool:
         self._files.invalidate_cache()
@@ -333,14 +331,14 @@ class RemoteStore:
         size = self.size(path)
         if size > max_bytes:
             message = f"Expected a file of at most {max_bytes} bytes, got {size}"
-            raise UnusableFileError(errno.EFBIG, message, f"{self.root}/{path}")
+            raise UnusableFileError(errno.EFBIG, message, path_of(self, path))
         return bytes(self._files.cat_file(self._at(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         if buffer.nbytes:
             content = self._files.cat_file(self._at(path), start=offset, end=offset + buffer.nbytes)
             if len(content) != buffer.nbytes:
-                raise _truncated(f"{self.root}/{path}", offset, buffer.nbytes, len(content))
+                raise _truncated(path_of(self, path), offset, buffer.nbytes, len(content))
             buffer.cast("B")[:] = content
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:  # noqa: ARG002 (all)
@@ -357,23 +355,23 @@ class RemoteStore:
         return final
 
     def publish(self, draft: str, final: str) -> bool:
-        """The marker has been written by now, and that was all. See [Note: publishing]."""
+        """Only checks: writing the marker has published the checkpoint."""
         if draft != final:
             raise ValueError(f"Expected the draft of {final} under its own name, got {draft}.")
 
+        path = path_of(self, final)
         try:
             is_whole = all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE))
         except Exception as error:  # remote stores have errors of their own
-            # The marker was acknowledged. This look is for sweeps by a second run, which must not
-            # save here anyway.
-            path = f"{self.root}/{final}"
+            # The marker was acknowledged. The check is only for sweeps by a second run, which must
+            # not save here anyway.
             logger.warning("%s is published, but cannot be looked at: %s", path, error)
             return False
         if not is_whole:
-            # Nobody must take what is left for a checkpoint.
+            # The remains must not look like a checkpoint.
             with contextlib.suppress(Exception):
                 self._files.rm_file(self._at(f"{final}/{MARKER_FILE}"))
-            raise _is_swept(f"{self.root}/{final}")
+            raise _is_swept(path)
         return True
 
     def sweep(self) -> list[str]:
@@ -385,7 +383,7 @@ class RemoteStore:
         self._delete(name)
 
     def set_aside(self, name: str) -> None:
-        # Its place will be taken, and there is no renaming it.
+        # It cannot be renamed, and the next save of this iteration needs its place.
         self._delete(name)
 
     def _is_begun(self, name: str) -> bool:
@@ -394,10 +392,13 @@ class RemoteStore:
         return SIGN_FILE in names and MARKER_FILE not in names
 
     def _delete(self, name: str) -> None:
+        # See [Note: publishing] for the order.
         order = {MARKER_FILE: 0, METADATA_FILE: 1, SIGN_FILE: 3}
         names = sorted(self._list(self._at(name)), key=lambda file: (order.get(file, 2), file))
         if not names:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.root}/{name}")
+            message = os.strerror(errno.ENOENT)
+            raise FileNotFoundError(errno.ENOENT, message, path_of(self, name))
+
         for file in names:
             self._files.rm(self._at(f"{name}/{file}"), recursive=True)
         # An object store has lost the folder with its last file.
@@ -408,7 +409,7 @@ class RemoteStore:
         return f"{self._path}/{path}"
 
     def _list(self, path: str) -> dict[str, str]:
-        """{name: "file" or "directory"} of what a folder holds; nothing if there is none."""
+        """{name: "file" or "directory"} of what is in a folder; empty if there is none."""
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(path, detail=True)
@@ -418,7 +419,7 @@ class RemoteStore:
 
 
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:
-    """The names of those that `delete` deleted. See `Store.sweep`."""
+    """Deletes folders, and returns the names of those that it could. See `Store.sweep`."""
     deleted = []
     for name in names:
         try:
@@ -426,9 +427,8 @@ def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str)
         except FileNotFoundError:
             continue  # another process has swept or published it meanwhile
         except OSError as error:
-            logger.warning(
-                "Could not delete all of %s/%s, which is no checkpoint: %s", root, name, error
-            )
+            message = "Could not delete all of %s/%s, which is no checkpoint: %s"
+            logger.warning(message, root, name, error)
         else:
             deleted.append(name)
     return deleted
@@ -456,7 +456,7 @@ def _is_at(path: Path, folder: os.stat_result) -> bool:
 def _raise_unpublished(error: OSError, source: Path, target: Path) -> NoReturn:
     if isinstance(error, FileNotFoundError):
         raise _is_swept(source) from error
-    # Another run was faster. The system renames onto an empty folder only, which no checkpoint is.
+    # Another run was faster: a rename replaces an empty folder, but never a checkpoint.
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
         raise _is_published(target) from error
     raise error

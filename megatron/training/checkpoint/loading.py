@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
     checkpoint_name,
     latest_iteration,
+    path_of,
     published_iterations,
 )
 from megatron.core.dist_checkpointing.formats import (
@@ -52,14 +53,11 @@ from megatron.core.dist_checkpointing.load.reader import (
     is_skipped,
     load_entries,
 )
-from megatron.core.dist_checkpointing.load.small_files import path_of, read_train_state
-from megatron.core.dist_checkpointing.state.collect import (
-    PARAM_GROUPS,
-    collect,
-    saved_param_groups,
-)
+from megatron.core.dist_checkpointing.load.small_files import read_train_state
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, saved_param_groups
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect, given_options

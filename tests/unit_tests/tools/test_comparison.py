@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
     pieces_of,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.store import open_store
 from tests.checkpoints import row_cuts, whole, write_checkpoint
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_pytorch_wrote_is_read(tmp_path: Path):
     save_torch_dcp(tmp_path / "a", STATE)
     checkpoint = open_checkpoint(open_store(tmp_path), "a")
     assert checkpoint.train_state == {}
-    assert list(tensors_of(checkpoint)) == ["model.w", "model.b"]
+    assert list(tensors_of(checkpoint.metadata)) == ["model.w", "model.b"]
     out = torch.empty(2, 2)
     assert checkpoint.read("model.w", (1, 1), out) == 48
     assert torch.equal(out, STATE["model"]["w"][1:3, 1:])

@@ -1,7 +1,7 @@
 """The data files of a checkpoint that PyTorch DCP wrote, read without running anything.
 
-DCP's own reader unpickles whatever is not a tensor, code included. Here every blob is read once,
-held against what `.metadata` says of it before memory is taken for it, and checked in that memory.
+DCP's own reader unpickles whatever is not a tensor, code included. Here every blob is compared with
+its `.metadata` before memory is taken for it, read once, and checked in that memory.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.archive_directory import (
-    MAX_BLOB_DIRECTORY_BYTES,
-    ByteSource,
-    Window,
-)
+from megatron.core.dist_checkpointing.format.archive_directory import ByteSource
+from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES
 from megatron.core.dist_checkpointing.format.blob_reading import (
-    Archive,
+    MAX_PLAIN_BYTES,
     TensorPlace,
+    open_blob,
     open_memory,
     read_plain,
 )
-from megatron.core.dist_checkpointing.load.small_files import path_of, system_errors
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
+from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.store import Store
-
-MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data
-_MAX_FRAME_BYTES = 1 << 20  # more than `torch.save` writes around the data of one tensor
 
 
 class _Chunk(NamedTuple):
-    """What `.metadata` says of a chunk of a tensor."""
+    """A chunk of a tensor, as `.metadata` describes it."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -53,7 +50,7 @@ class DcpFiles:
         """
         Args:
             metadata: has passed `check_coverage`.
-            checks_crc: whether to hold blobs against the CRC-32 of `torch.save` as they are read.
+            checks_crc: whether to compare blobs with the CRC-32 of `torch.save` as they are read.
         """
         self._store = store
         self._name = name
@@ -61,54 +58,40 @@ class DcpFiles:
         self._checks_crc = checks_crc
         self._chunks = {
             MetadataIndex(key, chunk.offsets): _Chunk(entry.properties.dtype, tuple(chunk.sizes))
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            for key, entry in tensors_of(metadata).items()
             for chunk in entry.chunks
         }
 
     def in_order(self, indices: Iterable[MetadataIndex]) -> list[MetadataIndex]:
         """Chunks and plain data in the order in which they lie in the files."""
-        return sorted(
-            indices,
-            key=lambda index: (self._places[index].relative_path, self._places[index].offset),
-        )
+        places = {index: self._places[index] for index in indices}
+        return sorted(places, key=lambda i: (places[i].relative_path, places[i].offset))
 
     def check_sizes(self) -> None:
-        """Holds the sizes in `.metadata` against the files, before anybody makes such tensors.
+        """Compares the sizes in `.metadata` with the files, before anybody makes such tensors.
 
         Raises:
-            CheckpointDamagedError: for a file that is not there or too short for what should be in
+            CheckpointDamagedError: for a file that is missing or too short for what should be in
                 it, and for a blob that is too short or too long for its tensor.
         """
+        # A file's size is asked for once, however many blobs it has: stores may be remote.
         ends: dict[str, int] = {}
         for index, info in self._places.items():
             self._check_length(index, info)
-            ends[info.relative_path] = max(
-                ends.get(info.relative_path, 0), info.offset + info.length
-            )
+            end = info.offset + info.length
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
         for file, end in ends.items():
-            source = self._path(file)
-            with system_errors(source):
-                size = self._store.size(f"{self._name}/{file}")
-            if size < end:
-                raise CheckpointDamagedError(
-                    f"Expected {end} bytes or more in {source}, got {size}."
-                )
+            self._check_reaches(file, end)
 
     def check(self, index: MetadataIndex, stream: ByteSource) -> None:
-        """Reads one blob in small pieces and holds it against `.metadata` and its CRC-32.
+        """Reads one blob in small pieces and compares it with `.metadata` and its CRC-32.
 
         Raises:
             CheckpointDamagedError, CheckpointError: as `tensor` and `plain`.
         """
-        info, source = self._held(index)
-        archive = Archive(
-            Window(stream, info.offset, info.length),
-            info.length,
-            source,
-            checks_crc=self._checks_crc,
-            max_directory_nbytes=MAX_BLOB_DIRECTORY_BYTES,
-        )
+        info, source = self._checked_place(index)
+        archive = open_blob(stream, info.offset, info.length, source, checks_crc=self._checks_crc)
+        # Before the data, which may be large: the pickle alone tells dtype and shape.
         if index in self._chunks:
             self._expect_chunk(index, archive.value, source)
         if self._checks_crc:
@@ -126,7 +109,7 @@ class DcpFiles:
         return self._expect_chunk(index, archive.value, source).tensor(memory)
 
     def plain(self, key: str) -> object:
-        """What is stored under `key` that is no tensor.
+        """The plain data of a key.
 
         Raises:
             CheckpointDamagedError, CheckpointError: as `tensor`.
@@ -136,24 +119,28 @@ class DcpFiles:
 
     def _read(self, index: MetadataIndex) -> tuple[torch.Tensor, str]:
         """All bytes of a blob, read once."""
-        info, source = self._held(index)
-        path = f"{self._name}/{info.relative_path}"
+        info, source = self._checked_place(index)
+        # Again, for files that have changed since: the length comes before the memory.
+        self._check_reaches(info.relative_path, info.offset + info.length)
+        memory = torch.empty(info.length, dtype=torch.uint8)
         with system_errors(self._path(info.relative_path)):
-            size = self._store.size(path)
-            if info.offset + info.length > size:
-                raise CheckpointDamagedError(
-                    f"Expected {info.offset + info.length} bytes or more in "
-                    f"{self._path(info.relative_path)}, "
-                    f"got {size}."
-                )
-            memory = torch.empty(info.length, dtype=torch.uint8)
+            path = f"{self._name}/{info.relative_path}"
             self._store.read_into(path, info.offset, memory.numpy().data)
         return memory, source
 
-    def _held(self, index: MetadataIndex) -> tuple[_StorageInfo, str]:
-        """Where a blob lies, once its length is what it can be, and its name for messages."""
+    def _check_reaches(self, file: str, end: int) -> None:
+        """CheckpointDamagedError if a file is missing, or ends before this byte."""
+        source = self._path(file)
+        with system_errors(source):
+            size = self._store.size(f"{self._name}/{file}")
+        if size < end:
+            raise CheckpointDamagedError(f"Expected {end} bytes or more in {source}, got {size}.")
+
+    def _checked_place(self, index: MetadataIndex) -> tuple[_StorageInfo, str]:
+        """Where a blob lies, once its length has been checked, and its name for messages."""
         info: _StorageInfo = self._places[index]
         source = f"{index.fqn!r} in {self._path(info.relative_path)}"
+        # Undoing a transform would run an extension of DCP that the file chooses.
         if info.transform_descriptors:
             raise CheckpointError(
                 f"Expected {source} as torch.save writes it, got it transformed by "
@@ -164,17 +151,16 @@ class DcpFiles:
 
     def _check_length(self, index: MetadataIndex, info: _StorageInfo) -> None:
         if info.transform_descriptors:
-            return  # whose length says nothing
+            return  # compressed, say: the length tells nothing about the tensor
+
         chunk = self._chunks.get(index)
         smallest = 0 if chunk is None else chunk.nbytes
-        largest = MAX_PLAIN_BYTES if chunk is None else chunk.nbytes + _MAX_FRAME_BYTES
+        largest = MAX_PLAIN_BYTES if chunk is None else chunk.nbytes + MAX_FRAME_BYTES
+        wanted = f"{smallest} to {largest} bytes"
         is_known = chunk is not None or index.offset is None
+        if not is_known:
+            wanted = f"a chunk at {tuple(index.offset or ())}"
         if not is_known or not smallest <= info.length <= largest:
-            wanted = (
-                f"{smallest} to {largest} bytes"
-                if is_known
-                else f"a chunk at {tuple(index.offset or ())}"
-            )
             raise CheckpointDamagedError(
                 f"Expected {wanted} of {index.fqn!r} in {self._path(info.relative_path)}, got "
                 f"{info.length} bytes."
@@ -182,16 +168,15 @@ class DcpFiles:
 
     def _expect_chunk(self, index: MetadataIndex, found: object, source: str) -> TensorPlace:
         wanted = self._chunks[index]
-        if not isinstance(found, TensorPlace) or (found.dtype, found.shape) != wanted:
-            got = (
-                f"{found.dtype} {found.shape}"
-                if isinstance(found, TensorPlace)
-                else f"a {type(found).__name__}"
-            )
-            raise CheckpointDamagedError(
-                f"Expected {wanted.dtype} {wanted.sizes} for {source}, got {got}."
-            )
-        return found
+        if isinstance(found, TensorPlace) and (found.dtype, found.shape) == wanted:
+            return found
+
+        got = f"a {type(found).__name__}"
+        if isinstance(found, TensorPlace):
+            got = f"{found.dtype} {found.shape}"
+        raise CheckpointDamagedError(
+            f"Expected {wanted.dtype} {wanted.sizes} for {source}, got {got}."
+        )
 
     def _path(self, file: str) -> str:
         return path_of(self._store, f"{self._name}/{file}")

@@ -1,7 +1,7 @@
-"""What a run takes from a folder that PyTorch DCP wrote: weights, and an optimizer's options.
+"""Weights and an optimizer's options from a folder that another program wrote with PyTorch DCP.
 
-Programs name what they save as they like. So weights are found by the names of the model's
-parameters, whatever prefix they have in the folder:
+Programs choose their own keys. So weights are found by the names of the model's parameters,
+whatever prefix they have in the folder:
 
     dcp.save({"model": model.state_dict()})          model.layers.0.weight
     dcp.save(model.state_dict())                     layers.0.weight
@@ -23,12 +23,12 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.state.collect import check_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
 
 MODEL_PREFIX = "model."  # ours, and the usual one
 
-# Keys that are left unread beside weights without a prefix. With a prefix, all other keys are.
+# Keys that stay unread beside weights without a prefix. With a prefix, all other keys do.
 _OTHERS = ("optim.", "optimizer.", "rng.")
 _OPTION_KEY = re.compile(r"optim\.param_groups\.(\d{1,9})\.(.+)")
 
@@ -45,8 +45,8 @@ def load_model_weights(
         verify: whether checksums are compared.
 
     Raises:
-        CheckpointError: before anything is touched, if weights are missing, if the model does not
-            have all that stand under the prefix, or if shapes or dtypes differ.
+        CheckpointError: before anything is changed, if weights are missing, if the model does not
+            have all weights under the prefix, or if shapes or dtypes differ.
     """
     app = DCPState(model)
     own = app.state_dict()["model"]
@@ -54,37 +54,35 @@ def load_model_weights(
     prefix = weights_prefix(list(own), saved, str(folder))
     others = tuple(key for key in saved if not key.startswith(prefix)) if prefix else _OTHERS
 
-    # The tensors are the model's own memory; what is no tensor comes back in the dict.
+    # The tensors are the model's own memory. Plain data, of extra states, comes back in the dict.
     wanted = {f"{prefix}{name}": value for name, value in own.items()}
     load_tensors(folder, metadata, wanted, others, verify=verify)
     app.load_state_dict({"model": {name: wanted[f"{prefix}{name}"] for name in own}})
 
 
 def weight_keys(folder: Path, metadata: Metadata, model: nn.Module) -> set[str]:
-    """The keys that `load_model_weights` would read, and raises what it does where they cannot be
-    told.
-    """
+    """The keys that `load_model_weights` would read. Raises what it does if there are none."""
     own = DCPState(model).state_dict()["model"]
     prefix = weights_prefix(list(own), list(metadata.state_dict_metadata), str(folder))
-
     return {f"{prefix}{name}" for name in own}
 
 
 def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> str:
-    """What precedes the names of a model's weights in the keys: "model.", "app.model.", "".
+    """The prefix of a model's weights in the keys: "model.", "app.model.", "".
 
-    If no prefix has all names, it is the one that has most, so that the missing ones can be named.
-    If several have equally many, it is `model.`.
+    If no prefix has all names, it is the one with most of them, so the missing ones can be named.
+    Of several with equally many, it is `model.`.
 
     Args:
         path: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: if no name is there under any prefix, or if several prefixes have equally
-            many and none of them is `model.`.
+        CheckpointError: if no prefix has any of the names, or if several have equally many and none
+            of them is `model.`.
     """
     known = set(names)
     most_dots = max((name.count(".") for name in known), default=0)
+    # A key counts for every prefix that leaves a name of the model.
     found: Counter[str] = Counter()
     for key in keys:
         found.update(prefix for prefix, name in _divided(key, most_dots) if name in known)
@@ -94,6 +92,7 @@ def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> st
             f"other prefix, got {few(list(keys)) or 'nothing'}, where the model has "
             f"{few(list(names))}."
         )
+
     most = max(found.values())
     best = [prefix for prefix, number in found.items() if number == most]
     if MODEL_PREFIX in best:
@@ -107,10 +106,8 @@ def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> st
 
 
 def _divided(key: str, most_dots: int) -> Iterator[tuple[str, str]]:
-    """("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c"): the second part has at most so many dots.
-
-    A key may be prepared with a million dots, and be cut in two at each of them.
-    """
+    """("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c"): the second part has at most so many dots."""
+    # The bound is for a prepared key of a million dots: dividing it at each takes quadratic time.
     end = len(key)
     for _ in range(most_dots + 1):
         dot = key.rfind(".", 0, end)
@@ -135,9 +132,8 @@ def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
         if not isinstance(entry, TensorStorageMetadata):
             group[match[2]] = checkpoint.read_plain(key)
         elif entry.size.numel() == 1:
-            # A rate of an optimizer that keeps it on the device, say.
-            whole = Box((0,) * len(entry.size), tuple(entry.size))
-            group[match[2]] = read_piece(checkpoint, key, whole).item()
+            # A learning rate that an optimizer keeps on the device, for example.
+            group[match[2]] = read_piece(checkpoint, key, Box.whole(entry.size)).item()
     if not groups:
         raise CheckpointError(f"Expected parameter groups in {checkpoint.path}, got none.")
     return check_param_groups([groups[number] for number in sorted(groups)], checkpoint.path)

@@ -1,15 +1,13 @@
-"""`--ckpt-format torch_dcp`: checkpoints that PyTorch DCP itself writes and reads, for the engines
-of others.
+"""`--ckpt-format torch_dcp`: checkpoints in PyTorch DCP's own format, for other engines.
 
-A checkpoint is PyTorch DCP's files and `train_state.json`, which holds everything that is not a
-tensor as plain data. It is written as a draft and published by rename; DCP's own collectives say
-when all ranks have written.
+A checkpoint consists of PyTorch DCP's files and `train_state.json`, which has everything that is
+not a tensor as plain data. It is written as a draft and published by rename; DCP's own collectives
+tell when all ranks have written.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import shutil
@@ -33,17 +31,18 @@ from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
-from megatron.core.dist_checkpointing.load.small_files import system_errors, train_state_bytes
+from megatron.core.dist_checkpointing.load.small_files import (
+    parse_covered,
+    system_errors,
+    train_state_bytes,
+)
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
 from megatron.core.files import open_regular, read_regular, sync_stream
 from megatron.core.optimizer.state_loading import check_step
-
-logger = logging.getLogger(__name__)
 
 # Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
 _STEP_KEY = re.compile(r"optim(?:izer)?\.state\..+\.step")
@@ -62,104 +61,101 @@ def save_checkpoint(
     Args:
         root: the folder of all checkpoints, made if need be.
         iteration: of the checkpoint.
-        state: nested dict of tensors (DTensors stay sharded: each rank writes what it has) and of
+        state: nested dict of tensors (DTensors stay sharded: each rank writes its part) and of
             plain data: numbers, strings, and lists, tuples and dicts of them.
-        train_state: plain data, for `train_state.json`; rank 0's is written. None: without that
-            file.
-        name: of its folder, for one that is not to count among a run's: the tracker file stays as
-            it is. Default: `checkpoint_name(iteration)`.
+        train_state: plain data, for `train_state.json`; rank 0's is written. None: no such file.
+        name: of the folder of a checkpoint that is not to count among a run's; the tracker file
+            does not move to it. Default: `checkpoint_name(iteration)`.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. Nothing has been published
-            then, and nothing is left of it. Once the folder has its name, nothing counts as a
-            failure: what cannot be synced, or a tracker that cannot be written, is a warning.
+        CheckpointError: on every rank, if any rank could not write. Nothing is published then, and
+            nothing is left of it. Once the folder has its name, nothing counts as a failure: a
+            failed sync, or a tracker that cannot be written, is a warning.
     """
-    store, final = LocalStore(Path(root)), checkpoint_name(iteration) if name is None else name
-    # Always the same, since nothing else takes away what a killed run has left of this checkpoint.
-    draft = f"{final}.saving"
-    folder, unpublished = Path(root) / final, Path(root) / draft
+    draft = _Draft(Path(root), checkpoint_name(iteration) if name is None else name)
+    on_first_rank(lambda: draft.prepare(train_state), f"preparing {draft.path}")
+    try:
+        with _no_word_about_single_process():
+            writer = FileSystemWriter(draft.path, sync_files=True)
+            save(state, storage_writer=writer, planner=_SavePlanner())
+    except CheckpointException as failure:
+        # DCP raises once all ranks have stopped writing.
+        on_first_rank(draft.discard, f"discarding {draft.path}")
+        got = _causes(failure)
+        raise CheckpointError(f"Expected {draft.path} to be written, got {got}.") from failure
 
-    content = b""
+    tracked = iteration if name is None else None
+    on_first_rank(lambda: draft.publish(tracked), f"publishing {draft.folder}")
+    return draft.folder
 
-    def prepare() -> None:
-        nonlocal content
-        content = b"" if train_state is None else train_state_bytes(train_state)
-        if folder.exists():
-            raise CheckpointError(f"Expected no checkpoint yet at {folder}, got a published one.")
-        if unpublished.exists():
-            shutil.rmtree(unpublished)
-        with _discarded_on_error(store, draft):
-            store.make_folder(draft)
 
-    def publish() -> None:
-        with _discarded_on_error(store, draft):
-            # DCP asks for this file to be synced while its content is still in a buffer of its own.
-            with (unpublished / METADATA_FILE).open("rb") as stream:
+class _Draft:
+    """A checkpoint under way. All ranks know its paths; rank 0 alone calls the methods."""
+
+    def __init__(self, root: Path, final: str) -> None:
+        self.folder = root / final
+        # Without a token: no sweep comes before these saves, so the next save of this checkpoint
+        # has to find what a killed run has left.
+        self.path = root / f"{final}.saving"
+        self._store = LocalStore(root)
+        self._train_state: bytes | None = None
+
+    def prepare(self, train_state: dict[str, Any] | None) -> None:
+        """Makes an empty folder."""
+        if train_state is not None:
+            self._train_state = train_state_bytes(train_state)
+        if self.folder.exists():
+            raise CheckpointError(
+                f"Expected no checkpoint yet at {self.folder}, got a published one."
+            )
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        with self._discarded_on_error():
+            self._store.make_folder(self.path.name)
+
+    def publish(self, tracked: int | None) -> None:
+        """Publishes all ranks' files. `tracked`: the iteration for the tracker file."""
+        with self._discarded_on_error():
+            # DCP syncs this file while its content is still in a buffer of DCP's own.
+            with (self.path / METADATA_FILE).open("rb") as stream:
                 sync_stream(stream)
                 num_bytes = os.fstat(stream.fileno()).st_size
-            # What is written must be what can be read.
+            # A reader refuses more, and a checkpoint that cannot be loaded must not be published.
             if num_bytes > MAX_METADATA_BYTES:
                 raise CheckpointError(
                     f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}."
                 )
-            if train_state is not None:
-                store.write(f"{draft}/{TRAIN_STATE_FILE}", content)
-            is_durable = store.publish(draft, final)
-        # The tracker must not name what a crash may still take away.
-        if is_durable and name is None:
-            track(store, iteration)
+            if self._train_state is not None:
+                self._store.write(f"{self.path.name}/{TRAIN_STATE_FILE}", self._train_state)
+            is_durable = self._store.publish(self.path.name, self.folder.name)
 
-    on_first_rank(prepare, f"preparing {unpublished}")
-    try:
-        with _no_word_about_single_process():
-            save(
-                state,
-                storage_writer=FileSystemWriter(unpublished, sync_files=True),
-                planner=_SavePlanner(),
-            )
-    except CheckpointException as failure:
-        # DCP raises once all ranks have stopped writing.
-        on_first_rank(lambda: _discard(store, draft), f"discarding {unpublished}")
-        got = _causes(failure)
-        raise CheckpointError(f"Expected {unpublished} to be written, got {got}.") from failure
-    on_first_rank(publish, f"publishing {folder}")
-    return folder
+        # The tracker must not name a checkpoint that a crash may still undo.
+        if is_durable and tracked is not None:
+            track(self._store, tracked)
 
+    def discard(self) -> None:
+        """Deletes what a failed save has written: it must not keep a full disk full."""
+        remove_or_warn(self._store, self.path.name)
 
-@contextmanager
-def _discarded_on_error(store: LocalStore, draft: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _discard(store, draft)
-        raise
-
-
-def _discard(store: LocalStore, draft: str) -> None:
-    """Deletes what a save that failed has written: a full disk should not stay full of it."""
-    try:
-        store.remove(draft)
-    except FileNotFoundError:
-        pass  # it could not even be made
-    except OSError as error:
-        logger.warning("Could not delete %s/%s: %s", store.root, draft, error)
+    @contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
 
 def read_metadata(folder: Path) -> Metadata:
     """DCP's metadata of a published checkpoint, whose chunks cover every tensor exactly.
 
     Raises:
-        CheckpointDamagedError: if it is not there or not readable, or leaves a part of a tensor
-            out.
+        CheckpointDamagedError: if it is missing or not readable, or leaves out a part of a tensor.
     """
-    path = folder / METADATA_FILE
+    path, what = folder / METADATA_FILE, "the metadata of a checkpoint"
     with system_errors(str(path)):
-        content = read_regular(
-            path, max_bytes=MAX_METADATA_BYTES, what="the metadata of a checkpoint"
-        )
-    metadata = parse_metadata(content, str(path))
-    check_coverage(metadata, str(path))
-    return metadata
+        content = read_regular(path, max_bytes=MAX_METADATA_BYTES, what=what)
+    return parse_covered(content, str(path))
 
 
 def check_files(
@@ -171,13 +167,12 @@ def check_files(
     checks_data: bool = True,
     keys: Container[str] | None = None,
 ) -> None:
-    """Holds a published checkpoint's files against its metadata, and their data against
-    torch.save's CRC-32.
+    """Compares a checkpoint's files with its metadata, and their data with torch.save's CRC-32.
 
     Args:
-        rank, world_size: ranks share the data out among them.
-        checks_data: else the sizes alone are held.
-        keys: whose data is held; default: all.
+        rank, world_size: ranks divide the data among them.
+        checks_data: False to compare the sizes alone.
+        keys: whose data is read; default: all.
 
     Raises:
         CheckpointDamagedError: naming the file, and the key where there is one.
@@ -196,10 +191,9 @@ def check_files(
 
 
 def check_steps(folder: Path, metadata: Metadata, *, verify: bool = True) -> None:
-    """Reads an optimizer's counters of steps, which are all of its states that not every value
-    fits.
+    """Checks an optimizer's counters of steps, the only states for which some values are invalid.
 
-    An optimizer refuses others too, but only once weights and states are in place.
+    An optimizer refuses such values too, but only once weights and states are in place.
 
     Args:
         verify: as in `load_tensors`.
@@ -208,18 +202,18 @@ def check_steps(folder: Path, metadata: Metadata, *, verify: bool = True) -> Non
         CheckpointError: for a counter that is no number of steps.
     """
     files = _files_of(folder, metadata, verify=verify)
-    for index in files.in_order(metadata.storage_data):
-        # There may be data of keys that the metadata does not list.
-        entry = metadata.state_dict_metadata.get(index.fqn)
-        if _STEP_KEY.fullmatch(index.fqn) is None or not isinstance(entry, TensorStorageMetadata):
-            continue
-        # More than one number is refused by `load_tensors`, for its shape.
-        if entry.size.numel() == 1:
-            step = files.tensor(index).item()
-            try:
-                check_step(step, index.fqn)
-            except ValueError as error:
-                raise CheckpointError(f"{error} The checkpoint is {folder}.") from None
+    # `load_tensors` refuses tensors of more than one number for their shape.
+    counters = {
+        key
+        for key, entry in tensors_of(metadata).items()
+        if _STEP_KEY.fullmatch(key) is not None and entry.size.numel() == 1
+    }
+    # There may be data of keys that the metadata does not list.
+    for index in files.in_order(each for each in metadata.storage_data if each.fqn in counters):
+        try:
+            check_step(files.tensor(index).item(), index.fqn)
+        except ValueError as error:
+            raise CheckpointError(f"{error} The checkpoint is {folder}.") from None
 
 
 def load_tensors(
@@ -230,23 +224,21 @@ def load_tensors(
     *,
     verify: bool = True,
 ) -> None:
-    """Reads a published checkpoint into `state`, whose tensors are written in place. Called by all
-    ranks together.
+    """Reads a published checkpoint into the tensors of `state`. Called by all ranks together.
 
-    DCP's planner says which part of which chunk goes where. It is not asked to read: see
-    `dcp_files`.
+    DCP's planner tells which part of which chunk goes where. It does not read: see `dcp_files`.
 
     Args:
         folder: the checkpoint.
         metadata: what `read_metadata(folder)` gave; the file is not read again.
         state: a state dict like the one saved; sharding may differ.
-        ignored_prefixes: beginnings of keys that may stay unread.
-        verify: whether to hold what is read against torch.save's CRC-32.
+        ignored_prefixes: prefixes of keys that may stay unread.
+        verify: whether to compare the data with torch.save's CRC-32.
 
     Raises:
-        CheckpointError: before anything is touched if a tensor is missing, unasked for, or of
-            another shape or dtype, or if plain data is missing or more than that; afterwards only
-            if a file cannot be read, which `check_files` has found out before.
+        CheckpointError: before anything is changed if a tensor is missing, extra, or of another
+            shape or dtype, or if plain data is missing or more than that; afterwards only if a file
+            cannot be read, which `check_files` finds out in advance.
     """
     on_all_ranks(lambda: _load(folder, metadata, state, ignored_prefixes, verify))
 
@@ -271,7 +263,7 @@ def _load(
         if item.type == LoadItemType.BYTE_IO
     }
 
-    # A chunk may have parts of several tensors' shards: those that need it follow each other.
+    # A chunk may overlap several local shards. It is read once, for all of them.
     parts: dict[MetadataIndex, list[ReadItem]] = {}
     for item in items:
         if item.type == LoadItemType.TENSOR:
@@ -287,7 +279,7 @@ def _load(
 
 
 def _check_plain(path: str, wanted: dict[str, Any], metadata: Metadata) -> None:
-    """Holds what is wanted besides tensors against the metadata, before anything is touched."""
+    """Compares the wanted plain data with the metadata, before anything is changed."""
     saved = metadata.state_dict_metadata
     keys = [key for key, value in wanted.items() if not isinstance(value, torch.Tensor)]
     problems = []
@@ -304,24 +296,25 @@ def _files_of(folder: Path, metadata: Metadata, *, verify: bool) -> DcpFiles:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's, for its plan: it is handed what has been read, and reads nothing itself."""
+    """DCP's planner, used for its plan alone: it reads nothing itself."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """DCP's would unpickle, and run, what is no tensor."""
+        """DCP's planner would unpickle plain data, and so run code in it."""
         raise NotImplementedError(
             f"Expected {read_item.dest_index.fqn} to be installed, got its bytes."
         )
 
     def install(self, key: str, value: object) -> None:
-        """Puts plain data where the state dict has it."""
+        """Puts plain data into its place in the state dict."""
         set_element(self.original_state_dict, self.mappings[key], value)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's, but it writes no plain data that a load would refuse: the very bytes are read back."""
+    """DCP's planner, which also refuses plain data that a load would refuse."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         written = super().transform_object(write_item, object)
+        # Reading back the very bytes is the surest test, and plain data is small.
         if write_item.type == WriteItemType.BYTE_IO:
             content = torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)
             read_plain(content, repr(write_item.index.fqn))
@@ -330,9 +323,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 @contextmanager
 def _no_word_about_single_process() -> Iterator[None]:
-    """Without a process group DCP works alone, which is meant so here, and warns of it each
-    time.
-    """
+    # Without a process group DCP works alone, as it should here, and warns of that every time.
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -341,7 +332,7 @@ def _no_word_about_single_process() -> Iterator[None]:
 
 
 def _causes(failure: CheckpointException) -> str:
-    """What went wrong on which rank, in one line."""
+    """The errors of all ranks that failed, in one line."""
     return "; ".join(
         f"rank {rank}: {type(error).__name__}: {error}"
         for rank, (error, _) in failure.failures.items()

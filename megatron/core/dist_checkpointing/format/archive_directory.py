@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from typing import IO, NamedTuple, NoReturn, Protocol, cast
+from typing import IO, NamedTuple, Protocol, cast
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, reason, shown
+from megatron.core.dist_checkpointing.errors import UntrustedReader, reason, shown
 
-# `zipfile` makes an object for each entry of an archive's directory, which takes eleven times the
-# bytes of the entry. A file has room for some 400,000 tensors, a blob for more than it ever has.
+# `zipfile` makes an object for each entry of an archive's directory, of eleven times the bytes of
+# the entry. These bounds leave a file some 400,000 tensors, and a blob more than it ever has.
 MAX_DIRECTORY_BYTES = 1 << 25
 MAX_BLOB_DIRECTORY_BYTES = 1 << 20
 _MAX_NAME_CHARS = 1024  # of a record: names are put together for every tensor that refers to one
@@ -26,7 +26,7 @@ _PICKLE_BEGIN = b"\x80"  # the opcode that says a pickle's protocol
 
 
 class ByteSource(Protocol):
-    """What bytes are read from: a file, a window of one, or memory."""
+    """Something to read bytes from: a file, a window of one, or memory."""
 
     def seek(self, offset: int, whence: int = ..., /) -> int:
         """Goes to a place; returns it."""
@@ -43,7 +43,7 @@ class ArchiveRecord(NamedTuple):
     crc: int  # of the bytes, as the archive's directory says
 
 
-class ArchiveBytes:
+class ArchiveBytes(UntrustedReader):
     """An archive that has not been checked yet."""
 
     def __init__(self, stream: ByteSource, nbytes: int, source: str) -> None:
@@ -51,12 +51,12 @@ class ArchiveBytes:
         Args:
             stream, nbytes, source: as in `Archive`.
         """
+        super().__init__(source)
         self.nbytes = nbytes
         self._stream = stream
-        self._source = source
 
     def directory(self, max_nbytes: int) -> dict[str, ArchiveRecord]:
-        """The records by name, each within the archive and as it is.
+        """The records by name, each within the archive and stored as it is.
 
         Args:
             max_nbytes: bound on the directory, which takes eleven times that in memory.
@@ -74,6 +74,8 @@ class ArchiveBytes:
                 self._fail("each record once", f"several of {shown(name)}")
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _ENCRYPTED:
                 self._fail(f"the record {shown(name)} as it is", "it compressed or encrypted")
+
+            # The directory gives the place of the local header, whose length is known only to it.
             header = self.read_at(entry.header_offset, _LOCAL_HEADER.size)
             signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
             begin = entry.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
@@ -87,7 +89,7 @@ class ArchiveBytes:
                 )
             records[name] = ArchiveRecord(begin, entry.file_size, entry.CRC)
 
-        # A million records could be the same bytes, each to be read for its checksum.
+        # A million records could share the same bytes, each to be read for its checksum.
         total = sum(record.nbytes for record in records.values())
         if total > self.nbytes:
             self._fail(f"records of {self.nbytes} bytes together", f"{total}")
@@ -95,6 +97,7 @@ class ArchiveBytes:
 
     def read_at(self, begin: int, nbytes: int) -> bytes:
         """Exactly these bytes. CheckpointDamagedError if the archive does not have them."""
+        # Checked before the read, which allocates as much as it is asked for.
         if begin < 0 or begin + nbytes > self.nbytes:
             self._fail(f"{nbytes} bytes within {self.nbytes}", f"some at {begin}")
         self._stream.seek(begin)
@@ -123,11 +126,6 @@ class ArchiveBytes:
                 )
             self._fail("what torch.save writes", f"no archive ({reason(error)}){hint}", error)
 
-    def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointDamagedError(
-            f"Expected {expected} in {self._source}, got {got}."
-        ) from cause
-
 
 class _TooLargeError(Exception):
     """A directory of more bytes than `zipfile` may be given."""
@@ -138,10 +136,10 @@ class _TooLargeError(Exception):
 
 
 class _DirectoryReads:
-    """An archive for `zipfile`, which reads the directory in one piece: none may be too large.
+    """An archive for `zipfile`, which reads the directory in one piece, however large it is.
 
-    To read the length of the directory beforehand would take another parser of zip archives, which
-    might find another directory than `zipfile` does.
+    Checking the directory's length beforehand would take another parser of zip archives, and the
+    two might find different directories.
     """
 
     def __init__(self, stream: ByteSource, max_nbytes: int) -> None:
@@ -166,11 +164,11 @@ class _DirectoryReads:
 
 
 class _OutsideError(OSError):
-    """A place before the beginning of a file, as `zipfile` asks for and expects to be told."""
+    """A place before the beginning of a file. `zipfile` asks for one, and expects an OSError."""
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file of its own. Never reads beyond its end."""
+    """A part of a file, presented as a file of its own. Never reads beyond its end."""
 
     def __init__(self, stream: ByteSource, begin: int, nbytes: int) -> None:
         self._stream = stream
@@ -198,6 +196,8 @@ class Window(io.RawIOBase):
         """As many bytes as there are, up to `size`."""
         rest = max(0, self._nbytes - self._position)
         size = rest if size < 0 else min(size, rest)
+
+        # The stream may be shared, and unbuffered: it may stand anywhere, and return less.
         self._stream.seek(self._begin + self._position)
         pieces = []
         while size:

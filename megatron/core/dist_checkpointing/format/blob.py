@@ -1,26 +1,24 @@
-"""What `torch.save` writes around a tensor's data, without the tensor.
+"""What `torch.save` writes around a tensor's data, made without the tensor.
 
-DCP stores each chunk of a tensor as one blob: what `torch.save` makes of the tensor, a zip archive
-with a small pickle, the raw data in a record of its own, and a directory. Its length can be
-computed, so that one rank can say where the blobs of all ranks lie; and header and footer can be
-made apart from the data, so that the data is written straight from where it is.
+DCP stores each chunk of a tensor as one blob, the output of `torch.save`: a zip archive with a
+small pickle, the raw data in a record of its own, and a directory. The length of a blob can be
+computed, so one rank can tell where the blobs of all ranks lie. Header and footer can be made apart
+from the data, so the data is written straight from where it is.
 
-[Note: blob lengths] Nothing in a blob but the data has a length that depends on the numbers
-themselves. The pickle has the sizes, the strides, and the number of elements or bytes of the
-storage; an integer takes 2, 3, 5 or more bytes by its magnitude alone. So all tensors of one dtype
-and number of dimensions whose integers take the same number of bytes together have headers of the
-same length. Records begin on multiples of 64 bytes, so the footer's length depends on how far the
-data reaches beyond one.
+[Note: blob lengths] The header contains the sizes, the strides, and the number of elements or bytes
+of the storage, as pickled integers; an integer takes 2, 3, 5 or more bytes by its magnitude alone.
+So all tensors of one dtype and number of dimensions whose integers take the same number of bytes
+together have headers of the same length. Records begin on multiples of 64 bytes, so the footer's
+length depends on how far the data reaches beyond one.
 
-    | record with the pickle | small records | record's head .. |  data  | .. small records | directory |
-    0                                                           ^ 64 * k
-    <------------------ header_nbytes ------------------------->< data_nbytes ><-------- footer
-    -------->
+    | pickle | small records | record's head |     data     | small records | directory |
+    0                                        ^ 64 * k
+    <------------ header_nbytes ------------><-data_nbytes-><--------- footer --------->
 
-Lengths are not written down here but learned from `torch.save`, one call for each class. Sizes and
+Lengths are not written down here but learned from `torch.save`, with one call per class. Sizes and
 offsets of 4 GiB and more take more room in a zip archive, so data of that size are classes of their
-own. About the very shape it is asked for data just short of 4 GiB, where some offsets behind it are
-beyond and some are not, and for no data, which is a record of another form.
+own. Two kinds of shapes are always measured themselves: data just short of 4 GiB, where some of the
+offsets behind it lie beyond that and some do not, and no data, which is a record of another form.
 """
 
 from __future__ import annotations
@@ -35,15 +33,14 @@ import torch
 
 from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 
+MAX_FRAME_BYTES = 1 << 20  # more than `torch.save` writes around the data of one tensor
+
 _RECORD_ALIGNMENT = 64  # bytes
 _LARGE_NBYTES = 1 << 32  # of data whose size and all offsets behind it do not fit 32 bits
-_MAX_REST_NBYTES = 1 << 16  # more than all of a blob but its data
 
 
 def _pickled_nbytes(bits: int) -> int:
-    """Bytes that an integer of at least 0 with so many bits takes in a pickle of torch.save's
-    protocol 2.
-    """
+    """Bytes of a non-negative integer of so many bits in protocol 2, which torch.save uses."""
     if bits <= 8:
         return 2
     if bits <= 16:
@@ -53,15 +50,11 @@ def _pickled_nbytes(bits: int) -> int:
 
 _PICKLED_NBYTES = [_pickled_nbytes(bits) for bits in range(256)]  # by `int.bit_length`
 
-# Learned from torch.save. See [Note: blob lengths].
-_header_nbytes: dict[
-    tuple[torch.dtype, int, int, int, bool], int
-] = {}  # of dtype, dimensions, bytes of integers ...
-_footer_nbytes: dict[
-    tuple[int, bool], int
-] = {}  # of bytes of the data beyond a multiple of the alignment ...
+# Learned from torch.save, by class. See [Note: blob lengths].
+_header_nbytes: dict[tuple[torch.dtype, int, int, int, bool], int] = {}
+_footer_nbytes: dict[tuple[int, bool], int] = {}
 
-# Not bytes: those without content do not load with weights_only.
+# `bytes` are left out: empty ones do not load with weights_only.
 _PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype)
 
 
@@ -81,72 +74,63 @@ def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
     """
     if shape and min(shape) < 0:
         raise ValueError(f"Expected sizes of at least 0, got {tuple(shape)}.")
+
     integers_nbytes, stride = 0, 1  # after the loop, the stride is the number of elements
     for size in reversed(shape):
         integers_nbytes += _PICKLED_NBYTES[size.bit_length()] + _PICKLED_NBYTES[stride.bit_length()]
         stride *= size
     data_nbytes = stride * dtype.itemsize
-    if not data_nbytes or 0 < _LARGE_NBYTES - data_nbytes <= _MAX_REST_NBYTES:
+    if not data_nbytes or 0 < _LARGE_NBYTES - data_nbytes <= MAX_FRAME_BYTES:
         return _measured_layout(dtype, tuple(shape))
-    # The storage's length is given in elements for some dtypes and in bytes for others.
+
+    # The pickle has the storage's length in elements for some dtypes and in bytes for others, so
+    # the class knows how many bytes each of the two takes.
     integers_nbytes += _PICKLED_NBYTES[stride.bit_length()]
+    length_nbytes = _PICKLED_NBYTES[data_nbytes.bit_length()]
     is_large = data_nbytes >= _LARGE_NBYTES
-    header_class = (
-        dtype,
-        len(shape),
-        integers_nbytes,
-        _PICKLED_NBYTES[data_nbytes.bit_length()],
-        is_large,
-    )
+    header_class = (dtype, len(shape), integers_nbytes, length_nbytes, is_large)
     footer_class = (data_nbytes % _RECORD_ALIGNMENT, is_large)
-    header_nbytes, footer_nbytes = (
-        _header_nbytes.get(header_class),
-        _footer_nbytes.get(footer_class),
-    )
-    if header_nbytes is None or footer_nbytes is None:
+
+    if header_class not in _header_nbytes or footer_class not in _footer_nbytes:
         measured = _measured_layout(dtype, tuple(shape))
-        header_nbytes, footer_nbytes = (
-            measured.header_nbytes,
-            measured.nbytes - measured.header_nbytes - data_nbytes,
-        )
-        _header_nbytes[header_class], _footer_nbytes[footer_class] = header_nbytes, footer_nbytes
+        _header_nbytes[header_class] = measured.header_nbytes
+        _footer_nbytes[footer_class] = measured.nbytes - measured.header_nbytes - data_nbytes
+    header_nbytes, footer_nbytes = _header_nbytes[header_class], _footer_nbytes[footer_class]
     return BlobLayout(header_nbytes, data_nbytes, header_nbytes + data_nbytes + footer_nbytes)
 
 
 def blob_frame(dtype: torch.dtype, shape: Sequence[int]) -> tuple[bytes, bytes]:
-    """What stands before and behind the data in the blob of a contiguous CPU tensor.
+    """The bytes before and behind the data in the blob of a contiguous CPU tensor.
 
-    No memory is needed for the data, however large. A tensor without elements has all of its blob
-    in the header. The CRC-32 of the data is left 0; torch does not check it.
+    No memory is needed for the data, however large. For a tensor without elements, the header is
+    the whole blob. The CRC-32 of the data is left 0; torch does not check it.
 
     Raises:
         ValueError: for a negative size.
         RuntimeError: if this version of torch does not follow [Note: blob lengths].
     """
     layout = blob_layout(dtype, shape)
-    header, footer = _frame(dtype, tuple(shape))
-    got = BlobLayout(
-        len(header), layout.data_nbytes, len(header) + layout.data_nbytes + len(footer)
-    )
+    # Rank 0 has placed this blob by arithmetic alone, without these bytes: they have to agree.
+    got = _measured_layout(dtype, tuple(shape))
     if got != layout:
         raise RuntimeError(
             f"Expected torch.save of {dtype} {tuple(shape)} to write {layout}, got {got} "
             f"from torch {torch.__version__}."
         )
-    return header, footer
+    return _frame(dtype, tuple(shape))
 
 
 def plain_blob(value: object) -> bytes:
-    """What `torch.save` makes of plain data; `torch.load` reads it with `weights_only`.
+    """Plain data as `torch.save` writes it; `torch.load` reads it with `weights_only`.
 
-    The same value gives the same bytes, whichever of its parts are one object.
+    Equal values give equal bytes, whichever of their parts are one object.
 
     Args:
         value: None, numbers, strings, dtypes, tensors, and lists, tuples and dicts of these.
             Tensors are saved as contiguous CPU tensors without the rest of their storage.
 
     Raises:
-        ValueError: if there is anything else in it, with its place.
+        ValueError: if it contains anything else; names its place.
     """
     stream = io.BytesIO()
     torch.save(_canonical(value, "the value", {}), stream)
@@ -161,12 +145,11 @@ def _measured_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> BlobLayout:
 
 @lru_cache(maxsize=4096)  # 2 KB each
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Header and footer as torch.save writes them around the data of a tensor that is in nobody's
-    memory.
-    """
+    """Header and footer as torch.save writes them around the data of a tensor without memory."""
     sink = _FrameSink()
     with torch.serialization.skip_data(materialize_fake_tensors=True), fake_tensor_mode():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
+
     data_nbytes = math.prod(shape) * dtype.itemsize
     if sink.skipped_nbytes != data_nbytes:
         raise RuntimeError(
@@ -177,9 +160,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 class _FrameSink:
-    """A file for torch.save under skip_data: it keeps what is written, and how far the one seek
-    over the data goes.
-    """
+    """A file for torch.save under skip_data: keeps what is written, and the seek over the data."""
 
     def __init__(self) -> None:
         self.header = bytearray()
@@ -195,8 +176,7 @@ class _FrameSink:
         if whence != io.SEEK_CUR or self.skipped_nbytes:
             raise RuntimeError(
                 f"Expected one seek from the current place over the data, got another of {offset} "
-                "bytes "
-                f"with whence {whence} from torch {torch.__version__}."
+                f"bytes with whence {whence} from torch {torch.__version__}."
             )
         self.skipped_nbytes = offset
         return 0
@@ -206,10 +186,10 @@ class _FrameSink:
 
 
 def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
-    """A copy of plain data in which equal strings are one object and nothing else is.
+    """A copy of plain data in which equal strings are one object, and nothing else is.
 
-    A pickle refers back to an object that it has seen, so its bytes would depend on which of two
-    equal ones it was.
+    A pickle refers back to an object that it has seen before, so its bytes would depend on whether
+    two equal values are one object.
     """
     kind = type(value)
     if kind in _PLAIN_LEAVES:
@@ -219,14 +199,13 @@ def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
     if isinstance(value, list | tuple) and kind in (list, tuple):
         return kind(_canonical(item, f"{place}[{i}]", strings) for i, item in enumerate(value))
     if isinstance(value, dict) and kind is dict:
-        return {
-            _canonical(key, f"a key of {place}", strings): _canonical(
-                item, f"{place}[{key!r}]", strings
-            )
-            for key, item in value.items()
-        }
+        keys = [_canonical(key, f"a key of {place}", strings) for key in value]
+        items = [_canonical(value[key], f"{place}[{key!r}]", strings) for key in value]
+        return dict(zip(keys, items, strict=True))
     if isinstance(value, torch.Tensor) and kind is torch.Tensor:
+        # Without the clone, torch.save would write all of the storage of a view.
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+
     raise ValueError(
         f"Expected plain data at {place}, got a {kind.__module__}.{kind.__qualname__}."
     )

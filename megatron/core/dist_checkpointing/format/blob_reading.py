@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, read without running anything and without trusting its numbers.
+"""The output of `torch.save`, read without running anything and without trusting its numbers.
 
 [Note: archives] `torch.save` writes a zip archive of uncompressed records: a pickle, and the bytes
 of each storage. The pickle names the storages and says which views of them the tensors are.
@@ -8,9 +8,9 @@ of each storage. The pickle names the storages and says which views of them the 
     archive/byteorder    little
     archive/data/0       48 bytes
 
-`torch.load` would allocate what the pickle asks for. Here every number is first held against the
-archive: a record lies within it, a storage has the bytes of its record, a tensor lies within its
-storage. The pickle is read by `safe_pickle`, and a tensor is a view of the very bytes that were
+`torch.load` would allocate whatever the pickle asks for. Here every number is first checked against
+the archive: a record lies within it, a storage has the bytes of its record, a tensor lies within
+its storage. `safe_pickle` reads the pickle, and a tensor is a view of the very bytes that were
 checked: they are read once.
 """
 
@@ -21,11 +21,11 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, shown
+from megatron.core.dist_checkpointing.errors import UntrustedReader, shown
 from megatron.core.dist_checkpointing.format.archive_directory import (
     MAX_BLOB_DIRECTORY_BYTES,
     MAX_DIRECTORY_BYTES,
@@ -34,8 +34,8 @@ from megatron.core.dist_checkpointing.format.archive_directory import (
     ByteSource,
     Window,
 )
+from megatron.core.dist_checkpointing.format.manifest import DTYPES
 from megatron.core.dist_checkpointing.format.safe_pickle import (
-    DTYPES,
     MAX_DIMS,
     Admitted,
     Call,
@@ -44,11 +44,13 @@ from megatron.core.dist_checkpointing.format.safe_pickle import (
     size_of,
 )
 
+MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data in a checkpoint
+
 _MAX_PICKLE_BYTES = 1 << 26  # of plain data and of what describes tensors
 _MAX_REBUILD_ARGUMENTS = 16
 
-# All tensors together may have as many bytes, or as many times those of the archive: tensors can
-# share a storage, and elements of one tensor can be the same memory.
+# All tensors together may have so many bytes, or so many times those of the archive, whichever is
+# more: tensors can share a storage, and elements of one tensor can be the same memory.
 _MAX_TENSOR_BYTES = 1 << 26
 _MAX_SHARING = 16
 
@@ -81,21 +83,21 @@ class TensorPlace:
         if storage.data_ptr() % self.dtype.itemsize:
             storage = storage.clone()  # torch aligns records; other programs need not
         elements = storage.view(self.dtype)
-        # Offsets count from the beginning of all memory.
+        # `as_strided` counts from the beginning of all memory, not from that of the view.
         first = elements.storage_offset() + self.offset
         return elements.as_strided(self.shape, self.strides, first)
 
 
 class _Storage(NamedTuple):
-    """What a pickle calls a storage, once it has been held against its record."""
+    """A storage that a pickle names, once it has been checked against its record."""
 
     dtype: torch.dtype | None  # None: untyped, of bytes
     begin: int
     nbytes: int
 
 
-class Archive:
-    """An archive whose directory and pickle have been read and checked; data has not been read yet.
+class Archive(UntrustedReader):
+    """An archive whose directory and pickle have been read and checked, but no data yet.
 
     Attributes:
         value: what was saved, with a `TensorPlace` for every tensor.
@@ -123,28 +125,29 @@ class Archive:
             CheckpointError: if its pickle names anything but tensors and plain data.
             OSError: if it cannot be read.
         """
+        super().__init__(source)
         self._bytes = ArchiveBytes(stream, nbytes, source)
         self._nbytes = nbytes
-        self._source = source
         self._checks_crc = checks_crc
         self._tensor_nbytes = 0  # of all tensors that the pickle has described
         self._records = self._bytes.directory(max_directory_nbytes)
 
-        names = [
+        # All records stand in one folder, which torch names after the file, or "archive".
+        pickles = [
             name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")
         ]
-        if len(names) != 1:
-            self._fail("what torch.save writes", f"an archive with {len(names)} records data.pkl")
-        self._root = names[0].removesuffix("data.pkl")
+        if len(pickles) != 1:
+            self._fail("what torch.save writes", f"an archive with {len(pickles)} records data.pkl")
+        self._root = pickles[0].removesuffix("data.pkl")
         self._check_byteorder()
-        pickled = self._read(names[0], _MAX_PICKLE_BYTES)
-        self.value = read_pickle(
-            pickled, source, self._admitted(), "tensors and plain data", self._storage
-        )
+
+        pickled = self._read(pickles[0], _MAX_PICKLE_BYTES)
+        what = "tensors and plain data"
+        self.value = read_pickle(pickled, source, self._admitted(), what, self._storage)
         expect_tree(self.value, len(pickled), _LEAVES, source)
 
     def check_data(self) -> None:
-        """Reads every record and holds it against its CRC-32. Raises CheckpointDamagedError."""
+        """Reads every record and compares it with its CRC-32. Raises CheckpointDamagedError."""
         for name, record in self._records.items():
             found = 0
             for begin in range(0, record.nbytes, _READ_BYTES):
@@ -153,15 +156,15 @@ class Archive:
             self._check_crc(name, record, found)
 
     def check_memory(self, memory: torch.Tensor) -> None:
-        """As `check_data`, of an archive that has been read: [nbytes] uint8."""
+        """As `check_data`, for an archive that has been read: [nbytes] uint8."""
         content = memory.numpy().data
         for name, record in self._records.items():
             found = zlib.crc32(content[record.begin : record.begin + record.nbytes])
             self._check_crc(name, record, found)
 
     def _check_crc(self, name: str, record: ArchiveRecord, found: int) -> None:
-        # 0 stands for none: a program that writes data piece by piece, as ours does, has none yet
-        # when it writes the header.
+        # 0 stands for none: a program that writes data piece by piece, as ours does, does not know
+        # it yet when it writes the header.
         if record.crc not in (0, found):
             self._fail(f"CRC-32 {record.crc:08x} of the record {shown(name)}", f"{found:08x}")
 
@@ -180,7 +183,7 @@ class Archive:
             self._check_crc(name, record, zlib.crc32(content))
         return content
 
-    # What a pickle may name and call. Arguments are as the pickle gives them: of any type.
+    # What a pickle may name and call. It gives arguments of any type.
 
     def _admitted(self) -> Admitted:
         return {
@@ -197,13 +200,9 @@ class Archive:
         if type(persistent_id) is not tuple or len(persistent_id) != 5:
             self._fail("a storage of 5 parts", shown(persistent_id))
         what, kind, name, _, numel = persistent_id
-        if (
-            what != "storage"
-            or type(kind) is not _StorageKind
-            or type(name) is not str
-            or type(numel) is not int
-        ):
+        if what != "storage" or (type(kind), type(name), type(numel)) != (_StorageKind, str, int):
             self._fail("a storage with its kind, its record and its length", "something else")
+
         record = self._records.get(f"{self._root}data/{name}")
         nbytes = numel * (1 if kind.dtype is None else kind.dtype.itemsize)
         if record is None or record.nbytes != nbytes:
@@ -237,29 +236,23 @@ class Archive:
         strides: object,
         metadata: tuple[object, ...],
     ) -> TensorPlace:
-        """A tensor, held against its storage."""
+        """A tensor, checked against its storage."""
         sizes, steps, (start,) = self._counts(shape), self._counts(strides), self._counts((offset,))
         if len(sizes) != len(steps) or len(sizes) > MAX_DIMS:
-            self._fail(
-                f"as many strides as sizes, {MAX_DIMS} at most", f"{len(sizes)} and {len(steps)}"
-            )
+            got = f"{len(sizes)} and {len(steps)}"
+            self._fail(f"as many strides as sizes, {MAX_DIMS} at most", got)
         if any(metadata):
             self._fail("a tensor without conjugation or the like", "one with it")
 
         numel = math.prod(sizes)
-        span = (
-            1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-            if numel
-            else 0
-        )
-        if (start + span) * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
-            self._fail(
-                f"a tensor within the {storage.nbytes} bytes of its storage",
-                f"{shown(start + span)} elements",
-            )
+        last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        end = start + last + 1 if numel else start
+        if end * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
+            wanted = f"a tensor within the {storage.nbytes} bytes of its storage"
+            self._fail(wanted, f"{shown(end)} elements")
 
-        # Elements may be one in memory, as `expand` makes them, and storages shared. Whoever copies
-        # all of the tensors needs memory for each.
+        # Elements of one tensor may be the same memory, as `expand` makes them, and tensors may
+        # share a storage. But copying all of the tensors takes memory for each.
         self._tensor_nbytes += numel * dtype.itemsize
         most = max(self._nbytes * _MAX_SHARING, _MAX_TENSOR_BYTES)
         if self._tensor_nbytes > most:
@@ -273,14 +266,9 @@ class Archive:
             self._fail("sizes and strides as integers of at least 0", shown(values))
         return tuple(values)
 
-    def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointDamagedError(
-            f"Expected {expected} in {self._source}, got {got}."
-        ) from cause
-
 
 def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archive:
-    """An archive that has been read, all of it checked. See [Note: archives].
+    """Opens an archive that has been read, and checks all of it. See [Note: archives].
 
     Args:
         memory: all of the archive, [nbytes] uint8, in host memory.
@@ -289,28 +277,34 @@ def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archi
     Raises:
         CheckpointDamagedError, CheckpointError: as `Archive`.
     """
-    window = Window(_MemoryStream(memory), 0, memory.numel())
-    archive = Archive(
-        window,
-        memory.numel(),
-        source,
-        checks_crc=checks_crc,
-        max_directory_nbytes=MAX_BLOB_DIRECTORY_BYTES,
-    )
+    archive = open_blob(_MemoryStream(memory), 0, memory.numel(), source, checks_crc=checks_crc)
     if checks_crc:
         archive.check_memory(memory)
     return archive
 
 
+def open_blob(
+    stream: ByteSource, begin: int, nbytes: int, source: str, *, checks_crc: bool
+) -> Archive:
+    """Opens the archive in a range of a stream: one chunk of a tensor, or one piece of plain data.
+
+    Args:
+        begin, nbytes: where the archive lies in the stream.
+        source, checks_crc: as in `Archive`; so are the errors.
+    """
+    window, most = Window(stream, begin, nbytes), MAX_BLOB_DIRECTORY_BYTES
+    return Archive(window, nbytes, source, checks_crc=checks_crc, max_directory_nbytes=most)
+
+
 def read_plain(memory: torch.Tensor, source: str, *, checks_crc: bool = True) -> object:
-    """The plain data that `torch.save` made an archive of; tensors in it get memory of their own.
+    """The plain data in an archive; tensors in it get memory of their own.
 
     Args, errors: as `open_memory`.
     """
     copies: dict[int, torch.Tensor] = {}
 
     def copy_of(place: TensorPlace) -> torch.Tensor:
-        # One that stands in several places is one tensor there.
+        # A tensor that the value refers to twice stays one tensor.
         if id(place) not in copies:
             copies[id(place)] = place.tensor(memory).clone(memory_format=torch.contiguous_format)
         return copies[id(place)]
@@ -319,9 +313,10 @@ def read_plain(memory: torch.Tensor, source: str, *, checks_crc: bool = True) ->
 
 
 def with_tensors(value: object, tensor_of: Callable[[TensorPlace], torch.Tensor]) -> object:
-    """An archive's value with tensors in the place of their places."""
+    """An archive's value with a tensor for every `TensorPlace`."""
     if isinstance(value, TensorPlace):
         return tensor_of(value)
+    # By exact type: a `torch.Size` is a tuple, too, and stays as it is.
     if type(value) is dict:
         return {key: with_tensors(item, tensor_of) for key, item in value.items()}
     if type(value) is list:
@@ -332,7 +327,7 @@ def with_tensors(value: object, tensor_of: Callable[[TensorPlace], torch.Tensor]
 
 
 class _MemoryStream:
-    """The bytes of a tensor, to read as a file. Not `io.BytesIO`: that would copy all of them."""
+    """The bytes of a tensor, to read as a file. `io.BytesIO` would copy all of them."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._content = memory.numpy().data
@@ -378,20 +373,16 @@ def _first_tensor(data: object, *_: object) -> object:
 
 def _plain_tensor(rebuild: object, kind: object, args: object, *_: object) -> object:
     """A tensor with attributes of its own, which are not kept."""
-    if (
-        not isinstance(rebuild, Call)
-        or not isinstance(kind, _TensorClass)
-        or type(args) is not tuple
-    ):
-        raise ValueError(
-            f"Expected a function, a class of tensors and arguments, got {shown(args)}."
-        )
+    is_tensor = isinstance(kind, _TensorClass)
+    if not is_tensor or not isinstance(rebuild, Call) or type(args) is not tuple:
+        got = shown(args)
+        raise ValueError(f"Expected a function, a class of tensors and arguments, got {got}.")
     if len(args) > _MAX_REBUILD_ARGUMENTS:
         raise ValueError(f"Expected at most {_MAX_REBUILD_ARGUMENTS} arguments, got {len(args)}.")
     return rebuild.result(args)
 
 
-# A pickle names the dtype of a storage by the class that was once made for it.
+# A pickle names the dtype of a storage by the class that older versions of torch had for it.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,

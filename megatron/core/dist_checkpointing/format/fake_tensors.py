@@ -1,12 +1,11 @@
-"""Tensors that have a size and no memory, from which we learn what `torch.save` writes around a
-tensor's data.
+"""Tensors of a size without memory; they show what `torch.save` writes around a tensor's data.
 
 [Note: a guard that dies with its thread] Where torch is built for GPUs and finds none, the first
-FakeTensorMode of the process replaces torch's device guard by one that pretends. The guard serves
-all threads, but torch 2.11 lets it belong to the thread that entered the mode: when that thread
-ends, torch is left with a pointer to freed memory, and the next backward, or the next
-FakeTensorMode, is a segmentation fault. Saves run on lanes, whose threads end. So a thread that
-never ends enters the mode before any other does. torch 2.12 keeps the guard as long as the process.
+FakeTensorMode of the process replaces torch's device guard with a fake one, which serves all
+threads. In torch 2.11 it belongs to the thread that entered the mode: when that thread ends, torch
+is left with a pointer to freed memory, and the next backward, or the next FakeTensorMode, is a
+segmentation fault. Saves run on lanes, whose threads end. So a thread that never ends enters the
+mode before any other does. torch 2.12 keeps the guard as long as the process.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _enter_on_a_thread_that_stays() -> None:
 
 
 def _enter_and_stay(has_entered: threading.Event) -> None:
-    # An error is the caller's to see, who enters the mode next.
+    # The caller enters the mode next and sees an error there, so none is reported from here.
     try:
         with FakeTensorMode():
             pass

@@ -1,14 +1,13 @@
-"""What a published checkpoint says about its own files: a manifest per rank, and the marker over
-all of them.
+"""The files in which a checkpoint describes itself: a manifest per rank, and one marker.
 
-    manifest_0.json     the chunks in rank 0's data file, where their bytes lie, and a digest of every block of them
-    published.json      the marker: sizes of all files, digests of the small ones and of itself; written last
+    manifest_0.json     the chunks in rank 0's data file: their place, and a digest of every block
+    published.json      the marker: sizes of all files, digests of the small ones and of itself
 
-So every byte that a load uses is covered: data by the digests of a manifest, the manifest by the
-marker, the marker by itself. Digests are of blocks, not of chunks, so that a load which needs ten
-rows of a chunk need not read all of it.
+The marker is written last. Every byte that a load uses is covered: data by the digests of a
+manifest, the manifest by the marker, the marker by itself. Digests are of blocks, not of chunks: a
+load that needs ten rows of a chunk need not read all of it.
 
-Both files are JSON and deterministic: the same content is the same bytes.
+Both files are JSON and deterministic: the same content gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ TRAIN_STATE_FILE = "train_state.json"
 MARKER_FILE = "published.json"
 
 BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be shorter
-DATA_ALIGNMENT = (
-    4096  # bytes: where a tensor's data may begin in a data file, as direct I/O wants it
-)
+DATA_ALIGNMENT = 4096  # bytes; direct I/O wants a tensor's data to begin at a multiple of it
 
 FORMAT_VERSION = 1
-_MAX_COUNT = (1 << 63) - 1  # what a size or a place in a file can be
+_MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# By their own names; aliases such as torch.float are left out.
-_DTYPES: dict[str, torch.dtype] = {
+# By their own names, which manifests and pickles use; aliases such as torch.float are left out.
+DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
@@ -60,7 +57,7 @@ def manifest_file(rank: int) -> str:
 
 
 def files_of(world_size: int) -> list[str]:
-    """The files that a checkpoint saved by so many ranks consists of, the marker aside."""
+    """All files of a checkpoint that so many ranks saved, except the marker."""
     ranks = range(world_size)
     return [METADATA_FILE, TRAIN_STATE_FILE, *map(data_file, ranks), *map(manifest_file, ranks)]
 
@@ -71,10 +68,11 @@ def digest(data: Buffer) -> str:
 
 
 def digests_of(data: Buffer) -> tuple[str, ...]:
-    """The digest of each block of contiguous bytes; none of no bytes."""
+    """The digest of each block of contiguous bytes."""
     view = memoryview(data)
     if not view.nbytes:
-        return ()
+        return ()  # a view without elements cannot be cast
+
     view = view.cast("B")
     return tuple(
         digest(view[begin : begin + BLOCK_BYTES]) for begin in range(0, view.nbytes, BLOCK_BYTES)
@@ -82,18 +80,18 @@ def digests_of(data: Buffer) -> tuple[str, ...]:
 
 
 def num_blocks(data_nbytes: int) -> int:
-    """How many digests there are of so many bytes."""
+    """The number of digests of so many bytes."""
     return -(-data_nbytes // BLOCK_BYTES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How a manifest names a dtype: "float32"."""
+    """A dtype's name in manifests: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a manifest, which has been read, names."""
-    return _DTYPES[name]
+    """The dtype of a name from a manifest that has been checked."""
+    return DTYPES[name]
 
 
 class ChunkRecord(NamedTuple):
@@ -130,12 +128,13 @@ class Manifest:
             "nbytes": self.nbytes,
             "chunk_fields": ChunkRecord._fields,
         }
+        # Put together by hand: `json.dumps` writes all on one line, or every number on its own.
         lines = ",".join(f"\n{_to_json(chunk)}" for chunk in self.chunks)
         return f'{_to_json(head)[:-1]},"chunks":[{lines}\n]}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str) -> Manifest:
-        """What `to_bytes` wrote.
+        """Reads the output of `to_bytes`.
 
         Args:
             source: the file's name, for errors.
@@ -146,31 +145,24 @@ class Manifest:
         """
         members = _parse(content, source)
         _check_version(members, source)
-        _check_members(
-            members, ("save_id", "rank", "file", "nbytes", "chunk_fields", "chunks"), source
-        )
-        save_id, rank, file, nbytes = (
-            members[name] for name in ("save_id", "rank", "file", "nbytes")
-        )
+        names = ("save_id", "rank", "file", "nbytes", "chunk_fields", "chunks")
+        save_id, rank, file, nbytes, fields, chunks = _members(members, names, source)
+
         _expect(isinstance(save_id, str) and save_id != "", "a save id", save_id, source)
         _expect(_is_count(rank), "a rank", rank, source)
         _expect(file == data_file(rank), f"the file {data_file(rank)}", file, source)
         _expect(_is_count(nbytes), "a number of bytes", nbytes, source)
-        fields, chunks = members["chunk_fields"], members["chunks"]
-        _expect(
-            fields == list(ChunkRecord._fields),
-            f"the fields {list(ChunkRecord._fields)}",
-            fields,
-            source,
-        )
+        known = list(ChunkRecord._fields)
+        _expect(fields == known, f"the fields {known}", fields, source)
         _expect(isinstance(chunks, list), "a list of chunks", chunks, source)
+
         records = tuple(_chunk(values, source) for values in chunks)
         _check_places(records, nbytes, source)
         return cls(save_id, rank, file, nbytes, records)
 
 
 class FileRecord(NamedTuple):
-    """What the marker says about one file."""
+    """One file, as the marker describes it."""
 
     nbytes: int
     digest: str | None  # None for data files: their digests are in the manifests
@@ -178,26 +170,24 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a checkpoint published. It names every other file of it,
-    `files_of(world_size)`.
-    """
+    """Its presence makes a checkpoint published. It names every other file of it."""
 
     save_id: str
     iteration: int
     world_size: int  # ranks that saved
-    files: dict[str, FileRecord]
+    files: dict[str, FileRecord]  # of `files_of(world_size)`
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per file in the order of their names."""
-        head = self._head()
+        head = _to_json(self._head())[:-1]
         lines = ",".join(
             f"\n{_to_json(name)}:{_to_json(record)}" for name, record in sorted(self.files.items())
         )
-        return f'{_to_json(head)[:-1]},"files":{{{lines}\n}},"digest":{_to_json(self._digest())}}}\n'.encode()
+        return f'{head},"files":{{{lines}\n}},"digest":{_to_json(self._digest())}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str) -> Marker:
-        """What `to_bytes` wrote, to the bit.
+        """Reads the output of `to_bytes`, and nothing else.
 
         Args:
             source: the file's name, for errors.
@@ -207,34 +197,31 @@ class Marker:
             CheckpointError: for another version of the format.
         """
         members = _parse(content, source)
+        # Before the version: of a damaged marker, no other word is to be believed.
         written = members.pop("digest", None)
         got = digest(_to_json(members, sort_keys=True).encode())
         _expect(written == got, f"the digest {written!r}", got, source)
         _check_version(members, source)
-        _check_members(members, ("save_id", "iteration", "world_size", "files"), source)
-        save_id, iteration, world_size, files = (
-            members[name] for name in ("save_id", "iteration", "world_size", "files")
-        )
+
+        names = ("save_id", "iteration", "world_size", "files")
+        save_id, iteration, world_size, files = _members(members, names, source)
         _expect(isinstance(save_id, str) and save_id != "", "a save id", save_id, source)
         _expect(_is_count(iteration), "an iteration", iteration, source)
         _expect(_is_count(world_size) and world_size > 0, "a number of ranks", world_size, source)
         _expect(isinstance(files, dict), "files by name", files, source)
-        # Counted first: names of as many ranks as a wrong number says may not fit into memory.
+        # Counted first: the names for a wrong, huge number of ranks may not fit into memory.
         is_all = len(files) == 2 + 2 * world_size and files.keys() == set(files_of(world_size))
         _expect(is_all, f"the files of {world_size} ranks", sorted(files), source)
+
         data_files = set(map(data_file, range(world_size)))
         records = {
             name: _file_record(name, values, name in data_files, source)
             for name, values in files.items()
         }
         marker = cls(save_id, iteration, world_size, records)
-        # The same values can be spelled in many ways, of which one has been written.
-        _expect(
-            marker.to_bytes() == content,
-            "the bytes that were written",
-            "others that mean the same",
-            source,
-        )
+        # The same values can be spelled in many ways; only one of them was written.
+        is_exact = marker.to_bytes() == content
+        _expect(is_exact, "the bytes that were written", "others that mean the same", source)
         return marker
 
     def _head(self) -> dict[str, Any]:
@@ -264,6 +251,7 @@ def _parse(content: bytes, source: str) -> dict[str, Any]:
 
 
 def _check_version(members: dict[str, Any], source: str) -> None:
+    # A CheckpointError and no damage: a later version of this program can read the checkpoint.
     version = members.pop("format_version", None)
     _expect(_is_count(version), "a format version", version, source)
     if version != FORMAT_VERSION:
@@ -272,10 +260,11 @@ def _check_version(members: dict[str, Any], source: str) -> None:
         )
 
 
-def _check_members(members: dict[str, Any], names: Sequence[str], source: str) -> None:
-    _expect(
-        sorted(members) == sorted(names), f"the members {sorted(names)}", sorted(members), source
-    )
+def _members(members: dict[str, Any], names: Sequence[str], source: str) -> list[Any]:
+    """The values of exactly these members, in the order of `names`."""
+    got, wanted = sorted(members), sorted(names)
+    _expect(got == wanted, f"the members {wanted}", got, source)
+    return [members[name] for name in names]
 
 
 def _expect(is_met: bool, what: str, got: object, source: str) -> None:
@@ -286,6 +275,7 @@ def _expect(is_met: bool, what: str, got: object, source: str) -> None:
 
 
 def _is_count(value: object) -> bool:
+    # Not `isinstance`, for which JSON's `true` is an integer, too.
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
@@ -302,12 +292,8 @@ def _file_record(name: str, values: object, is_data: bool, source: str) -> FileR
     _expect(is_pair, f"a size and a digest of {name}", values, source)
     assert isinstance(values, list), "as just checked"
     nbytes, written = values
-    _expect(
-        written is None if is_data else _is_digest(written),
-        f"the digest of {name}",
-        written,
-        source,
-    )
+    is_right = written is None if is_data else _is_digest(written)
+    _expect(is_right, f"the digest of {name}", written, source)
     return FileRecord(nbytes, written)
 
 
@@ -316,27 +302,24 @@ def _chunk(values: object, source: str) -> ChunkRecord:
     is_whole = isinstance(values, list) and len(values) == len(ChunkRecord._fields)
     _expect(is_whole, f"a chunk of {len(ChunkRecord._fields)} values", values, source)
     assert isinstance(values, list), "as just checked"
-    key, dtype, offsets, sizes, blob_offset, blob_nbytes, data_offset, data_nbytes, digests = values
-    places = [blob_offset, blob_nbytes, data_offset, data_nbytes]
+    key, dtype, offsets, sizes, *places, digests = values
     _expect(isinstance(key, str) and key != "", "a key", key, source)
+
     where = f"{key!r} in {source}"
-    _expect(isinstance(dtype, str) and (dtype == "" or dtype in _DTYPES), "a dtype", dtype, where)
+    _expect(isinstance(dtype, str) and (dtype == "" or dtype in DTYPES), "a dtype", dtype, where)
     is_box = _is_counts(offsets) and _is_counts(sizes) and len(offsets) == len(sizes)
     _expect(is_box, "as many offsets as sizes", (offsets, sizes), where)
     _expect(_is_counts(places), "places in the file", places, where)
     _expect(isinstance(digests, list) and all(map(_is_digest, digests)), "digests", digests, where)
-    _expect(
-        len(digests) == num_blocks(data_nbytes),
-        f"{num_blocks(data_nbytes)} digests",
-        digests,
-        where,
-    )
+
+    blob_offset, blob_nbytes, data_offset, data_nbytes = places
+    number = num_blocks(data_nbytes)
+    _expect(len(digests) == number, f"{number} digests", digests, where)
     if dtype:
-        nbytes = math.prod(sizes) * _DTYPES[dtype].itemsize
+        nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
         _expect(data_nbytes == nbytes, f"{nbytes} bytes of data", data_nbytes, where)
-        _expect(
-            nbytes == 0 or data_offset % DATA_ALIGNMENT == 0, "aligned data", data_offset, where
-        )
+        is_aligned = nbytes == 0 or data_offset % DATA_ALIGNMENT == 0
+        _expect(is_aligned, "aligned data", data_offset, where)
     else:
         is_all_data = (blob_offset, blob_nbytes) == (data_offset, data_nbytes)
         _expect(is_all_data and offsets == [], "a blob that is all data", values, where)
@@ -348,16 +331,13 @@ def _chunk(values: object, source: str) -> ChunkRecord:
 
 def _check_places(chunks: Iterable[ChunkRecord], nbytes: int, source: str) -> None:
     """Blobs follow each other in the file, and their data lies in them."""
+    # With that, no byte belongs to two chunks, and a load never reads more than the file.
     end = 0
     for chunk in chunks:
         where = f"{chunk.key!r} in {source}"
         _expect(chunk.blob_offset >= end, f"a blob from byte {end} on", chunk.blob_offset, where)
         end = chunk.blob_offset + chunk.blob_nbytes
         data_end = chunk.data_offset + chunk.data_nbytes
-        _expect(
-            chunk.blob_offset <= chunk.data_offset and data_end <= end,
-            "data within the blob",
-            chunk[4:8],
-            where,
-        )
+        is_inside = chunk.blob_offset <= chunk.data_offset and data_end <= end
+        _expect(is_inside, "data within the blob", chunk[4:8], where)
     _expect(end <= nbytes, f"blobs within the {nbytes} bytes of the file", end, source)

@@ -5,8 +5,8 @@ dtype, shape and chunks, and for every chunk the file and the place in it.
 
 [Note: composing] A checkpoint of a thousand ranks has a hundred thousand chunks. Making four
 objects for each, only for `pickle` to take them apart again, takes several times as long as writing
-down the opcodes, of which there are few: the pickle begins with everything that is named over and
-over, and the rest refers to that.
+the opcodes directly. Few are needed: the pickle begins with everything that is named over and over,
+and the rest refers to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-# Readers put a key into messages, and hold it against others, for every chunk of its tensor.
+from megatron.core.dist_checkpointing.format.manifest import data_file, dtype_name
+
+# Readers compare a key with others, and put it into messages, for every chunk of its tensor.
 MAX_KEY_CHARS = 4096
 
 
@@ -44,7 +46,7 @@ class SavedTensor(NamedTuple):
 
 
 class SavedPlain(NamedTuple):
-    """Something that is no tensor, and where its blob lies."""
+    """A piece of plain data, and where its blob lies."""
 
     key: str
     rank: int
@@ -63,6 +65,8 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]
     repeated = [key for key, count in counts.items() if count > 1]
     if repeated:
         raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
+
+    # A checkpoint that its own readers would refuse must not be written.
     longest = max(counts, key=len, default="")
     if len(longest) > MAX_KEY_CHARS:
         raise ValueError(
@@ -72,21 +76,44 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]
 
 
 def nested_path(key: str) -> tuple[str, ...]:
-    """Where a key's value stands in the nested dict that DCP gives to those who ask for all of a
-    checkpoint.
+    """Where a key's value stands in the nested dict that DCP makes of a whole checkpoint.
 
-    "model.layers.0.weight" is at "layers.0.weight" in "model": names of parameters are not taken
-    apart.
+    "model.layers.0.weight" is at "layers.0.weight" in "model": names of parameters stay whole.
     """
     root, dot, rest = key.partition(".")
     if not dot:
         return (key,)
+
     if root == "optimizer" and rest.startswith("state."):
         name, dot, state = rest.removeprefix("state.").rpartition(".")
         return (root, "state", name, state) if dot else (root, "state", state)
     if root == "rng":
         return (root, *rest.split(".", 1))
     return (root, rest)
+
+
+def tensors_of(metadata: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
+    """The tensors by key, in the order of the metadata."""
+    entries = metadata.state_dict_metadata.items()
+    return {key: entry for key, entry in entries if isinstance(entry, dcp.TensorStorageMetadata)}
+
+
+def plain_keys_of(metadata: dcp.Metadata) -> list[str]:
+    """The keys of plain data."""
+    entries = metadata.state_dict_metadata.items()
+    return [key for key, entry in entries if isinstance(entry, dcp.BytesStorageMetadata)]
+
+
+def differences(
+    key: str, saved: dcp.TensorStorageMetadata, shape: Sequence[int], dtype: torch.dtype
+) -> list[str]:
+    """How a saved tensor differs from the one it is to be loaded into, each as a clause."""
+    found = []
+    if tuple(saved.size) != tuple(shape):
+        found.append(f"{key} has shape {tuple(saved.size)} where the model has {tuple(shape)}")
+    if saved.properties.dtype != dtype:
+        found.append(f"{key} is {saved.properties.dtype} where the model has {dtype}")
+    return found
 
 
 _BEGIN_DICT = pickle.EMPTY_DICT + pickle.MARK
@@ -110,6 +137,8 @@ _FIELD_NAMES = (
 
 
 def _code_of_int(value: int) -> bytes:
+    # Always four bytes for small numbers. `pickle` writes shorter opcodes for some of them, but
+    # its readers take either.
     if 0 <= value < 1 << 31:
         return pickle.BININT + value.to_bytes(4, "little")
     digits = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
@@ -124,7 +153,7 @@ def _code_of_text(value: str) -> bytes:
 class _Composer:
     """Writes the opcodes of one pickle. Lives for one `compose_metadata`.
 
-    The unpickler numbers what it is told to remember in the order in which it meets it, so opcodes
+    The unpickler numbers what it is told to remember in the order in which it comes. So opcodes
     have to be made in the order in which they are written.
     """
 
@@ -134,133 +163,92 @@ class _Composer:
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._files: dict[int, bytes] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
-        # Everything below is a reference to what has been put and dropped at the beginning.
+
+        # Everything below refers to objects that the pickle makes, and drops again, at its
+        # beginning. Their order fixes their numbers, and so the bytes of every `.metadata`.
         self._text = {name: self._prepared(_code_of_text(name)) for name in _FIELD_NAMES}
-        (
-            self._chunk,
-            self._tensor,
-            self._properties,
-            self._bytes,
-            self._index,
-            self._info,
-            self._metadata,
-        ) = (self._prepared_class(kind.__module__, kind.__qualname__) for kind in _COMPOSED_CLASSES)
+        classes = [self._prepared_class(c.__module__, c.__qualname__) for c in _COMPOSED_CLASSES]
+        self._chunk, self._tensor, self._properties, self._bytes = classes[:4]
+        self._index, self._info, self._metadata = classes[4:]
         self._size = self._prepared_class("torch", "Size")
+        call = pickle.TUPLE1 + pickle.REDUCE
         get_layout = self._prepared_class("torch.serialization", "_get_layout")
-        self._strided = self._prepared(
-            get_layout + _code_of_text("torch.strided") + pickle.TUPLE1 + pickle.REDUCE
-        )
-        encoding = self._prepared_class(
-            dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__
-        )
-        self._contiguous = self._prepared(
-            encoding + _code_of_int(0) + pickle.TUPLE1 + pickle.REDUCE
-        )
+        self._strided = self._prepared(get_layout + _code_of_text("torch.strided") + call)
+        encoding = dcp._MEM_FORMAT_ENCODING
+        encode = self._prepared_class(encoding.__module__, encoding.__qualname__)
+        self._contiguous = self._prepared(encode + _code_of_int(0) + call)
 
     def compose(self, tensors: list[SavedTensor], plain: list[SavedPlain]) -> bytes:
         text, parts = self._text, self._parts
         names = [*(tensor.key for tensor in tensors), *(item.key for item in plain)]
         keys = {name: self._prepared(_code_of_text(name)) for name in names}
+
         parts += [self._metadata, _BEGIN_OBJECT, text["state_dict_metadata"], _BEGIN_DICT]
         for tensor in tensors:
             parts.append(keys[tensor.key])
             self._add_tensor(tensor)
         for item in plain:
             parts += [keys[item.key], self._bytes, _BLANK_OBJECT]
+
         parts += [pickle.SETITEMS, text["planner_data"], _BEGIN_DICT]
         for key, code in keys.items():
             parts += [code, pickle.MARK, *map(_code_of_text, nested_path(key)), pickle.TUPLE]
+
         parts += [pickle.SETITEMS, text["storage_data"], _BEGIN_DICT]
         for tensor in tensors:
             self._add_places(tensor, keys[tensor.key])
         for item in plain:
-            parts += [
-                self._index,
-                _BEGIN_OBJECT,
-                text["fqn"],
-                keys[item.key],
-                text["index"],
-                pickle.NONE,
-                _END_OBJECT,
-            ]
+            parts += [self._index, _BEGIN_OBJECT, text["fqn"], keys[item.key]]
+            parts += [text["index"], pickle.NONE, _END_OBJECT]
             self._add_place(item.rank, item.blob_offset, item.blob_nbytes)
+
         parts += [pickle.SETITEMS, text["storage_meta"], pickle.NONE]
         parts += [text["version"], _code_of_text(CURRENT_DCP_VERSION), _END_OBJECT, pickle.STOP]
+        # One frame around all: `pickle` itself would begin a new one every 64 KiB.
         body = b"".join(parts)
         return pickle.PROTO + b"\x04" + pickle.FRAME + len(body).to_bytes(8, "little") + body
 
     def _add_tensor(self, tensor: SavedTensor) -> None:
-        text = self._text
-        self._parts += [
-            self._tensor,
-            _BEGIN_OBJECT,
-            text["properties"],
-            self._properties_of(tensor.dtype),
-        ]
-        self._parts += [
-            text["size"],
-            self._size_of(tensor.shape),
-            text["chunks"],
-            pickle.EMPTY_LIST,
-            pickle.MARK,
-        ]
-        size_of = self._size_of
+        text, parts, size_of = self._text, self._parts, self._size_of
+        properties = self._properties_of(tensor.dtype)
+        parts += [self._tensor, _BEGIN_OBJECT, text["properties"], properties]
+        parts += [text["size"], size_of(tensor.shape)]
+        parts += [text["chunks"], pickle.EMPTY_LIST, pickle.MARK]
+
         begin, between = self._chunk + _BEGIN_OBJECT + text["offsets"], text["sizes"]
         for offsets, sizes, *_ in tensor.chunks:
-            self._parts += [begin, size_of(offsets), between, size_of(sizes), _END_OBJECT]
-        self._parts += [pickle.APPENDS, _END_OBJECT]
+            parts += [begin, size_of(offsets), between, size_of(sizes), _END_OBJECT]
+        parts += [pickle.APPENDS, _END_OBJECT]
 
     def _add_places(self, tensor: SavedTensor, key: bytes) -> None:
-        text = self._text
-        begin = self._index + _BEGIN_OBJECT + text["fqn"] + key + text["offset"]
+        begin = self._index + _BEGIN_OBJECT + self._text["fqn"] + key + self._text["offset"]
+        number = self._text["index"]
         for i, (offsets, _, rank, blob_offset, blob_nbytes) in enumerate(tensor.chunks):
-            self._parts += [
-                begin,
-                self._size_of(offsets),
-                text["index"],
-                _code_of_int(i),
-                _END_OBJECT,
-            ]
+            self._parts += [begin, self._size_of(offsets), number, _code_of_int(i), _END_OBJECT]
             self._add_place(rank, blob_offset, blob_nbytes)
 
     def _add_place(self, rank: int, blob_offset: int, blob_nbytes: int) -> None:
-        text = self._text
+        text, parts = self._text, self._parts
+        # A rank's file is named in full once, at its first chunk, and recalled after that.
         file = self._files.get(rank)
         if file is None:
-            self._files[rank], file = self._remembered(_code_of_text(f"__{rank}_0.distcp"))
-        self._parts += [self._info, _BEGIN_OBJECT, text["relative_path"], file, text["offset"]]
-        self._parts += [
-            _code_of_int(blob_offset),
-            text["length"],
-            _code_of_int(blob_nbytes),
-            _END_OBJECT,
-        ]
+            self._files[rank], file = self._remembered(_code_of_text(data_file(rank)))
+        parts += [self._info, _BEGIN_OBJECT, text["relative_path"], file]
+        parts += [text["offset"], _code_of_int(blob_offset)]
+        parts += [text["length"], _code_of_int(blob_nbytes), _END_OBJECT]
 
     def _properties_of(self, dtype: torch.dtype) -> bytes:
         code = self._dtypes.get(dtype)
         if code is None:
-            name = (
-                _code_of_text("torch")
-                + _code_of_text(str(dtype).removeprefix("torch."))
-                + pickle.STACK_GLOBAL
-            )
-            state = [
-                pickle.MARK,
-                name,
-                self._strided,
-                pickle.NEWFALSE,
-                self._contiguous,
-                pickle.NEWFALSE,
-                pickle.TUPLE,
-            ]
-            self._dtypes[dtype], code = self._remembered(
-                b"".join(
-                    [self._properties, pickle.EMPTY_TUPLE, pickle.NEWOBJ, *state, pickle.BUILD]
-                )
-            )
+            name = _code_of_text("torch") + _code_of_text(dtype_name(dtype)) + pickle.STACK_GLOBAL
+            state = [pickle.MARK, name, self._strided, pickle.NEWFALSE]
+            state += [self._contiguous, pickle.NEWFALSE, pickle.TUPLE]
+            blank = self._properties + _BLANK_OBJECT
+            self._dtypes[dtype], code = self._remembered(b"".join([blank, *state, pickle.BUILD]))
         return code
 
     def _size_of(self, sizes: tuple[int, ...]) -> bytes:
+        # Most chunks are as large as another, and begin where another does.
         code = self._sizes.get(sizes)
         if code is None:
             integers = b"".join([pickle.MARK, *map(_code_of_int, sizes), pickle.TUPLE])
@@ -273,21 +261,15 @@ class _Composer:
         return self._prepared(_code_of_text(module) + _code_of_text(name) + pickle.STACK_GLOBAL)
 
     def _prepared(self, code: bytes) -> bytes:
-        """Has the unpickler make something and set it aside. Returns the opcodes that bring it
-        back.
-        """
+        """Has the unpickler make and memoize something. Returns the opcodes that recall it."""
         reference, code = self._remembered(code)
         self._parts += [code, pickle.POP]
         return reference
 
     def _remembered(self, code: bytes) -> tuple[bytes, bytes]:
-        """The opcodes that bring back what `code` makes, and those that make it now."""
+        """The opcodes that recall what `code` makes, and those that make it now."""
         number = self._num_remembered
         self._num_remembered += 1
-        short = number < 256
-        reference = (
-            pickle.BINGET + bytes([number])
-            if short
-            else pickle.LONG_BINGET + number.to_bytes(4, "little")
-        )
-        return reference, code + pickle.MEMOIZE
+        if number < 256:
+            return pickle.BINGET + bytes([number]), code + pickle.MEMOIZE
+        return pickle.LONG_BINGET + number.to_bytes(4, "little"), code + pickle.MEMOIZE

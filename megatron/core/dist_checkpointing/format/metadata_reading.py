@@ -1,33 +1,28 @@
 """The `.metadata` of a DCP checkpoint, ours or one that DCP wrote, read without running anything.
 
-[Note: reading] `safe_pickle` reads the pickle, into records in the place of DCP's objects. Only
-once every field of a record has been found to be of the right type is the object made that it
-stands for.
+[Note: reading] `safe_pickle` reads the pickle into records, which take the place of DCP's objects.
+An object is made only once every field of its record has been found to be of the right type.
 
 A small pickle can refer to one long list from a hundred thousand records. So lists and tuples are
-checked once, however many records share them; keys, sizes and paths, which the readers of a
-checkpoint walk for every chunk, have a bounded length.
+checked once, however many records share them. Keys, sizes and paths have a bounded length, because
+the readers of a checkpoint walk them for every chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.dist_checkpointing.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    shown,
-)
+from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, shown
+from megatron.core.dist_checkpointing.format.manifest import DTYPES
 from megatron.core.dist_checkpointing.format.metadata import MAX_KEY_CHARS
 from megatron.core.dist_checkpointing.format.safe_pickle import (
-    DTYPES,
     Call,
     Record,
     RecordClass,
@@ -40,15 +35,13 @@ _MAX_FOLDER_CHARS = 4096
 
 
 def parse_metadata(content: bytes, source: str) -> Metadata:
-    """Reads a `.metadata`, ours or one that DCP wrote, without running anything. See [Note:
-    reading].
+    """Reads a `.metadata`, ours or one that DCP wrote. See [Note: reading].
 
     Args:
         source: the file's name, for messages.
 
     Raises:
-        CheckpointDamagedError: if it is not a whole `Metadata` whose fields have the types they
-            should have.
+        CheckpointDamagedError: if it is not a whole `Metadata` with fields of the right types.
         CheckpointError: if it names anything but DCP's own classes, or files outside of its folder.
     """
     found = read_pickle(content, source, _ADMITTED, "the classes of DCP's metadata")
@@ -72,11 +65,10 @@ _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def _looked_up(table: Mapping[Any, object], kind: type) -> Call:
-    """A function that looks something up. The type comes first: hashing anything could take for
-    ever.
-    """
+    """A function that a pickle may call to look something up in a table."""
 
     def look_up(name: object) -> object:
+        # The type comes first: hashing an arbitrary object could take for ever.
         if type(name) is not kind:
             raise ValueError(f"Expected a {kind.__name__}, got a {type(name).__name__}.")
         return table[name]
@@ -100,26 +92,22 @@ _MEMORY_FORMATS = {
 # All that a pickle of metadata may name.
 _ADMITTED: dict[tuple[str, str], object] = {
     **{(kind.__module__, kind.__qualname__): RecordClass(kind) for kind in _FIELDS},
-    (dcp._MEM_FORMAT_ENCODING.__module__, dcp._MEM_FORMAT_ENCODING.__qualname__): _looked_up(
-        _MEMORY_FORMATS, int
-    ),
+    (dcp.__name__, dcp._MEM_FORMAT_ENCODING.__qualname__): _looked_up(_MEMORY_FORMATS, int),
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Call(size_of),
     ("torch.serialization", "_get_layout"): _looked_up({"torch.strided": torch.strided}, str),
-    # The folder that DCP was told to save in: the class's home depends on the version of Python.
+    # The folder that DCP was told to save in. Its class has moved between versions of Python.
     ("pathlib", "PosixPath"): Call(_path_of),
     ("pathlib._local", "PosixPath"): Call(_path_of),
 }
 
 
-class _RecordReader:
-    """Makes of records the objects that they stand for, if all of their fields are of the right
-    type.
-    """
+class _RecordReader(UntrustedReader):
+    """Turns records into the objects they stand for, if all of their fields have the right type."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
-        # What has been found right. The pickle's value keeps all of it alive: no id is used again.
+        super().__init__(source)
+        # What has been checked. The pickle's value keeps all of it alive, so no id is used twice.
         self._files: set[str] = set()
         self._size_ids: set[int] = set()
         self._path_ids: set[int] = set()
@@ -131,8 +119,9 @@ class _RecordReader:
         fields = self._fields(record, dcp.Metadata)
         entries = self._expect(fields["state_dict_metadata"], dict, "state_dict_metadata")
         places = self._expect(fields["storage_data"], dict, "storage_data")
-        # A list of chunks could be referred to from a million tensors; but each chunk has a place.
+        # A million tensors could refer to one list of chunks; but each chunk needs its own place.
         self._max_chunks = len(places)
+
         return Metadata(
             state_dict_metadata={self._key(key): self._entry(entries[key], key) for key in entries},
             planner_data=self._planner_data(fields.get("planner_data")),
@@ -145,6 +134,7 @@ class _RecordReader:
         if type(record) is Record and record.kind is dcp.BytesStorageMetadata:
             self._fields(record, dcp.BytesStorageMetadata)
             return dcp.BytesStorageMetadata()
+
         fields = self._fields(record, dcp.TensorStorageMetadata)
         chunks = fields["chunks"]
         if type(chunks) is not list:
@@ -160,6 +150,7 @@ class _RecordReader:
 
     def _chunk(self, record: Any, key: str) -> dcp.ChunkStorageMetadata:
         fields = self._fields(record, dcp.ChunkStorageMetadata)
+        # Most sizes are shared by many chunks, and have been checked for another one.
         for size in (fields["offsets"], fields["sizes"]):
             if id(size) not in self._size_ids:
                 self._size(size, key)
@@ -181,6 +172,7 @@ class _RecordReader:
 
     def _storage_data(self, places: dict[Any, Any]) -> dict[dcp.MetadataIndex, _StorageInfo]:
         found = {self._index(index): self._info(info) for index, info in places.items()}
+        # Two records are different keys of a dict, even if they stand for the same chunk.
         if len(found) != len(places):
             self._fail("one place for each chunk", f"{len(places)} places for {len(found)} chunks")
         return found
@@ -202,9 +194,9 @@ class _RecordReader:
         if type(file) is not str or file not in self._files:
             self._check_file(file)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            self._fail(
-                f"a place in {file} as numbers of bytes", f"{shown(offset)} and {shown(length)}"
-            )
+            got = f"{shown(offset)} and {shown(length)}"
+            self._fail(f"a place in {file} as numbers of bytes", got)
+
         descriptors = fields.get("transform_descriptors")
         if descriptors is not None and id(descriptors) not in self._descriptor_ids:
             for name in self._expect(descriptors, list, "transform_descriptors"):
@@ -214,6 +206,7 @@ class _RecordReader:
 
     def _check_file(self, file: Any) -> None:
         self._expect(file, str, "the name of a data file")
+        # A path out of the folder of either kind of system, whichever this one is.
         paths = (PurePosixPath(file), PureWindowsPath(file))
         if not file or "\0" in file or any(path.anchor or ".." in path.parts for path in paths):
             raise CheckpointError(
@@ -240,6 +233,7 @@ class _RecordReader:
         if record is None:
             return None
         fields = self._fields(record, dcp.StorageMeta)
+        # DCP stores the folder as it was given: as text, or as a path.
         folder = fields.get("checkpoint_id")
         if isinstance(folder, PurePosixPath):
             folder = str(folder)
@@ -266,16 +260,16 @@ class _RecordReader:
         return key
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
-        """What a blank record that stands for an object of `kind` holds, if that is what it
-        should.
-        """
+        """The fields of a record of `kind`, if they are those of its class."""
         if type(record) is not Record or record.kind is not kind:
             self._fail(f"a {kind.__name__}", f"a {_kind_name(record)}")
+
         state = record.state
         if kind is dcp.TensorProperties:
             state = {"state": state}  # DCP pickles these as a tuple
         fields: Any = {} if state is None else state
         needed, optional = _FIELDS[kind]
+        # Almost all records take this way out. Equal keys are strings, as the names in `needed`.
         if type(fields) is dict and fields.keys() == needed:
             return fields
 
@@ -294,12 +288,9 @@ class _RecordReader:
             self._fail(f"{what} as {kind.__name__}", f"a {_kind_name(found)}")
         return found
 
-    def _fail(self, expected: str, got: str) -> NoReturn:
-        raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.")
-
 
 def _object_of(kind: type, fields: dict[str, Any]) -> object:
-    """An object of a dataclass, made without its constructor: there are hundreds of thousands."""
+    """An object of a dataclass, without a call of its constructor for hundreds of thousands."""
     made: object = object.__new__(kind)
     vars(made).update(fields)
     return made

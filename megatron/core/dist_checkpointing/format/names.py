@@ -4,8 +4,8 @@ SAVE/latest_checkpointed_iteration.txt      moves last, atomically; for people a
 SAVE/iter_0000010/                          published
 SAVE/iter_0000020.<token>.saving/           in flight or abandoned: never loaded
 
-This is the only place that takes such a name apart. It does without torch, whose import would cost
-tools that look at a folder often two seconds each time.
+No other file takes such a name apart. This one does not import torch, which would cost tools that
+look at a folder often two seconds each time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# ASCII digits: \d has those of other scripts, and int() takes them. At most 18, which 64 bits hold.
+# ASCII digits: \d matches those of other scripts, and int() takes them. 64 bits hold 18 of them.
 _FOLDER = re.compile(r"iter_([0-9]{7,18})((?:\..+)?)")
 _ITERATION = re.compile(r"[0-9]{1,18}")
 _MAX_SHOWN = 40  # characters of a tracker file in a message
 
 
 class FolderName(NamedTuple):
-    """What the name of a folder says about a checkpoint of a run."""
+    """The name of a run's checkpoint folder, taken apart."""
 
     iteration: int
     suffix: str  # "" if it is published, or such as ".3f9a01c21.saving"
 
 
 def checkpoint_name(iteration: int) -> str:
-    """The name of the folder of the checkpoint of this iteration."""
+    """The folder of the checkpoint of this iteration."""
     return f"iter_{iteration:07d}"
 
 
 def parse_folder(name: str) -> FolderName | None:
-    """What a name says, or None for one that no run gives to a checkpoint, whole or not."""
+    """Takes a name apart. None for one that no run gives to a checkpoint, whole or not."""
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -50,7 +50,7 @@ def parse_folder(name: str) -> FolderName | None:
 
 
 def iteration_of(name: str) -> int | None:
-    """The iteration of the published checkpoint that has this name, or None if it names none."""
+    """The iteration of the published checkpoint of this name, or None if it is no such name."""
     found = parse_folder(name)
     return found.iteration if found is not None and not found.suffix else None
 
@@ -61,7 +61,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 class Folders(Protocol):
-    """The part of a `Store` that the questions below are put to."""
+    """The part of a `Store` that this file needs."""
 
     @property
     def root(self) -> str: ...
@@ -78,11 +78,17 @@ class Folders(Protocol):
     def write(self, path: str, content: bytes) -> None: ...
 
 
+def path_of(store: Folders, path: str) -> str:
+    """A file or folder of a store, as messages name it."""
+    return f"{store.root}/{path}"
+
+
 def published_iterations(store: Folders) -> list[int]:
-    """The iterations of the published checkpoints, ascending; none if there is no such folder.
+    """The iterations of the published checkpoints, ascending; empty if the store has no folder yet.
 
     CheckpointError if there is a file in the folder's place.
     """
+    # Only the root of a local store is a path of the file system.
     if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
     names = {name: iteration_of(name) for name in store.folders()}
@@ -91,16 +97,14 @@ def published_iterations(store: Folders) -> list[int]:
 
 
 def latest_iteration(store: Folders) -> int | None:
-    """The newest published checkpoint's iteration, or None if the store holds nothing of a
-    checkpoint.
+    """The newest published checkpoint's iteration, or None if the store holds no checkpoint.
 
-    What counts is what has been published. The tracker file may lag by one after a crash between
-    the two.
+    The folders decide, not the tracker file, which a crash may leave one behind.
 
     Raises:
         CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
-            "There is one that cannot be found" must not look like "there is none", or a run would
-            begin anew over its own results.
+            A checkpoint that cannot be found must not look like none at all, or a run would start
+            afresh over its own results.
     """
     published = published_iterations(store)
     tracked = _read_tracker(store)
@@ -115,12 +119,11 @@ def latest_iteration(store: Folders) -> int | None:
             )
         return published[-1] if published else None
 
-    tracker = f"{store.root}/{TRACKER_FILE}"
+    tracker = path_of(store, TRACKER_FILE)
     if tracked not in published:
         raise CheckpointError(
-            f"Expected {store.root}/{checkpoint_name(tracked)}, which {tracker} names, got "
-            f"checkpoints {published}. "
-            "Name one with --ckpt-step, or correct the file."
+            f"Expected {path_of(store, checkpoint_name(tracked))}, which {tracker} names, got "
+            f"checkpoints {published}. Name one with --ckpt-step, or correct the file."
         )
     if tracked != published[-1]:
         logger.warning(
@@ -134,23 +137,24 @@ def latest_iteration(store: Folders) -> int | None:
 
 
 def track(store: Folders, iteration: int) -> bool:
-    """Has the tracker file name a checkpoint that is published. Returns whether it does, for good.
+    """Makes the tracker file name a published checkpoint. Returns whether that is durable.
 
-    Raises nothing, since what counts is done: a failure is logged.
+    Raises nothing: the checkpoint is published, so a failure here is only logged.
     """
     try:
         store.write(TRACKER_FILE, f"{iteration}\n".encode())
     except Exception as error:  # remote stores have errors of their own
-        path = f"{store.root}/{checkpoint_name(iteration)}"
+        path = path_of(store, checkpoint_name(iteration))
         message = "%s is published, but %s may still name another: %s"
         logger.warning(message, path, TRACKER_FILE, error)
         return False
+
     return True
 
 
 def _read_tracker(store: Folders) -> int | None:
     """The iteration in the tracker file, or None if there is no such file."""
-    tracker = f"{store.root}/{TRACKER_FILE}"
+    tracker = path_of(store, TRACKER_FILE)
     try:
         content = store.read(TRACKER_FILE)
     except FileNotFoundError:

@@ -2,23 +2,23 @@
 
 [Note: unpickling] A pickle is a program for a stack machine. Its opcodes may name any function of
 any module and call it, set attributes of what they have named, ask for memory for a memo of four
-billion places, spell an integer of a million digits, or nest tuples so that hashing one of them
-takes years or all of the C stack. Python's unpickler lets a subclass look names up, but carries out
-all of the rest itself.
+billion places, spell an integer of a million digits, or nest tuples until hashing one of them takes
+years or all of the C stack. Python's unpickler lets a subclass look up names, but executes all the
+rest itself.
 
-So this is another machine, which knows only the opcodes that `pickle` writes for plain data and
+So this is another machine. It knows only the opcodes that `pickle` writes for plain data and
 dataclasses:
 
-- A name stands for what its reader has listed under it, and everything else is refused by name.
-- Only a `Call` of that list can be called, and an object of a class is a `Record`: it holds what it
-  is given, until its reader has looked at every field of it.
-- Integers have 128 bits at most, keys of a dict are scalars or flat, and nothing is allocated
-  for a number that the pickle states: memory and time are proportional to its own length.
+- A name stands for what the caller has listed under it; every other name is refused.
+- Only a `Call` of that list can be called. An object of a class becomes a `Record`, which holds
+  what it is given until its reader has checked every field.
+- Integers have at most 128 bits, keys of a dict are scalars or flat, and nothing is allocated
+  because the pickle states a number: memory and time are proportional to its own length.
 - A pickle recalls an object of any length in two bytes. An opcode that has to walk what it recalls
-  (the hash of a tuple, the arguments of a call) would make the time quadratic, so there is a bound
-  on all such steps together, and equal long strings are one object: comparing them takes no time.
+  (the hash of a tuple, the arguments of a call) would make the time quadratic. So all such steps
+  together are bounded, and equal long strings are one object, which makes comparing them free.
 
-What comes out may still refer to one object from many places, or to itself. `expect_tree` refuses
+The result may still refer to one object from many places, or to itself. `expect_tree` refuses
 values that would take too long, or too many levels, to walk.
 """
 
@@ -27,27 +27,26 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, reason
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    UntrustedReader,
+    reason,
+)
+
+MAX_DIMS = 64  # of a tensor: torch's own bound
 
 _MAX_INTEGER_BYTES = 16
 _MAX_PROTOCOL = 5
 _MAX_DEPTH = 100  # of a value
-# Values beyond those that a pickle spells, which it has by referring to some again and again.
-_MAX_SHARED = 1_000_000
-MAX_DIMS = 64  # of a tensor: torch's own bound
+_MAX_SHARED = 1_000_000  # values beyond those that a pickle spells: it may refer to some again
 _MAX_ARGUMENTS = 1000  # of a call: a path has an argument for each of its folders
 
-DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-
-# What a key of a dict may be besides a flat tuple: its hash takes as long as it is.
+# Keys of a dict are these, or flat tuples of them: hashing them takes no longer than they are.
 _SCALARS = (str, int, float, bool, type(None))
 _FLAT_KEYS = (tuple, torch.Size)
 
@@ -87,7 +86,7 @@ class Call:
 
 
 def size_of(sizes: object) -> torch.Size:
-    """What the pickle of a torch.Size calls. ValueError for anything but a tuple of integers."""
+    """The function that the pickle of a torch.Size calls. ValueError if `sizes` are not sizes."""
     if type(sizes) is not tuple or len(sizes) > MAX_DIMS:
         raise ValueError(f"Expected a size as a tuple of at most {MAX_DIMS} integers.")
     if not all(type(size) is int for size in sizes):
@@ -109,8 +108,8 @@ def read_pickle(
 
     Args:
         source: the file's name, for messages.
-        admitted: what it may name, and what that stands for.
-        what: it may name, in words: "the classes of DCP's metadata".
+        admitted: what it may name, and what each name stands for.
+        what: the same in words: "the classes of DCP's metadata".
         persistent: what a persistent id stands for. Default: there must be none.
 
     Raises:
@@ -122,12 +121,11 @@ def read_pickle(
         value = machine.run()
     except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # damaged programs raise anything: IndexError, UnicodeDecodeError ...
+    except Exception as error:  # a damaged program raises anything, IndexError for example
         raise CheckpointDamagedError(
             f"Expected a pickle in {source}, got {reason(error)}."
         ) from None
+    # Other readers may look at bytes behind the first pickle, and find something else there.
     if machine.position != len(content):
         raise CheckpointDamagedError(
             f"Expected {source} to end with its pickle at byte {machine.position}, got "
@@ -140,13 +138,14 @@ def expect_tree(value: object, nbytes: int, leaves: tuple[type, ...], source: st
     """Checks that a value can be walked: of bounded size and depth, and all of it plain data.
 
     Args:
-        nbytes: of the pickle that it comes from: it spells no more values.
+        nbytes: of the pickle that it comes from, which spells no more values than that.
         leaves: the types of what may be in its lists, tuples and dicts.
 
     Raises:
         CheckpointDamagedError: if it is too deep, or too large once every reference is followed.
         CheckpointError: if it has parts of another type.
     """
+    # Level by level: a recursion into a prepared value could exhaust the stack.
     max_nodes, num_nodes, level = nbytes + _MAX_SHARED, 0, [value]
     for _ in range(_MAX_DEPTH):
         if not level:
@@ -174,7 +173,7 @@ def expect_tree(value: object, nbytes: int, leaves: tuple[type, ...], source: st
     )
 
 
-class _Machine:
+class _Machine(UntrustedReader):
     """One pickle being read."""
 
     def __init__(
@@ -185,9 +184,9 @@ class _Machine:
         what: str,
         persistent: Callable[[object], object] | None,
     ) -> None:
+        super().__init__(source)
         self.position = 0
         self._content = content
-        self._source = source
         self._admitted = admitted
         self._what = what
         self._persistent = persistent
@@ -198,7 +197,7 @@ class _Machine:
         self._num_steps = 0  # taken through what may have been recalled
 
     def run(self) -> object:
-        """Carries out opcode by opcode, up to the one that ends the pickle."""
+        """Executes opcode by opcode, up to the one that ends the pickle."""
         content, memo = self._content, self._memo
         actions = [_ACTIONS.get(number, _Machine._unknown) for number in range(256)]
 
@@ -207,7 +206,7 @@ class _Machine:
             self.position += 1
 
             # Most opcodes of a large `.metadata` recall something or begin a record. They are
-            # carried out here, because a method call costs more than all the rest of them.
+            # executed here, because a method call costs more than all the rest of them.
             if opcode == _BINGET:
                 self._stack.append(memo[content[self.position]])
                 self.position += 1
@@ -236,6 +235,7 @@ class _Machine:
     def _take(self, nbytes: int) -> bytes:
         begin = self.position
         self.position = end = begin + nbytes
+        # A slice beyond the end would just be shorter.
         if end > len(self._content):
             self._fail(f"{nbytes} more bytes from byte {begin} on", f"{len(self._content) - begin}")
         return self._content[begin:end]
@@ -249,17 +249,18 @@ class _Machine:
             self._fail(f"a protocol of at most {_MAX_PROTOCOL}", f"{protocol}")
 
     def _frame(self) -> None:
-        # A hint for reading from a file, which has been done.
+        # A hint for reading from a file, which has been read already.
         if self._take_number(8) > len(self._content) - self.position:
             self._fail("a frame within the file", "one that is larger")
 
     # Scalars.
 
     def _signed(self) -> None:
+        # Without `_take`: a large `.metadata` has a million of these. A pickle that is cut off
+        # here lacks its STOP and is refused for that.
         end = self.position + 4
-        self._stack.append(
-            int.from_bytes(self._content[self.position : end], "little", signed=True)
-        )
+        number = int.from_bytes(self._content[self.position : end], "little", signed=True)
+        self._stack.append(number)
         self.position = end
 
     def _unsigned1(self) -> None:
@@ -277,15 +278,6 @@ class _Machine:
     def _float(self) -> None:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
-    def _none(self) -> None:
-        self._stack.append(None)
-
-    def _true(self) -> None:
-        self._stack.append(True)
-
-    def _false(self) -> None:
-        self._stack.append(False)
-
     def _text1(self) -> None:
         self._stack.append(self._take(self._take_number(1)).decode("utf-8", "surrogatepass"))
 
@@ -300,7 +292,7 @@ class _Machine:
         text = self._take(nbytes).decode("utf-8", "surrogatepass")
         self._stack.append(self._texts.setdefault(text, text))
 
-    # Containers. What was pushed since the last mark is the content of one.
+    # Containers. One contains what was pushed since the last mark.
 
     def _since_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
@@ -337,15 +329,15 @@ class _Machine:
 
     def _set_item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
-        self._set_items_of(self._stack[-1], [key, value])
+        self._update([key, value])
 
     def _set_items(self) -> None:
-        items = self._since_mark()
-        self._set_items_of(self._stack[-1], items)
+        self._update(self._since_mark())
 
-    def _set_items_of(self, target: object, items: list[Any]) -> None:
-        content = self._expect(target, dict)
+    def _update(self, items: list[Any]) -> None:
+        content = self._expect(self._stack[-1], dict)
         keys = items[::2]
+        # Almost all keys are strings, which need no further check.
         if {*map(type, keys)} != {str}:
             for key in keys:
                 self._check_key(key)
@@ -358,13 +350,13 @@ class _Machine:
             self._fail("scalars as keys", f"a {type(key).__name__}")
 
     def _take_steps(self, count: int) -> None:
-        """Counts the steps through something that may have been recalled in two bytes."""
+        """Counts steps through something that two bytes of the pickle may have recalled."""
         self._num_steps += count
         most = len(self._content) + _MAX_SHARED
         if self._num_steps > most:
             self._fail(f"at most {most} parts of keys and arguments", "more")
 
-    # The memo: what was met before, by number.
+    # The memo: objects to recall, by number.
 
     def _memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
@@ -378,10 +370,12 @@ class _Machine:
     # Names, and objects made of what they stand for.
 
     def _global(self) -> None:
+        module, name = self._take_line(), self._take_line()
+        self._push_named(module, name)
+
+    def _take_line(self) -> str:
         end = self._content.index(b"\n", self.position)
-        module = self._take(end + 1 - self.position)[:-1].decode()
-        end = self._content.index(b"\n", self.position)
-        self._push_named(module, self._take(end + 1 - self.position)[:-1].decode())
+        return self._take(end + 1 - self.position)[:-1].decode()
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
@@ -402,16 +396,15 @@ class _Machine:
     def _new_object(self) -> None:
         args, kind = self._stack.pop(), self._stack.pop()
         if args != () or type(kind) is not RecordClass:
-            self._fail(
-                "a class and no arguments", f"a {type(kind).__name__} and a {type(args).__name__}"
-            )
+            got = f"a {type(kind).__name__} and a {type(args).__name__}"
+            self._fail("a class and no arguments", got)
         self._stack.append(Record(kind.kind))
 
     def _build(self) -> None:
         state = self._stack.pop()
         record = self._stack[-1]
         if type(record) is dict:
-            return  # attributes of an OrderedDict, where torch keeps the versions of modules
+            return  # attributes of an OrderedDict, in which torch keeps the versions of modules
         if type(record) is not Record:
             self._fail("state of a record", f"a {type(record).__name__} that is given some")
         record.state = state
@@ -423,13 +416,13 @@ class _Machine:
 
     def _expect(self, found: Any, kind: type) -> Any:
         if type(found) is not kind:
-            self._fail(
-                f"a {kind.__name__} at byte {self.position - 1}", f"a {type(found).__name__}"
-            )
+            wanted = f"a {kind.__name__} at byte {self.position - 1}"
+            self._fail(wanted, f"a {type(found).__name__}")
         return found
 
-    def _fail(self, expected: str, got: str) -> NoReturn:
-        raise CheckpointDamagedError(f"Expected {expected} in {self._source}, got {got}.")
+
+def _pushing(value: object) -> Callable[[_Machine], None]:
+    return lambda machine: machine._stack.append(value)
 
 
 _BINGET, _LONG_BINGET, _STOP = map(ord, (pickle.BINGET, pickle.LONG_BINGET, pickle.STOP))
@@ -445,9 +438,9 @@ _ACTIONS: dict[int, Callable[[_Machine], None]] = {
         (pickle.BININT2, _Machine._unsigned2),
         (pickle.LONG1, _Machine._long),
         (pickle.BINFLOAT, _Machine._float),
-        (pickle.NONE, _Machine._none),
-        (pickle.NEWTRUE, _Machine._true),
-        (pickle.NEWFALSE, _Machine._false),
+        (pickle.NONE, _pushing(None)),
+        (pickle.NEWTRUE, _pushing(True)),
+        (pickle.NEWFALSE, _pushing(False)),
         (pickle.SHORT_BINUNICODE, _Machine._text1),
         (pickle.BINUNICODE, _Machine._text4),
         (pickle.BINUNICODE8, _Machine._text8),

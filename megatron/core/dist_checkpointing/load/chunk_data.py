@@ -1,4 +1,4 @@
-"""The bytes of one chunk in a data file, read in parts and held against their digests."""
+"""The bytes of one chunk in a data file, read in parts and compared with their digests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, ChunkRecord, digests_of
-from megatron.core.dist_checkpointing.load.small_files import path_of, system_errors
+from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import (
     Box,
     Range,
@@ -17,12 +18,12 @@ from megatron.core.dist_checkpointing.plan.boxes import (
 from megatron.core.dist_checkpointing.store import Store
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
-_STAGING_BYTES = 16 * BLOCK_BYTES  # for what cannot be read straight to where it belongs
-_PAGE_BYTES = 4096  # bytes left out within a page are read along: the system reads whole pages
+_STAGING_BYTES = 16 * BLOCK_BYTES  # for elements that cannot be read straight to their place
+_PAGE_BYTES = 4096  # the system reads whole pages, so a gap within one costs nothing
 
 
 class ChunkData:
-    """One chunk, to read from; by one thread. Ranges are best asked for in ascending order.
+    """One chunk, to be read by one thread. Ranges are best read in ascending order.
 
     Attributes:
         num_read: bytes read so far.
@@ -32,18 +33,17 @@ class ChunkData:
         """
         Args:
             path: of the data file in the store.
-            record: what the manifest says of the chunk.
-            verify: whether to read whole blocks and hold them against their digests.
+            record: the chunk, as the manifest describes it.
+            verify: whether to read whole blocks and compare them with their digests.
         """
         self.num_read = 0
         self._store = store
         self._path = path
         self._record = record
         self._verify = verify
-        self._edge = (
-            -1,
-            memoryview(b""),
-        )  # the last block that was needed in part: its number and its bytes
+        # Number and bytes of the last block that was needed in part: the next range may need the
+        # rest of it.
+        self._edge = (-1, memoryview(b""))
 
     def read(self, begin: int, into: memoryview) -> None:
         """Reads the bytes of the data from `begin` on, as many as `into` holds.
@@ -55,15 +55,17 @@ class ChunkData:
         if not self._verify:
             self._read_raw(begin, into)
             return
+
+        # Only whole blocks have digests. Those within the range are read to their place; of the
+        # others, at its ends, a copy is read, and a part of that is taken.
         nbytes, end, position = self._record.data_nbytes, begin + into.nbytes, begin
         while position < end:
             block, skipped = divmod(position, BLOCK_BYTES)
             block_end = min((block + 1) * BLOCK_BYTES, nbytes)
             if skipped or block_end > end or block == self._edge[0]:
                 stop = min(block_end, end)
-                into[position - begin : stop - begin] = self._block(block)[
-                    skipped : skipped + stop - position
-                ]
+                part = self._block(block)[skipped : skipped + stop - position]
+                into[position - begin : stop - begin] = part
             else:
                 whole_end = end if end == nbytes else end // BLOCK_BYTES * BLOCK_BYTES
                 stop = min(whole_end, position + _READ_BYTES)
@@ -71,11 +73,10 @@ class ChunkData:
             position = stop
 
     def read_box(self, box: Box, target: torch.Tensor) -> None:
-        """Fills `target` with a box of the chunk, straight from the file where both lie together in
-        host memory.
+        """Fills `target` with a box of the chunk; without a copy if both are contiguous.
 
         Args:
-            box: seen from the chunk's origin; it must have elements.
+            box: relative to the chunk's origin; it must have elements.
             target: of the shape of the box and the dtype of the chunk, on any device.
 
         Raises:
@@ -86,8 +87,9 @@ class ChunkData:
         if whole.is_gapless and target.is_cpu and target.is_contiguous():
             self.read(whole.start * itemsize, bytes_of(target))
             return
+
         max_span = _STAGING_BYTES // itemsize
-        # A gap shorter than a block has no block of its own.
+        # A shorter gap contains no whole block, or page, so leaving it out would save nothing.
         max_gap = ((BLOCK_BYTES if self._verify else _PAGE_BYTES) - 1) // itemsize
         staging = torch.empty(min(max_span, whole.span), dtype=target.dtype)
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
@@ -98,7 +100,7 @@ class ChunkData:
         target.copy_(staging.as_strided(part.box.sizes, row_major_strides(self._record.sizes)))
 
     def _block(self, number: int) -> memoryview:
-        """One whole block; the last that was asked for is kept."""
+        """One whole block; the last one is kept."""
         if self._edge[0] != number:
             begin = number * BLOCK_BYTES
             content = memoryview(bytearray(min(BLOCK_BYTES, self._record.data_nbytes - begin)))
@@ -107,15 +109,15 @@ class ChunkData:
         return self._edge[1]
 
     def _read_blocks(self, first: int, into: memoryview) -> None:
-        """Reads whole blocks and holds them against their digests."""
+        """Reads whole blocks and compares them with their digests."""
         self._read_raw(first * BLOCK_BYTES, into)
         record = self._record
         for number, got in enumerate(digests_of(into), start=first):
             if got != record.digests[number]:
+                path = path_of(self._store, self._path)
                 raise CheckpointDamagedError(
                     f"Expected digest {record.digests[number]} of block {number} of {record.key!r} "
-                    "at "
-                    f"{record.offsets} in {path_of(self._store, self._path)}, got {got}."
+                    f"at {record.offsets} in {path}, got {got}."
                 )
 
     def _read_raw(self, begin: int, into: memoryview) -> None:

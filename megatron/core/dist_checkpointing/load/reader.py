@@ -1,18 +1,14 @@
-"""Loading: from a published checkpoint straight into the memory where model and optimizer have
-their states.
+"""Loading: from a published checkpoint straight into the memory of model and optimizer.
 
-First everything is compared: a checkpoint of another model is refused before a byte has been
-written. Then `check_data` reads all that this rank needs and holds it against the digests, and
-keeps nothing; then `load_entries` reads it again, from the page cache where that is large enough,
-and puts it into place. It holds the bytes against the digests once more: what they were a moment
-ago is no proof.
+First everything is compared: a checkpoint of another model is refused before a byte is changed.
+Then `check_data` reads all that this rank needs, compares it with the digests, and keeps nothing.
+Then `load_entries` reads it again, from the page cache where that is large enough, and puts it into
+place. It checks the digests once more, because the files may have changed in between.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.format.metadata import differences
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
+from megatron.core.dist_checkpointing.plan.boxes import pieces
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues
 
-logger = logging.getLogger(__name__)
-
-_NUM_THREADS = 2  # that read: while one copies and hashes, another waits for the disk
+_NUM_THREADS = 2  # that read: while one copies and hashes, the other waits for the disk
 _CHECKED_BYTES = 16 << 20  # at a time, by each of them
 
 
@@ -37,13 +32,13 @@ def check_contents(
     skip: Sequence[str] = (),
     strictness: str = "raise_all",
 ) -> list[Entry]:
-    """Compares a checkpoint with what is to be loaded from it. Touches nothing.
+    """Compares a checkpoint with what is to be loaded from it. Changes nothing.
 
     Args:
-        skip: patterns of keys, as in a shell, that are not loaded, nor missed on either side.
+        skip: patterns of keys, as in a shell, that are not loaded and not missed on either side.
         strictness: `raise_all`: both must have the same keys; `raise_unexpected`: the checkpoint
-            may have more. The names are Megatron's, for which a key is unexpected that the
-            checkpoint does not have.
+            may have more. The names are Megatron's, which calls keys unexpected that the model
+            expects but the checkpoint lacks.
 
     Returns:
         The entries to load.
@@ -57,8 +52,9 @@ def check_contents(
         for key, value in checkpoint.metadata.state_dict_metadata.items()
         if not is_skipped(key, skip)
     }
-    problems = []
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
+
+    problems = []
     if missing := [key for key in [*plain, *wanted] if key not in saved]:
         problems.append(f"it lacks {few(missing)}")
     if strictness == "raise_all":
@@ -70,14 +66,16 @@ def check_contents(
             problems += _differences(entry, saved[key])
     if problems:
         raise other_model(checkpoint.path, problems)
+
+    # Entries of other ranks have been compared too: all ranks refuse the same checkpoints.
     return [entry for entry in wanted.values() if entry.is_own]
 
 
 def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int:
-    """Reads this rank's part of the entries, holds it against the digests, and touches nothing.
+    """Reads this rank's part of the entries and compares it with the digests. Changes nothing.
 
     Args:
-        entries: what `check_contents` has found.
+        entries: from `check_contents`.
 
     Returns:
         The bytes read from the checkpoint's files.
@@ -86,8 +84,8 @@ def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int
         CheckpointDamagedError: for bytes that are not those that were written.
         CheckpointError: for counters of one fused weight's sections that differ.
     """
-
-    own = threading.local()  # memory that is new costs more to touch than to read into
+    # A buffer per thread, used again and again: touching new memory costs more than reading.
+    own = threading.local()
 
     def check(shared: list[Entry]) -> int:
         if not hasattr(own, "buffer"):
@@ -105,7 +103,7 @@ def load_entries(
 
     Args:
         contents: of live objects, with no save of them under way.
-        entries: what `check_contents` has found.
+        entries: from `check_contents`.
 
     Returns:
         The bytes read from the checkpoint's files.
@@ -120,31 +118,33 @@ def load_entries(
         return _load(checkpoint, shared)
 
     num_bytes = 0
-    follow = _following_this_thread(contents)
     with ThreadPoolExecutor(
-        _NUM_THREADS, thread_name_prefix="checkpoint reader", initializer=follow
+        _NUM_THREADS,
+        thread_name_prefix="checkpoint reader",
+        initializer=_following_this_thread(contents),
     ) as pool:
-        # Group by group, so that what some states are put together from is not there for all of
-        # them at once.
         for group in contents.groups:
+            # An update still under way would overwrite the loaded states.
             if group.unit is not None and group.unit.updated is not None:
                 group.unit.updated.synchronize()
+
             alike = _by_values(entry for entry in group.entries if id(entry) in chosen)
             num_bytes += sum(pool.map(load, [shared for shared in alike if not _is_scaled(shared)]))
-            # What these are put together from must not be there twice.
+            # A scaled state is loaded into fp32 memory first: one at a time, or there would be
+            # such memory for many of them at once.
             num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
-    # The bytes were put into place behind autograd's back; compute weights follow what it sees.
+
+    # Autograd has not seen these writes, and compute weights are made anew by its version counters.
     torch.autograd.graph.increment_version(list(contents.names))
     return num_bytes
 
 
 def _following_this_thread(contents: Contents) -> Callable[[], None]:
-    """What makes another thread issue its copies to a device where this one issues its own work
-    there.
+    """A function that makes another thread use the current streams of this one.
 
-    A thread begins with the default stream of the first device, which need not be that of this
-    thread. A copy would then write to weights that are still in use, and what this thread does next
-    would not wait for it.
+    A thread begins with the default stream of the first device, which need not be this thread's
+    stream. Its copies would then overwrite weights that are still in use, and this thread's next
+    work would not wait for them.
     """
     devices = {entry.values.stored.device for entry in contents.entries}
     streams = [
@@ -174,9 +174,11 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
     num_bytes = 0
     target = shared[0].values.target()
     for number, entry in enumerate(shared):
+        # The counters of a fused weight's sections are one number here, and must be one there.
         if entry.num_rows is None and number:
             num_bytes += _expect_equal(checkpoint, entry, shared[0], target)
             continue
+
         part = entry.part_of(target)
         if part.numel():
             num_bytes += checkpoint.read(entry.key, entry.offsets, part)
@@ -187,25 +189,19 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
 def _check(
     checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor
 ) -> int:
-    """One entry, or the counter of a section against the first section's, in pieces that are soon
-    forgotten.
-    """
+    """Reads one entry in pieces; compares the counter of a section with the first section's."""
+    dtype = entry.values.dtype
     if entry.num_rows is None and entry is not first:
-        target = torch.empty(entry.values.shape, dtype=entry.values.dtype)
-        return checkpoint.read(first.key, first.offsets, target) + _expect_equal(
-            checkpoint, entry, first, target
-        )
-    rest = tuple(entry.values.shape)
-    shape = rest if entry.num_rows is None else (entry.num_rows, *rest[1:])
-    if not math.prod(shape):
-        return 0
-    itemsize, num_bytes = entry.values.dtype.itemsize, 0
-    whole = Box((0,) * len(shape), shape)
-    for part in ranges(whole, shape, max_span=_CHECKED_BYTES // itemsize, max_gap=0):
-        piece = buffer[: part.box.numel * itemsize].view(entry.values.dtype).view(part.box.sizes)
-        offsets = [
-            mine + inner for mine, inner in zip(entry.offsets, part.box.offsets, strict=True)
-        ]
+        target = torch.empty(entry.values.shape, dtype=dtype)
+        num_bytes = checkpoint.read(first.key, first.offsets, target)
+        return num_bytes + _expect_equal(checkpoint, entry, first, target)
+
+    num_bytes, shape = 0, tuple(entry.values.shape)
+    if entry.num_rows is not None:
+        shape = (entry.num_rows, *shape[1:])
+    for box in pieces(shape, _CHECKED_BYTES // dtype.itemsize):
+        piece = buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
+        offsets = [mine + inner for mine, inner in zip(entry.offsets, box.offsets, strict=True)]
         num_bytes += checkpoint.read(entry.key, offsets, piece)
     return num_bytes
 
@@ -213,16 +209,13 @@ def _check(
 def _expect_equal(
     checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
 ) -> int:
-    """The sections of a fused weight have one counter. CheckpointError if those that were saved
-    differ.
-    """
+    """CheckpointError if a section's saved counter differs from that of the first section."""
     other = torch.empty_like(target)
     num_bytes = checkpoint.read(entry.key, entry.offsets, other)
     if not torch.equal(other, target):
         raise CheckpointError(
             f"Expected {entry.key} to be {target.tolist()} in {checkpoint.path}, as {first.key} "
-            "is, whose weight is "
-            f"fused with its own here, got {other.tolist()}."
+            f"is, whose weight is fused with its own here, got {other.tolist()}."
         )
     return num_bytes
 
@@ -230,15 +223,9 @@ def _expect_equal(
 def _differences(entry: Entry, saved: TensorStorageMetadata | BytesStorageMetadata) -> list[str]:
     if not isinstance(saved, TensorStorageMetadata):
         return [f"{entry.key} is plain data where a tensor is wanted"]
-    found = []
-    own = entry.saved_as
-    if tuple(saved.size) != own.shape:
-        found.append(f"{entry.key} has shape {tuple(saved.size)} where the model has {own.shape}")
-    if saved.properties.dtype != own.dtype:
-        found.append(f"{entry.key} is {saved.properties.dtype} where the model has {own.dtype}")
-    return found
+    return differences(entry.key, saved, entry.saved_as.shape, entry.saved_as.dtype)
 
 
 def is_skipped(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a key is one of those that are to be left out. Patterns are as in a shell."""
+    """Whether a key matches one of the patterns, as in a shell."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

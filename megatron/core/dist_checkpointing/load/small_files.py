@@ -1,11 +1,10 @@
-"""The small files of a published checkpoint, read whole and held against the marker and against
-each other.
+"""The small files of a published checkpoint, read whole and compared with each other.
 
-    published.json  --sizes, digests-->  .metadata, train_state.json, manifests;  --sizes-->  data files
+    published.json  --sizes, digests-->  .metadata, train_state.json, manifests
+                    --sizes----------->  data files
     .metadata       --chunks, places-->  manifests
 
-What is held against each other is told as sentences, so that a load can stop at the first and a
-tool can list all.
+Every comparison yields its problems as sentences: a load stops at the first, a tool lists all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
@@ -30,18 +29,23 @@ from megatron.core.dist_checkpointing.format.manifest import (
     dtype_name,
     dtype_named,
 )
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
+from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
 from megatron.core.files import UnusableFileError
 from megatron.core.json_reading import parse_json
 
 _MAX_HEAD_BYTES = 1 << 26  # of the marker of half a million ranks, or of a train state
 
-# Errors of the system that say that the file itself is at fault.
+# Errors of the system that mean that the file itself is at fault: an older checkpoint may do. Other
+# errors, such as EACCES, would hit that one, too.
 _DAMAGE = {errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR}
 
 
 class Blob(NamedTuple):
-    """What `.metadata` says about one blob of a data file."""
+    """One blob of a data file, as `.metadata` describes it."""
 
     key: str
     dtype: str  # as in ChunkRecord
@@ -51,14 +55,9 @@ class Blob(NamedTuple):
     nbytes: int
 
 
-def path_of(store: Store, path: str) -> str:
-    """A file of a store as messages name it."""
-    return f"{store.root}/{path}"
-
-
 @contextmanager
 def system_errors(path: str) -> Iterator[None]:
-    """What the system says about a file of a checkpoint, as a CheckpointError that names it."""
+    """Turns OSErrors about a file of a checkpoint into CheckpointErrors that name it."""
     try:
         yield
     except OSError as error:
@@ -79,9 +78,7 @@ def read_marker(store: Store, name: str) -> Marker:
 
 
 def check_size(store: Store, name: str, file: str, marker: Marker) -> None:
-    """Raises CheckpointDamagedError if a file is not there or has another size than the marker
-    says.
-    """
+    """CheckpointDamagedError if a file is missing, or not of the size that the marker states."""
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
         size = store.size(f"{name}/{file}")
@@ -92,9 +89,7 @@ def check_size(store: Store, name: str, file: str, marker: Marker) -> None:
 
 
 def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
-    """A file whose digest the marker has. Raises CheckpointDamagedError if it is not what was
-    written.
-    """
+    """A file whose digest is in the marker. CheckpointDamagedError if it has another."""
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
         content = store.read(f"{name}/{file}", MAX_METADATA_BYTES)
@@ -107,9 +102,7 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
 
 
 def read_train_state(store: Store, name: str) -> dict[str, Any]:
-    """The plain data of a checkpoint of any format. CheckpointDamagedError if it is not there or
-    not readable.
-    """
+    """The train state of a checkpoint of any format. CheckpointDamagedError if it has none."""
     source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
     with system_errors(source):
         content = store.read(f"{name}/{TRAIN_STATE_FILE}", _MAX_HEAD_BYTES)
@@ -117,9 +110,9 @@ def read_train_state(store: Store, name: str) -> dict[str, Any]:
 
 
 def parse_train_state(content: bytes, source: str) -> dict[str, Any]:
-    """Raises CheckpointDamagedError if it is no JSON object, or one that `parse_json` refuses."""
+    """CheckpointDamagedError for anything but a JSON object that `parse_json` accepts."""
     try:
-        # What a run's logger keeps may be a loss that was none.
+        # A run's logger keeps losses, which may be NaN.
         state = parse_json(content, allow_nan=True)
     except ValueError as error:
         raise CheckpointDamagedError(f"Expected JSON in {source}, got {error}.") from error
@@ -131,7 +124,8 @@ def parse_train_state(content: bytes, source: str) -> dict[str, Any]:
 
 
 def train_state_bytes(state: Mapping[str, Any]) -> bytes:
-    """The content of `train_state.json`. CheckpointError for what a load would not give back."""
+    """The content of `train_state.json`. CheckpointError for a state that could not be read."""
+    # Parsed again, to refuse now what no load would accept later.
     try:
         content = (json.dumps(state, indent=1) + "\n").encode()
         parse_json(content, allow_nan=True)
@@ -140,22 +134,33 @@ def train_state_bytes(state: Mapping[str, Any]) -> bytes:
             f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}."
         ) from error
 
-    if len(content) > _MAX_HEAD_BYTES:
-        got = f"{len(content)} bytes"
+    most, got = _MAX_HEAD_BYTES, len(content)
+    if got > most:
         raise CheckpointError(
-            f"Expected at most {_MAX_HEAD_BYTES} bytes of {TRAIN_STATE_FILE}, got {got}."
+            f"Expected at most {most} bytes of {TRAIN_STATE_FILE}, got {got} bytes."
         )
     return content
 
 
+def parse_covered(content: bytes, source: str) -> Metadata:
+    """A `.metadata` whose chunks tile every tensor.
+
+    Raises what `parse_metadata` and `check_coverage` raise.
+    """
+    metadata = parse_metadata(content, source)
+    check_coverage(metadata, source)
+    return metadata
+
+
 def blobs_by_file(metadata: Metadata) -> dict[str, list[Blob]]:
-    """What each data file must hold. The metadata must have passed `check_coverage`."""
-    sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
-    dtypes: dict[str, str] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            sizes[key] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-            dtypes[key] = dtype_name(entry.properties.dtype)
+    """The blobs of each data file. The metadata must have passed `check_coverage`."""
+    tensors = tensors_of(metadata)
+    dtypes = {key: dtype_name(entry.properties.dtype) for key, entry in tensors.items()}
+    sizes = {
+        key: {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        for key, entry in tensors.items()
+    }
+
     blobs: dict[str, list[Blob]] = {}
     for index, info in metadata.storage_data.items():
         offsets = () if index.offset is None else tuple(index.offset)
@@ -169,23 +174,27 @@ def file_problems(
     blobs: Mapping[str, Sequence[Blob]], marker: Marker, source: str
 ) -> Iterator[str]:
     """Whether `.metadata` places all blobs within data files that the marker knows."""
+    # The marker knows all other files, too, but no blob may lie in one of those.
     known = set(map(data_file, range(marker.world_size)))
     for file, inside in blobs.items():
         if file not in known:
             yield f"Expected data files of {marker.world_size} ranks in {source}, got {file}."
             continue
+
         for blob in inside:
-            # Before anybody makes a tensor of that size.
-            nbytes = math.prod(blob.sizes) * dtype_named(blob.dtype).itemsize if blob.dtype else 0
-            if nbytes > blob.nbytes:
-                yield f"Expected {nbytes} bytes or more of {blob.key!r} in {file} in {source}, got {blob.nbytes}."
-        end = max(blob.offset + blob.nbytes for blob in inside)
-        if end > marker.files[file].nbytes:
-            yield f"Expected blobs within the {marker.files[file].nbytes} bytes of {file} in {source}, got byte {end}."
+            # Checked here because a load allocates a tensor of that size next.
+            least = math.prod(blob.sizes) * dtype_named(blob.dtype).itemsize if blob.dtype else 0
+            if least > blob.nbytes:
+                what = f"{least} bytes or more of {blob.key!r} in {file}"
+                yield f"Expected {what} in {source}, got {blob.nbytes}."
+        end, nbytes = max(blob.offset + blob.nbytes for blob in inside), marker.files[file].nbytes
+        if end > nbytes:
+            what = f"blobs within the {nbytes} bytes of {file}"
+            yield f"Expected {what} in {source}, got byte {end}."
 
 
 def manifest_problems(manifest: Manifest, rank: int, marker: Marker, source: str) -> Iterator[str]:
-    """Whether a manifest belongs to the save that the marker is of."""
+    """Whether a manifest belongs to the same save as the marker."""
     if manifest.save_id != marker.save_id:
         yield f"Expected save id {marker.save_id} in {source}, got {manifest.save_id}."
     if manifest.rank != rank:
@@ -196,15 +205,18 @@ def manifest_problems(manifest: Manifest, rank: int, marker: Marker, source: str
 
 
 def chunk_problems(manifest: Manifest, blobs: Iterable[Blob], source: str) -> Iterator[str]:
-    """Whether a manifest and `.metadata` say the same about what is in a data file."""
+    """Whether a manifest and `.metadata` agree about the content of a data file."""
+    # Popped when found: a chunk that comes twice is a problem, too.
     wanted = {(blob.key, blob.offsets): blob for blob in blobs}
     for chunk in manifest.chunks:
         blob = wanted.pop((chunk.key, chunk.offsets), None)
         got = Blob(*chunk[:6])
         if blob is None:
-            yield f"Expected chunks that .metadata has in {source}, got {got.key!r} at {got.offsets}."
+            place = f"{got.key!r} at {got.offsets}"
+            yield f"Expected chunks that .metadata has in {source}, got {place}."
         elif blob != got:
             yield f"Expected {blob}, as .metadata has it, in {source}, got {got}."
+
     for key, offsets in wanted:
         yield f"Expected the chunk of {key!r} at {offsets} in {source}, got none."
 

@@ -1,1 +1,5 @@
-"""Who holds and who writes which part of a tensor, and where it lies in a file. Integers only."""
+"""Arithmetic on the parts of tensors, without communication and without tensors.
+
+Who holds and who writes which part (chunks.py), where it lies in a rank's file (file_plan.py),
+which parts overlap (boxes.py), and whether they tile a tensor (coverage.py).
+"""

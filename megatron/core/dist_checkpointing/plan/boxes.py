@@ -1,8 +1,8 @@
 """Boxes of a tensor: where they overlap, and in which ranges of memory they lie. Integers only.
 
 A chunk is a box of its tensor and lies row-major in its file. A box that a rank wants may overlap
-several chunks, and what it wants of one of them need not lie together there: the first two columns
-of a chunk of shape (3, 5) are
+several chunks, and the part in one of them need not be contiguous there: the first two columns of a
+chunk of shape (3, 5) are
 
     0 1 . . .       0 1 . . . 5 6 . . . 10 11 . . .
     5 6 . . .       ^-----------------------^ one range of 12 elements, with gaps of 3, or
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 class Box(NamedTuple):
@@ -24,12 +26,17 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """What lies in both; None if nothing does."""
+        """The box of all elements in both; None if there are none."""
         starts, sizes = [], []
         for start, size, other_start, other_size in zip(*self, *other, strict=True):
             begin, end = max(start, other_start), min(start + size, other_start + other_size)
@@ -59,22 +66,28 @@ class Box(NamedTuple):
 
 
 class BoxIndex:
-    """Boxes of one tensor, of which those that overlap another are found without looking at all of
-    them.
+    """Boxes of one tensor, among which those that overlap another box are found quickly.
 
-    What is looked at are the boxes that overlap in the first dim, which is where nearly all tensors
-    are cut.
+    Only boxes that overlap in the first dim are looked at, along which nearly all tensors are cut.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = sorted(boxes, key=lambda box: box.offsets[:1])
         self._starts = [_rows(box)[0] for box in self.boxes]
-        # The furthest that any box up to this one reaches: ascending, whatever the boxes are.
+        # Boxes may overlap and have any length. The furthest that any box up to this one reaches
+        # ascends all the same, so it can be bisected.
         self._reaches = list(accumulate((_rows(box)[1] for box in self.boxes), max))
 
+    @classmethod
+    def of_chunks(cls, chunks: Iterable[ChunkStorageMetadata]) -> BoxIndex:
+        """Of chunks as `.metadata` lists them."""
+        return cls([Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The boxes that overlap `box`: their places in `boxes`, and what lies in both."""
+        """The boxes that overlap `box`: their places in `boxes`, and the overlap."""
         start, stop = _rows(box)
+        # All boxes before the first place end by `start`; from the last on, all begin at `stop` or
+        # later.
         for place in range(bisect_right(self._reaches, start), bisect_left(self._starts, stop)):
             overlap = box.overlap(self.boxes[place])
             if overlap is not None:
@@ -82,7 +95,7 @@ class BoxIndex:
 
 
 def _rows(box: Box) -> tuple[int, int]:
-    """First and one behind the last in the first dim; a scalar counts as a row."""
+    """The first row, and the one behind the last; a scalar counts as a row."""
     return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
 
 
@@ -108,17 +121,14 @@ class Range(NamedTuple):
 
 
 def range_of(box: Box, whole: Sequence[int]) -> Range:
-    """Where all of a box lies in a contiguous tensor of sizes `whole`. The box must have
-    elements.
-    """
+    """Where a box, which has elements, lies in a contiguous tensor of sizes `whole`."""
     strides = row_major_strides(whole)
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return Range(box, start, _span(box.sizes, strides))
 
 
 def ranges(box: Box, whole: Sequence[int], *, max_span: int, max_gap: int) -> Iterator[Range]:
-    """Cuts a box into parts that lie in short ranges of a contiguous tensor, in the order of
-    memory.
+    """Cuts a box into short ranges of a contiguous tensor, in the order of memory.
 
     Args:
         box: it must have elements.
@@ -126,9 +136,14 @@ def ranges(box: Box, whole: Sequence[int], *, max_span: int, max_gap: int) -> It
         max_span: elements, at least 1; no range is longer.
         max_gap: elements; no gap within a range is longer.
     """
-    strides = row_major_strides(whole)
-    start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    yield from _cut(Range(box, start, _span(box.sizes, strides)), strides, 0, max_span, max_gap)
+    yield from _cut(range_of(box, whole), row_major_strides(whole), 0, max_span, max_gap)
+
+
+def pieces(shape: Sequence[int], max_numel: int) -> Iterator[Box]:
+    """Cuts a tensor into boxes of at most `max_numel` elements that follow each other in memory."""
+    if math.prod(shape):
+        for part in ranges(Box.whole(shape), shape, max_span=max_numel, max_gap=0):
+            yield part.box
 
 
 def _cut(
@@ -136,16 +151,19 @@ def _cut(
 ) -> Iterator[Range]:
     """Cuts along `dim` and those behind it; the part has one index in each before it."""
     offsets, sizes = part.box
+    # Dims before `dim` have one index each, and so no gaps.
     gap = max((_gap(sizes, strides, inner) for inner in range(dim, len(sizes))), default=0)
     if part.span <= max_span and gap <= max_gap:
         yield part
         return
+
     assert dim < len(sizes), "a part with one index in every dim is one element"
     if sizes[dim] == 1:
         yield from _cut(part, strides, dim + 1, max_span, max_gap)
         return
+
+    # As many indices as fit; one at a time if the elements of a single one must be cut further.
     one = _span(sizes[dim + 1 :], strides[dim + 1 :])
-    # As many indices as fit; one at a time if what belongs to a single one must be cut further.
     count = 1 if gap > max_gap or one > max_span else (max_span - one) // strides[dim] + 1
     for index in range(0, sizes[dim], count):
         size = min(count, sizes[dim] - index)
@@ -162,7 +180,7 @@ def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _gap(sizes: Sequence[int], strides: Sequence[int], dim: int) -> int:
-    """Elements left out between one index of `dim` and the next."""
+    """Elements skipped between one index of `dim` and the next."""
     return strides[dim] - _span(sizes[dim + 1 :], strides[dim + 1 :]) if sizes[dim] > 1 else 0
 
 

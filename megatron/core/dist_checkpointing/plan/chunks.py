@@ -1,20 +1,19 @@
-"""Which rank holds which part of a tensor, and which rank writes it. Integers only: nobody is
-asked.
+"""Which rank holds which part of a tensor, and which rank writes it: arithmetic, no communication.
 
 A *chunk* is a hyper-rectangle of a global tensor. From the layout of a flat buffer, the shape of
-the mesh and the placements, any rank computes every rank's chunks; checkpoints without
-communication rest on this.
+the mesh and the placements, any rank computes every rank's chunks. Saving without communication
+rests on this.
 
-What several ranks hold alike is written once. [Note: owners] All chunks that the same ranks hold
-are laid end to end and cut into as many parts of equal bytes as there are ranks, between rows.
-Three tensors of 2, 4 and 3 rows of equal size, held by three ranks alike:
+[Note: owners] Chunks that several ranks hold are written once. All chunks that the same ranks hold
+are laid end to end and cut, between rows, into as many parts of equal bytes as there are ranks.
+Three tensors of 2, 4 and 3 rows of equal size, held by three ranks:
 
             P0      P1              P2
     rows    0   1 | 0   1   2   3 | 0   1   2
     owner   0   0   0 | 1   1   1 | 2   2   2
 
-So ranks write the same number of bytes to within a row, and a rank computes what it writes from its
-own chunks alone.
+So ranks write the same number of bytes to within a row, and a rank computes its share from its own
+chunks alone.
 """
 
 from __future__ import annotations
@@ -47,18 +46,16 @@ class Holdings(Protocol):
     """How one tensor lies on the ranks."""
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        """The chunks of the tensor, in an order that is the same on every rank; none without
-        elements.
+        """The chunks of the tensor that have elements, in the same order on every rank.
 
         Args:
-            rank: only those that this rank holds, in time that does not grow with the number of
-                ranks.
+            rank: only this rank's, in time that does not grow with the number of ranks.
         """
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """Which rank stands where in a mesh, as integers."""
+    """The places of ranks in a mesh, as integers."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]  # row by row, the last axis running fastest
@@ -74,7 +71,7 @@ class RankMesh:
     def coordinate(self, place: int) -> tuple[int, ...]:
         """Of the rank at this place in `ranks`."""
         found = []
-        for size in reversed(self.shape):
+        for size in reversed(self.shape):  # the last axis runs fastest
             place, index = divmod(place, size)
             found.append(index)
         return tuple(reversed(found))
@@ -105,18 +102,20 @@ class FlatShards:
         )
 
     def _piece(self, number: int) -> tuple[FlatRange, tuple[int, ...]]:
-        """The piece of the ranks at the places `number`, `number` + the number of pieces, ...: they
-        differ on the outer axes only, which do not cut."""
-        piece = self.layout.local_range(
-            self.mesh.shape, self.is_sharded, self.mesh.coordinate(number)
-        )
+        """A piece of the buffer, and the ranks that hold it.
+
+        They are at the places `number`, `number` + the number of pieces, ...: these differ on the
+        outer axes only, which do not cut.
+        """
+        coordinate = self.mesh.coordinate(number)
+        piece = self.layout.local_range(self.mesh.shape, self.is_sharded, coordinate)
         return piece, tuple(sorted(self.mesh.ranks[number :: self._num_pieces]))
 
     @cached_property
     def _all_holdings(self) -> list[list[Holding]]:
-        """Of each tensor, in the order of its rows. Made once for all the states that lie as the
-        weights do.
-        """
+        """The chunks of each tensor, in the order of its rows."""
+        # Made once: an optimizer has several states that lie as the weights do.
+        # Sorted by their places in the buffer, which need not be those of the ranks in the mesh.
         found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
         for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
@@ -134,6 +133,8 @@ class FlatShards:
         place = self.mesh.place(rank)
         if place is None:
             return ()
+
+        # Places that differ by a multiple of the number of pieces hold the same piece.
         piece, ranks = self._piece(place % self._num_pieces)
         chunk = self.layout.chunk(tensor, piece)
         return (self._holding(chunk, ranks),) if chunk.num_rows else ()
@@ -151,9 +152,7 @@ class FlatTensor:
 
 
 class Section:
-    """Consecutive rows of a tensor, as a tensor of their own: one of the matrices in a fused
-    weight.
-    """
+    """Consecutive rows of a tensor as one of its own: one of the matrices in a fused weight."""
 
     def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:
         self._whole = whole
@@ -171,11 +170,10 @@ class Section:
 
 
 class EvenShards:
-    """A tensor as PyTorch's DTensor shards it, and `torch.chunk` cuts: ceil(size / ranks) to each
-    rank.
+    """A tensor as PyTorch's DTensor shards it: ceil(size / ranks) to each rank, like `torch.chunk`.
 
-    The last ranks have less, or nothing, where that does not divide: 9 rows on 4 ranks are 3, 3, 3,
-    0.
+    Where that does not divide, the last ranks have less, or nothing: 9 rows on 4 ranks are 3, 3, 3
+    and 0.
     """
 
     def __init__(
@@ -192,32 +190,29 @@ class EvenShards:
         self._sharded_dims = tuple(sharded_dims)
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        cuts = [
-            range(size) if dim is not None else (0,)
-            for size, dim in zip(self._mesh.shape, self._sharded_dims, strict=True)
-        ]
-        own = None
+        indices: list[Sequence[int]] = [range(size) for size in self._mesh.shape]
         if rank is not None:
             place = self._mesh.place(rank)
             if place is None:
                 return ()
-            coordinate = self._mesh.coordinate(place)
-            own = tuple(
-                index if dim is not None else 0
-                for index, dim in zip(coordinate, self._sharded_dims, strict=True)
-            )
-        found = []
-        for coordinate in itertools.product(*cuts) if own is None else [own]:
-            offsets, sizes = self._box(coordinate)
-            if math.prod(sizes):
-                found.append(Holding(offsets, sizes, self._ranks(coordinate)))
-        return found
+            indices = [(index,) for index in self._mesh.coordinate(place)]
+
+        # On an axis that replicates, all ranks hold what the first one does.
+        cuts = [
+            (0,) if dim is None else own
+            for own, dim in zip(indices, self._sharded_dims, strict=True)
+        ]
+        boxes = ((self._box(coordinate), coordinate) for coordinate in itertools.product(*cuts))
+        return [
+            Holding(offsets, sizes, self._ranks(coordinate))
+            for (offsets, sizes), coordinate in boxes
+            if math.prod(sizes)
+        ]
 
     def _box(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         offsets, sizes = [0] * len(self._shape), list(self._shape)
-        for index, num_ranks, dim in zip(
-            coordinate, self._mesh.shape, self._sharded_dims, strict=True
-        ):
+        # Two axes may shard one dim; the second then cuts what the first has left.
+        for index, num_ranks, dim in self._axes(coordinate):
             if dim is not None:
                 most = -(-sizes[dim] // num_ranks)
                 start = min(index * most, sizes[dim])
@@ -225,31 +220,29 @@ class EvenShards:
         return tuple(offsets), tuple(sizes)
 
     def _ranks(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """All that are where this one is on the axes that shard."""
+        """All ranks with the same indices on the axes that shard."""
         places = [0]
-        for index, num_ranks, dim in zip(
-            coordinate, self._mesh.shape, self._sharded_dims, strict=True
-        ):
+        for index, num_ranks, dim in self._axes(coordinate):
             indices = range(num_ranks) if dim is None else (index,)
             places = [place * num_ranks + i for place in places for i in indices]
         return tuple(sorted(self._mesh.ranks[place] for place in places))
 
+    def _axes(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, int, int | None]]:
+        """For each axis of the mesh the index of a rank, the number of ranks, the sharded dim."""
+        return zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True)
+
 
 class Replicated:
-    """A tensor that some ranks hold whole: all of them, or one whose own it is."""
+    """A tensor that some ranks hold whole: all ranks, or a single one."""
 
     def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
-        # A range looks up a rank, and is hashed, in no time, however many they are.
-        self._holding = Holding(
-            (0,) * len(shape), tuple(shape), ranks if isinstance(ranks, range) else tuple(ranks)
-        )
+        # A range finds a rank, and is hashed, in constant time, however many ranks it has.
+        holders = ranks if isinstance(ranks, range) else tuple(ranks)
+        self._holding = Holding((0,) * len(shape), tuple(shape), holders)
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        return (
-            (self._holding,)
-            if self._holding.numel and (rank is None or rank in self._holding.ranks)
-            else ()
-        )
+        is_held = rank is None or rank in self._holding.ranks
+        return (self._holding,) if self._holding.numel and is_held else ()
 
 
 class Share(NamedTuple):
@@ -262,7 +255,7 @@ class Share(NamedTuple):
 
 
 def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> Iterator[Share]:
-    """Who writes which part of the tensors. See [Note: owners].
+    """Divides the tensors among the ranks that write them. See [Note: owners].
 
     Args:
         tensors: how each lies on the ranks, and the bytes of one element, in the same order on
@@ -272,13 +265,16 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
     Yields:
         The shares, in the order of the tensors.
     """
+    # A rank knows all chunks that it shares with others, so its own chunks give the same totals as
+    # everybody's.
     held = [tensor.holdings(rank) for tensor, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
         for holding in holdings:
             if len(holding.ranks) > 1:
                 totals[holding.ranks] = totals.get(holding.ranks, 0) + holding.numel * itemsize
-    before = dict.fromkeys(totals, 0)
+
+    before = dict.fromkeys(totals, 0)  # bytes that the same ranks hold in earlier chunks
     for number, ((_, itemsize), holdings) in enumerate(zip(tensors, held, strict=True)):
         for holding in holdings:
             offsets, sizes, ranks = holding
@@ -293,13 +289,12 @@ def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> 
 def _cut(
     number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None
 ) -> Iterator[Share]:
-    """One chunk that several ranks hold, `before` bytes from the beginning of the `total` that they
-    do.
-    """
+    """Cuts a chunk of several ranks, `before` bytes into the `total` that the same ranks hold."""
     num_rows = holding.sizes[0] if holding.sizes else 1
     row_bytes, num_ranks = nbytes // num_rows, len(holding.ranks)
-    # The first part that may have something of the chunk, to begin with; a row belongs where it
-    # begins.
+
+    # Begin with the first part that the chunk reaches into. A row belongs to the part in which it
+    # begins, so a part may turn out to have no row of the chunk.
     part = before * num_ranks // total
     row = 0
     while row < num_rows:
@@ -307,6 +302,7 @@ def _cut(
         if part < num_ranks - 1:
             end_bytes = -(-(part + 1) * total // num_ranks) - before
             stop = min(num_rows, -(-end_bytes // row_bytes))
+
         if stop > row:
             owner = holding.ranks[part]
             if rank is None or owner == rank:

@@ -1,10 +1,9 @@
 """Whether the chunks of a checkpoint's tensors tile them: no gap, no overlap, nothing outside.
 
-[Note: coverage] That boxes tile a tensor exactly is proven by their corners, in one pass for any
-number of dimensions. A box [a, b) is what remains of +1 at a and -1 at b, summed up from the left;
-a box in d dimensions has 2^d such corners, +1 and -1 by turns. Corners of neighbours cancel. What
-is left of all chunks is exactly the corners of the tensor if and only if the chunks cover each
-element once:
+[Note: coverage] Their corners prove that boxes tile a tensor exactly, in one pass for any number of
+dimensions. The indicator of a box [a, b) is the running sum, from the left, of +1 at a and -1 at b;
+a box in d dimensions has 2^d such corners, alternately +1 and -1. Corners of neighbours cancel. The
+corners left over are exactly those of the tensor if and only if the chunks cover each element once:
 
     0       4     6       9          chunks [0, 4), [4, 6), [6, 9) of [0, 9)
     +1     -1
@@ -12,8 +11,8 @@ element once:
                  +1      -1
     -1                   +1          the tensor's own, subtracted: nothing is left
 
-The first corner that is left over, in the order of rows, is an element that is covered not once:
-its number says whether too rarely (-1) or too often.
+The first corner left over, in the order of rows, is an element that is not covered once: its number
+tells whether it is covered too rarely (-1) or too often.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 
-# Sizes of 1 for those of 0: torch cannot count more, not even in a tensor that has no elements.
+# With sizes of 0 counted as 1: torch overflows beyond this even in a tensor without elements.
 _MAX_ELEMENTS = 1 << 59
 _MAX_CUT_DIMS = 8  # a box cut along so many dimensions has 256 corners
 
 
 def check_coverage(metadata: Metadata, source: str) -> None:
-    """Proves that the chunks of every tensor tile it exactly, and that it is known where each blob
-    lies.
+    """Proves that the chunks of every tensor tile it, and that every blob has a place in a file.
 
     Raises:
-        CheckpointDamagedError: for a chunk outside of its tensor, an element that lies in no chunk
-            or in several, or a chunk or plain value without a place in a file; with the key and the
-            place.
+        CheckpointDamagedError: naming the key and the place, for a chunk outside of its tensor, an
+            element in no chunk or in several, or a chunk or plain value without a place in a file.
     """
+    # Looked up a hundred thousand times; hashing a `MetadataIndex` runs Python code.
     stored = {(index.fqn, index.offset) for index in metadata.storage_data}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, dcp.TensorStorageMetadata):
@@ -64,6 +62,8 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
             f"Expected {key} in {source} to have at most {_MAX_ELEMENTS} elements, got "
             f"{tuple(tensor.size)}."
         )
+
+    # Corners matter only in the dimensions that are cut; mostly it is one.
     cut_dims = _cut_dims(key, tensor, source)
     if 0 in tensor.size:
         return
@@ -77,6 +77,7 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
         )
         for corner, sign in zip(corners, signs, strict=True):
             left[corner] = left.get(corner, 0) + sign
+
     wrong = min((corner for corner, number in left.items() if number), default=None)
     if wrong is not None:
         place = [0] * len(tensor.size)
@@ -84,15 +85,12 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
             place[dim] = offset
         raise CheckpointDamagedError(
             f"Expected each element of {key} in one chunk in {source}, got the one at "
-            f"{tuple(place)} in "
-            f"{left[wrong] + 1}."
+            f"{tuple(place)} in {left[wrong] + 1}."
         )
 
 
 def _cut_dims(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> list[int]:
-    """The dimensions that not every chunk has all of. CheckpointDamagedError for a chunk that is
-    not in the tensor.
-    """
+    """The dimensions along which chunks are cut. CheckpointDamagedError for a chunk outside."""
     shape = tuple(tensor.size)
     cut_dims: set[int] = set()
     for chunk in tensor.chunks:

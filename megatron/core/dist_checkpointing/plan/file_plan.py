@@ -1,9 +1,8 @@
-"""Where every rank's shares of a state lie in its data file. Arithmetic: rank 0 knows all files,
-and has seen one.
+"""Where every rank's shares of a state lie in its data file. By arithmetic, rank 0 knows all files.
 
-A file is blobs as `torch.save` writes them, one for each share, in the order of the state. Each is
-placed so that its data begins at a multiple of 4096 bytes, as direct I/O wants it; what lies
-between blobs is zeros.
+A file consists of blobs as `torch.save` writes them, one per share, in the order of the state. Each
+is placed so that its data begins at a multiple of 4096 bytes, as direct I/O wants it. The bytes
+between blobs are zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
 
 
 class SavedAs(NamedTuple):
-    """A tensor as a checkpoint knows it."""
+    """A tensor as a checkpoint describes it, and how it lies on the ranks."""
 
     key: str
     dtype: torch.dtype
@@ -55,21 +54,19 @@ def place(tensors: Sequence[SavedAs], rank: int | None = None) -> Iterator[Place
         tensors: the same on every rank.
         rank: whose file; None: all.
     """
-    ends: dict[int, int] = {}
-    blobs: dict[
-        tuple[torch.dtype, tuple[int, ...]], BlobLayout
-    ] = {}  # most shares are as large as another
-    for number, offsets, sizes, owner in shares(
-        [(each.holdings, each.dtype.itemsize) for each in tensors], rank
-    ):
+    ends: dict[int, int] = {}  # of the files so far, by rank
+    # Most shares are as large as another: a layout is looked up a hundred thousand times.
+    blobs: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
+
+    held = [(each.holdings, each.dtype.itemsize) for each in tensors]
+    for number, offsets, sizes, owner in shares(held, rank):
         dtype = tensors[number].dtype
         blob = blobs.get((dtype, sizes))
         if blob is None:
             blob = blobs[dtype, sizes] = blob_layout(dtype, sizes)
-        blob_offset = _round_up(ends.get(owner, 0) + blob.header_nbytes) - blob.header_nbytes
+
+        # The data is aligned, not the blob: the header ends where the data begins.
+        blocks = -(-(ends.get(owner, 0) + blob.header_nbytes) // DATA_ALIGNMENT)
+        blob_offset = blocks * DATA_ALIGNMENT - blob.header_nbytes
         ends[owner] = blob_offset + blob.nbytes
         yield Placed(number, offsets, sizes, owner, blob_offset, blob)
-
-
-def _round_up(offset: int) -> int:
-    return -(-offset // DATA_ALIGNMENT) * DATA_ALIGNMENT

@@ -1,1 +1,4 @@
-"""Saving: the manager, the file of each rank, and the publication by rank 0."""
+"""Saving: manager.py begins and ends saves, writer.py writes a rank's part, publisher.py publishes.
+
+A rank's data goes through the buffers of data_file.py into the store's sink, data_sink.py.
+"""

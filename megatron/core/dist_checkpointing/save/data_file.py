@@ -1,22 +1,21 @@
-"""One rank's data file on its way to disk, through a few buffers that are made once and serve every
-save.
+"""One rank's data file on its way to disk, through a few buffers that serve every save.
 
-    the thread that saves   copies a block into the buffer at hand, and hashes it there while it is in the cache
-    a lane, for the disk    opens the file and writes the buffers that are full, in order
+    the thread that saves   copies a block into the current buffer, and hashes it while it is cached
+    a lane, for the disk    opens the file and writes the full buffers, in order
 
 So a save takes no memory that grows with the state, and copying and hashing cost no time as long as
 the disk is slower. Copies, digests and writes all run without the interpreter's lock.
 
-[Note: staging] The next step of an optimizer waits until its states have been read. Those on a
-device would wait, buffer by buffer, for the disk. So for them the pool grows: where all buffers are
-on their way to the disk, there are some more. The step goes on once the states have come down, and
-the disk takes them from host memory. The pool grows to a share of the memory that is free, and
-keeps what it has for the next saves. Beyond that share, the disk is waited for.
+[Note: staging] The next step of an optimizer waits until its states have been read. States on a
+device would have to wait, buffer by buffer, for the disk. So for them the pool grows: when all
+buffers are on their way to the disk, more are added. The step goes on once the states have come
+down, and the disk takes them from host memory. The pool grows up to a share of the free memory, and
+keeps its buffers for later saves. Beyond that share, the save waits for the disk.
 
 None of this has been measured on a GPU. What bounds its speed: one thread copies a span and then
-hashes it, so the link stands still while it hashes, and hashing sets the pace where it is slower
-than the link. The first save that stages pays for pinning, too, a slab at a time; later ones find
-the pool as it was left.
+hashes it, so the link is idle meanwhile, and hashing sets the pace where it is slower than the
+link. The first save that stages also pays for pinning, a slab at a time; later ones find the pool
+as it was left.
 
 States in host memory are not staged: a copy would take as much of that memory as they do.
 """
@@ -44,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 3  # one is being filled, one is being written, one is ready for whichever is faster
 BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one write and the next
-# A mapping and a call of the driver for each buffer would be thousands of both where states are
-# large.
-SLAB_BUFFERS = 32  # the most that staging adds at once: 256 MiB
+# Staging adds at most so many at once: 256 MiB. Large states would take thousands of mappings and
+# calls of the driver if buffers came one by one.
+SLAB_BUFFERS = 32
 
 
 class BufferPool:
@@ -71,9 +70,8 @@ class BufferPool:
 
         Args:
             num_buffers: to begin with.
-            buffer_bytes: of each; room for a block at least, and a multiple of DATA_ALIGNMENT.
-            staging_share: of the host memory that is free, for more buffers; see [Note: staging].
-                0: there are no more.
+            buffer_bytes: of each; at least a block, and a multiple of DATA_ALIGNMENT.
+            staging_share: of the free host memory, for more buffers; see [Note: staging].
             num_local_ranks: ranks on this machine, which divide that share.
 
         Raises:
@@ -83,8 +81,7 @@ class BufferPool:
         if num_buffers < 2 or buffer_bytes < BLOCK_BYTES or buffer_bytes % DATA_ALIGNMENT:
             raise ValueError(
                 f"Expected at least 2 buffers of at least {BLOCK_BYTES} bytes, multiples of "
-                f"{DATA_ALIGNMENT}, got "
-                f"{num_buffers} of {buffer_bytes}."
+                f"{DATA_ALIGNMENT}, got {num_buffers} of {buffer_bytes}."
             )
         self.buffer_bytes = buffer_bytes
         # Tensors on a device come down beside its computation. (Not run on a GPU yet.)
@@ -93,9 +90,10 @@ class BufferPool:
         self._device = device
         self._staging_share = staging_share
         self._num_local_ranks = num_local_ranks
-        slab = HostSlab(
-            num_buffers * buffer_bytes, device, is_pinned=True, purpose="checkpoint buffers"
-        )
+
+        # Zeroed, to touch every page here and not within the first save.
+        nbytes = num_buffers * buffer_bytes
+        slab = HostSlab(nbytes, device, is_pinned=True, purpose="checkpoint buffers")
         slab.tensor(0, slab.nbytes, torch.uint8).zero_()
         self._buffers = self._cut(slab)
         self._is_lent = threading.Lock()
@@ -110,9 +108,7 @@ class BufferPool:
         return list(self._buffers)
 
     def lend_more(self) -> list[memoryview]:
-        """Buffers that are added, for whoever has the others: a slab of them, or as many as there
-        is room for.
-        """
+        """Adds buffers for the present borrower: a slab, or as many as there is room for."""
         num_buffers = min(SLAB_BUFFERS, self._room())
         if not num_buffers:
             return []
@@ -121,7 +117,7 @@ class BufferPool:
         try:
             slab = HostSlab(nbytes, self._device, is_pinned=True, purpose="staging a checkpoint")
         except (HostMemoryError, PinError) as error:
-            # What there is serves: the save takes longer, and fails no more than it would have.
+            # The save goes on with the buffers it has, and only takes longer.
             logger.warning(
                 "Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error
             )
@@ -138,20 +134,19 @@ class BufferPool:
         self._is_lent.release()
 
     def _room(self) -> int:
-        """How many more buffers stay within this rank's part of what is free, or has been before it
-        staged.
-        """
+        """The number of buffers that may still be added."""
         if not self._staging_share:
             return 0
         available = HostLimits.read().available
         if available is None:
-            return 0  # what is not known is not taken
+            return 0  # nothing is known about the memory, so none is taken
 
+        # The share is of the memory that was free before this rank staged anything.
         part = available / self._num_local_ranks + self.staged_bytes
         return max(0, int(self._staging_share * part - self.staged_bytes) // self.buffer_bytes)
 
     def _cut(self, slab: HostSlab) -> list[memoryview]:
-        """A slab's buffers, which keep it."""
+        """A slab's buffers, which keep it alive."""
         whole = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
         return [
             whole[begin : begin + self.buffer_bytes]
@@ -162,14 +157,14 @@ class BufferPool:
 class DataFileWriter:
     """Writes one data file from its beginning to its end.
 
-    An error of the disk comes up once, in the first call after it has happened; the file is gone
-    then, and the buffers are free for the next save. Used by one thread at a time, which is not the
-    lane's.
+    An error of the disk is raised once, by the first call after it has happened. The file is
+    deleted then, and the buffers are free for the next save. Used by one thread at a time, which is
+    not the lane's.
 
     Attributes:
         position: bytes so far.
-        is_staging: whether what is written now is not to wait for the disk, where the pool has
-            room; to be set at will.
+        is_staging: whether to add buffers, if the pool has room, rather than wait for the disk; may
+            be set at any time.
     """
 
     def __init__(self, sink: DataSink, pool: BufferPool, disk: Lane) -> None:
@@ -204,9 +199,7 @@ class DataFileWriter:
             rest = rest[span.nbytes :]
 
     def pad_to(self, offset: int) -> None:
-        """Appends zeros up to `offset`, in bytes from the beginning of the file. ValueError if that
-        has been passed.
-        """
+        """Appends zeros up to `offset` in the file. ValueError if that has been passed."""
         self._check()
         if offset < self.position:
             raise ValueError(
@@ -223,21 +216,21 @@ class DataFileWriter:
         Args:
             tensor: of any dtype and strides, on any device. `position` must be a multiple of
                 DATA_ALIGNMENT.
-            scale: of a state that is stored with one: its values in fp32 are what is written.
+            scale: of a state that is stored with one; its fp32 values are written.
 
         Returns:
-            The digest of each block of its bytes, as they are in the file.
+            The digest of each block of its bytes in the file.
         """
         self._check()
         if self.position % DATA_ALIGNMENT:
             raise ValueError(
                 f"Expected a tensor at a multiple of {DATA_ALIGNMENT} bytes, got shape "
-                f"{tuple(tensor.shape)} at byte "
-                f"{self.position}."
+                f"{tuple(tensor.shape)} at byte {self.position}."
             )
+
         source = TensorBytes(tensor, scale)
-        # From a device as much as there is room for; on the host a block, which the cache holds
-        # until it is hashed.
+        # From a device, as much as there is room for. On the host, one block, which stays in the
+        # cache until it is hashed.
         largest = source.nbytes if source.is_on_device else BLOCK_BYTES
         digests: list[str] = []
         begin = 0
@@ -249,24 +242,19 @@ class DataFileWriter:
         return tuple(digests)
 
     def finish(self) -> int:
-        """Ends the file, which is durable then. Returns its size in bytes. Raises what the disk
-        raised.
-        """
+        """Ends the file, which is then durable. Returns its size in bytes."""
         self._check()
         self.is_staging = False
         if self._fill:
             self._queue_buffer()
-        self._wait(
-            self._disk.enqueue(partial(self._carry_out, partial(self._sink.close, self.position)))
-        )
+        close = partial(self._sink.close, self.position)
+        self._wait(self._disk.enqueue(partial(self._attempt, close)))
         self._check()
         self._end()
         return self.position
 
     def abort(self) -> None:
-        """Gives the file up, if it has not ended. Returns when the disk does nothing for it any
-        more.
-        """
+        """Gives up the file, if it has not ended, and waits until the disk has let go of it."""
         if self._is_open:
             self._is_given_up = True
             while self._queued:
@@ -275,11 +263,13 @@ class DataFileWriter:
             self._end()
 
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
-        """The next bytes of the file, to be filled in: `nbytes`, or as many multiples of `step` as
-        one buffer takes.
+        """The next bytes of the file, to be filled: `nbytes`, or the multiple of `step` that fits.
+
+        A tensor's blocks are its steps: a block that two buffers shared could not be hashed whole.
         """
         if self._pool.buffer_bytes - self._fill < min(nbytes, step):
             self._queue_buffer()
+
         room = self._pool.buffer_bytes - self._fill
         length = nbytes if nbytes <= room else room - room % step
         span = self._current[self._fill : self._fill + length]
@@ -288,18 +278,15 @@ class DataFileWriter:
         return span
 
     def _queue_buffer(self) -> None:
-        """Has the current buffer written, and goes on to the next one."""
-        self._queued.append(
-            self._disk.enqueue(partial(self._write_buffer, self._current, self._fill))
-        )
+        """Hands the current buffer to the disk, and takes the next one."""
+        write = partial(self._write_buffer, self._current, self._fill)
+        self._queued.append(self._disk.enqueue(write))
         self._current = self._next_buffer()
         self._fill = 0
         self._check()
 
     def _next_buffer(self) -> memoryview:
-        """One that is free; or else a new one, if this is not to wait; or else the first that the
-        disk gives back.
-        """
+        """A free buffer, a new one when staging, or else the next that the disk gives back."""
         if self.is_staging and not self._free:
             self._free.extend(self._pool.lend_more())
 
@@ -311,11 +298,11 @@ class DataFileWriter:
     # On the lane
 
     def _write_buffer(self, buffer: memoryview, nbytes: int) -> None:
-        self._carry_out(partial(self._sink.write, buffer[:nbytes]))
+        self._attempt(partial(self._sink.write, buffer[:nbytes]))
         self._free.append(buffer)
 
-    def _carry_out(self, work: Callable[[], None]) -> None:
-        """For the lane, which an error would end for good."""
+    def _attempt(self, work: Callable[[], None]) -> None:
+        # An error would end the lane for good, so it is kept for the thread that saves.
         if self._error is None and not self._is_given_up:
             try:
                 work()
@@ -327,7 +314,7 @@ class DataFileWriter:
     def _wait(self, event: Event) -> None:
         try:
             event.synchronize()
-        except Exception as error:  # of other work, by which the lane has ended
+        except Exception as error:  # of other work, which has ended the lane
             self._error = self._error or error
 
     def _check(self) -> None:

@@ -21,32 +21,31 @@ class DataSink(Protocol):
     """A new data file, written once from its beginning to its end."""
 
     def write(self, buffer: memoryview) -> None:
-        """Appends bytes. All but the last that is written must be a multiple of DATA_ALIGNMENT
-        bytes.
+        """Appends bytes: a multiple of DATA_ALIGNMENT, except in the last write.
 
-        Past the page cache only if `buffer` begins on a page.
+        Direct I/O also needs a buffer that begins on a page.
         """
 
     def close(self, nbytes: int) -> None:
-        """Ends the file, which is durable then. ValueError if it has not `nbytes` bytes."""
+        """Ends the file, which is then durable. ValueError if it does not have `nbytes` bytes."""
 
     def abort(self) -> None:
-        """Gives the file up, which is gone then; to be called in any state, and raises nothing."""
+        """Gives up the file and deletes it. May be called in any state; raises nothing."""
 
 
 class LocalSink:
-    """A file past the page cache, where the file system knows how: that would cost a copy, and push
-    out what is in use.
+    """A file written past the page cache where the file system can do so.
 
-    Direct I/O takes whole blocks, so the last bytes go the usual way. A file system that will have
-    none of it says so when it is asked, or at the first write.
+    The page cache would cost a copy, and evict what is in use. Direct I/O takes whole blocks, so
+    the last bytes go through the cache. A file system without direct I/O refuses it when asked, or
+    at the first write.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._nbytes = 0
         self._file = path.open("xb", buffering=0)
-        # Not when it is opened: some systems refuse then, but leave the new file.
+        # Not with O_DIRECT in `open`: where that is refused, some systems leave a new file behind.
         self._is_direct = _set_direct(self._file.fileno(), True)
 
     def write(self, buffer: memoryview) -> None:
@@ -60,6 +59,7 @@ class LocalSink:
             raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
         with naming(self._path):
             sync_stream(self._file)
+            # Only what is on disk can be dropped from the cache, so again after the sync.
             _release_pages(self._file.fileno(), 0, 0)
             self._file.close()
         sync_folder(self._path.parent)
@@ -74,6 +74,7 @@ class LocalSink:
         whole = rest.nbytes // DATA_ALIGNMENT * DATA_ALIGNMENT
         if self._is_direct and not whole:
             self._use_page_cache()
+
         try:
             written = self._file.write(rest[:whole] if self._is_direct else rest)
         except OSError as error:
@@ -81,7 +82,9 @@ class LocalSink:
                 raise
             self._use_page_cache()
             return 0
+
         self._nbytes += written
+        # Begin to write them now, rather than all at once in `close`.
         if not self._is_direct:
             _release_pages(self._file.fileno(), self._nbytes - written, written)
         return written
@@ -92,18 +95,18 @@ class LocalSink:
 
 
 class LateSink:
-    """A file that is made by the thread that writes it, when there is something to write.
+    """A file that the writing thread makes once there is something to write.
 
-    Even to make a file may take long on a slow disk. The thread that saves must not wait for that,
+    On a slow disk, even making a file may take long. The thread that saves must not wait for that,
     since the optimizer waits for it.
     """
 
     def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
         """
         Args:
-            open_sink: makes the file. What it raises, the first use raises.
-            check: called before each write, which fails with what it raises: much may be waiting to
-                be written when a save is given up.
+            open_sink: makes the file. The first use raises its errors.
+            check: called before each write; an error ends the file, so that a save that is given up
+                need not write all that is queued.
         """
         self._open_sink = open_sink
         self._check = check
@@ -127,7 +130,7 @@ class LateSink:
 
 
 class RemoteSink:
-    """A file of a remote store, which comes into being when it is closed, or part by part."""
+    """A file of a remote store, which appears when it is closed, or part by part."""
 
     def __init__(self, files: Any, path: str) -> None:
         self._files = files
@@ -145,8 +148,8 @@ class RemoteSink:
         self._file.close()
 
     def abort(self) -> None:
-        # Implementations differ in how they give a file up, and in their errors. This all of them
-        # can do.
+        # Implementations differ in how they discard a file, and in their errors. All of them can
+        # close and delete.
         for end in (self._file.close, lambda: self._files.rm_file(self._path)):
             with contextlib.suppress(Exception):
                 end()
@@ -154,7 +157,7 @@ class RemoteSink:
 
 def _set_direct(descriptor: int, is_direct: bool) -> bool:
     """Turns direct I/O on or off. Returns whether it is on then."""
-    # Each system has its own way, or none.
+    # Not every system has O_DIRECT, and not every file system accepts it.
     with contextlib.suppress(AttributeError, OSError):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
@@ -163,11 +166,10 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 
 
 def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tells the system that the page cache need not keep a range of a file: it begins to write it,
-    and lets go of it.
+    """Has the system write a range of a file and drop it from the page cache.
 
     Args:
-        nbytes: 0 for all that follow.
+        nbytes: 0 for the rest of the file.
     """
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -175,7 +177,7 @@ def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system name the file; those of an open one do not by themselves."""
+    """Makes errors of the system name the file, which those of an open file do not."""
     try:
         yield
     except OSError as error:

@@ -1,17 +1,20 @@
-"""`CheckpointManager`: saves beside the training, one at a time, and keeps as many checkpoints as
-it was told to.
+"""`CheckpointManager`: saves beside the training, one at a time, and deletes old checkpoints.
 
-    manager = CheckpointManager.start("runs/gpt", device, rank, world_size)  # the only call that communicates
-    manager.save(iteration, collect(model, optimizer), train_state)          # begins; training may go on
-    manager.finish()                                                         # published, or CheckpointError
+    # The only call that communicates.
+    manager = CheckpointManager.start("runs/gpt", device, rank, world_size)
+    # Begins; training may go on.
+    manager.save(iteration, collect(model, optimizer), train_state)
+    # Published, or CheckpointError.
+    manager.finish()
 
 [Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the
-manifest, then, on rank 0, the publication. Nothing is copied but counters and buffers, and what has
+manifest, then, on rank 0, the publication. Nothing is copied except counters, buffers, and what has
 to come down from a device anyway (see [Note: staging] in data_file.py). The optimizer's next update
-of a group waits for the piece that reads it, and for nothing else. Every rank learns the outcome
-from the folder: rank 0 from the manifests of the others, they from what rank 0 publishes or says.
-So no rank waits for another inside a collective, and a rank that fails or dies keeps nobody longer
-than the timeout.
+of a group waits for the piece that reads it, and for nothing else.
+
+Every rank learns the outcome from the folder: rank 0 from the manifests of the others, they from
+what rank 0 publishes or writes there. So no rank waits for another inside a collective, and a rank
+that fails or dies delays the others by no more than the timeout.
 """
 
 from __future__ import annotations
@@ -23,20 +26,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    path_of,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import abandon, await_outcome, publish
-from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
+from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
 from megatron.core.lanes import Event, Lane, is_lane_thread
 
 logger = logging.getLogger(__name__)
@@ -44,22 +51,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which published checkpoints stay; without either number, all do.
+    """Which published checkpoints to keep. Without either number, all of them.
 
     Attributes:
-        keep_last: the newest so many.
-        interval: those of the iterations that it divides, too.
+        keep_last: so many of the newest.
+        interval: also those of iterations that it divides.
     """
 
     keep_last: int | None = None
     interval: int | None = None
 
     def superseded(self, published: list[int], newest: int) -> list[int]:
-        """The iterations to delete once `newest` is published. Later ones are not this run's, and
-        stay.
-        """
+        """The iterations to delete once `newest` is published."""
         if self.keep_last is None and self.interval is None:
             return []
+
+        # Later ones are not this run's, and stay: it may have been told to load an older one.
         earlier = sorted(iteration for iteration in published if iteration <= newest)
         last = earlier[-(self.keep_last or 1) :]
         return [
@@ -81,12 +88,11 @@ class _Save:
 
 
 class CheckpointManager:
-    """See the module's docstring. A context manager; an exception that leaves it abandons what is
-    under way.
+    """Saves checkpoints as [Note: saving] describes. A context manager that ends with `close`.
 
     Attributes:
         store: where checkpoints are.
-        num_failed: saves of this process that came to nothing.
+        num_failed: saves of this process that failed.
     """
 
     def __init__(
@@ -104,22 +110,20 @@ class CheckpointManager:
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> None:
-        """Communicates nothing, and so needs no process group: any processes with one token are the
-        ranks of a save.
+        """Does not communicate: any processes with one token are the ranks of a save.
 
         Args:
-            token: the same on all ranks, and no other run's.
-            timeout_seconds: for which rank 0 waits for the others, and they for it.
-            staging_share: of the host memory that is free, for states on their way from a device to
-                the disk, so that the next step need not wait for the disk. For whoever waits for
-                the save itself, 0 is best.
+            token: the same on all ranks, and different from any other run's.
+            timeout_seconds: how long rank 0 waits for the others, and they for it.
+            staging_share: of the free host memory, for states on their way from a device to the
+                disk, so that the next step need not wait for the disk. A caller that waits for the
+                save itself should pass 0.
             num_local_ranks: ranks on this machine, which divide that share. The default is right
-                for a rank that has the machine to itself; with more of them, each would take all of
-                the share.
-            on_published: is told the iteration of each checkpoint once it is published, and the
-                seconds that the save took; on a thread of the manager's.
-            on_failed: is told the iteration of each save that has come to nothing, and why; on the
-                thread that asks.
+                for a rank alone on its machine; with several, each would take the whole share.
+            on_published: called on a thread of the manager with the iteration of each published
+                checkpoint, and the seconds that the save took.
+            on_failed: called with the iteration of each failed save, and the reason, on the thread
+                that asks for it.
         """
         self.store = store
         self.num_failed = 0
@@ -134,17 +138,17 @@ class CheckpointManager:
         self._num_saves = 0
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
-        self._abandoned: list[str] = []  # drafts of this run that came to nothing, on rank 0
+        self._abandoned: list[str] = []  # drafts of this run's failed saves, on rank 0
         self._pool = BufferPool(
             device, staging_share=staging_share, num_local_ranks=num_local_ranks
         )
-        # The work of a save never fails on its lanes, which would end with it: failures are kept
-        # beside.
+        # An error would end a lane for good, so the work of a save raises none: it keeps them in
+        # `_Save.failure`.
         self._lane = device.host_lane("checkpoint")
         self._disk = device.host_lane("checkpoint disk")
         self._is_closing = threading.Event()
-        # Also when the program ends: a thread that is in the middle of a save then would end it
-        # with a signal.
+        # Also at the end of the program: a thread still saving while the interpreter shuts down
+        # would crash the process.
         self._close = weakref.finalize(self, _close, self._is_closing, (self._lane, self._disk))
 
     @classmethod
@@ -162,17 +166,16 @@ class CheckpointManager:
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
     ) -> CheckpointManager:
-        """For the ranks of the default process group together: sweeps abandoned drafts, and agrees
-        on a token.
+        """Sweeps abandoned drafts and agrees on a token; called by all ranks together.
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
         """
         store = open_store(root) if isinstance(root, str) else root
-        # A program of one rank may have a process group all the same, for other things.
-        token = (
-            on_first_rank(lambda: _sweep(store), "sweeping") if world_size > 1 else _sweep(store)
-        )
+        # A single rank does not ask the default process group, which may be there for other things
+        # and contain other ranks.
+        sweep = partial(_sweep, store)
+        token = on_first_rank(sweep, "sweeping") if world_size > 1 else sweep()
         return cls(
             store,
             device,
@@ -189,9 +192,7 @@ class CheckpointManager:
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that saves have taken so far for what would have waited for the disk; see
-        `staging_share`.
-        """
+        """Host memory that saves have taken so far within `staging_share`."""
         return self._pool.staged_bytes
 
     @property
@@ -208,24 +209,23 @@ class CheckpointManager:
         *,
         name: str | None = None,
     ) -> None:
-        """Begins to save, once the save before has ended. All ranks call it, with the same
-        iteration.
+        """Begins a save once the previous one has ended. All ranks pass the same iteration.
 
-        Until the save is done, states and weights must be written to by the optimizer's `step`
-        alone, which waits for what it needs to; `finish` waits for all of it.
+        Until the save is done, only the optimizer's `step` may write to states and weights, because
+        it waits for their readers; `finish` waits for the whole save.
 
         Args:
-            contents: what `collect` made just now.
+            contents: from a call of `collect` just now.
             train_state: plain data; rank 0's is written.
-            name: of the checkpoint's folder, for one that is not to count among a run's: the
-                tracker file and what it names stay as they are. Default:
-                `checkpoint_name(iteration)`.
+            name: of the folder of a checkpoint that is not to count among a run's; the tracker file
+                does not move to it. Default: `checkpoint_name(iteration)`.
 
         Raises:
-            CheckpointError: if the save before has failed. This one has begun all the same.
+            CheckpointError: if the previous save has failed. This one has begun all the same.
         """
         start = time.perf_counter()
         earlier = self._settle()
+
         self._num_saves += 1
         token = f"{self._token}{self._num_saves}"
         final = name or checkpoint_name(iteration)
@@ -239,22 +239,23 @@ class CheckpointManager:
             self._is_closing,
             is_tracked=name is None,
         )
+
+        # Counters, buffers and the train state change whenever they like, so they are copied now.
+        # Everything else is read later, while the optimizer waits for the reader (`hold`).
         save = _Save(draft, start)
         contents = contents.frozen()
         content = train_state_bytes(train_state)
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
-        now = self._device.event()
+        now = self._device.event()  # the device's work up to here has to be done first
         for number, group in enumerate(contents.groups):
-            read = self._lane.enqueue(_write_group(writer, number), after=[now])
+            read = self._lane.enqueue(partial(writer.write_group, number), after=[now])
             if group.unit is not None:
                 group.unit.hold(read)
+
         self._in_flight = save
         save.done = self._lane.enqueue(lambda: self._end(save, writer, contents, content))
-        logger.debug(
-            "checkpoint %s: %.1f ms until training went on",
-            final,
-            1e3 * (time.perf_counter() - start),
-        )
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        logger.debug("checkpoint %s: %.1f ms until training went on", final, milliseconds)
         if earlier is not None:
             raise earlier
 
@@ -262,26 +263,24 @@ class CheckpointManager:
         """Waits for the save under way, if there is one.
 
         Raises:
-            CheckpointError: if it came to nothing. Nothing has been published then.
+            CheckpointError: if it failed. Nothing has been published then.
         """
         failure = self._settle()
         if failure is not None:
             raise failure
 
     def failure(self) -> CheckpointError | None:
-        """What has become of the last save, if it has failed since this was last asked. Waits for
-        nothing.
-        """
+        """The error of the last save if it has failed, once. Does not wait."""
         return None if self.is_busy else self._settle()
 
     def close(self, *, is_told: bool = False) -> None:
-        """Abandons the save that is under way, if there is one, as soon as it can, and ends the
-        lanes.
+        """Abandons the save under way, if there is one, and ends the lanes.
 
         Args:
-            is_told: whether the log says already why the program ends: then it is no error that the
-                save does.
+            is_told: whether the log already says why the program ends; an abandoned save is then a
+                warning, not an error.
         """
+        # First: whatever is queued on the lanes then fails at its next check.
         self._is_closing.set()
         failure = self._settle()
         if failure is not None:
@@ -300,24 +299,23 @@ class CheckpointManager:
         self.close()
 
     def _settle(self) -> CheckpointError | None:
-        """Waits for the save under way. Answers its failure, once."""
+        """Waits for the save under way. Returns its failure, once."""
         save = self._in_flight
         if save is None:
             return None
+
         assert save.done is not None, "it was queued"
         save.done.synchronize()
         self._in_flight = None
         error = save.failure
         if error is None:
             return None
+
         self.num_failed += 1
-        message = (
-            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        )
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         failure = CheckpointError(
             f"Expected checkpoint {save.draft.final} to be published in {self.store.root}, got: "
-            f"{message} "
-            f"({self.num_failed} failed so far; {self._age()})"
+            f"{kind}{error} ({self.num_failed} failed so far; {self._age()})"
         )
         failure.__cause__ = error
         if self._on_failed is not None:
@@ -325,7 +323,7 @@ class CheckpointManager:
         return failure
 
     def _age(self) -> str:
-        """How long ago this run has published a checkpoint."""
+        """How long ago this run published a checkpoint."""
         if self._last_published is None:
             return "this run has published none yet"
         return f"the last was published {time.monotonic() - self._last_published:.0f} s ago"
@@ -351,7 +349,7 @@ class CheckpointManager:
         try:
             await_outcome(draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
         except Exception:
-            # What went wrong here says more than what rank 0 made of it.
+            # This rank's own error says more than rank 0's report of it.
             if writer.failure is not None:
                 raise writer.failure from None
             raise
@@ -359,13 +357,13 @@ class CheckpointManager:
     def _tell_published(self, save: _Save) -> None:
         self._last_published = time.monotonic()
         seconds = time.perf_counter() - save.start
-        logger.info("saved checkpoint %s/%s in %.2f s", self.store.root, save.draft.final, seconds)
+        path = path_of(self.store, save.draft.final)
+        logger.info("saved checkpoint %s in %.2f s", path, seconds)
         if self._on_published is None:
             return
         try:
             self._on_published(save.draft.iteration, seconds)
-        except Exception:  # of the caller's; the checkpoint is published all the same
-            path = f"{self.store.root}/{save.draft.final}"
+        except Exception:  # the caller's; the checkpoint is published all the same
             logger.exception("%s is published, but the caller failed when told so", path)
 
     def _publish(
@@ -375,16 +373,15 @@ class CheckpointManager:
             if writer.failure is not None:
                 raise writer.failure
             assert writer.manifest is not None, "it has finished and not failed"
-            is_tracked = publish(
-                draft, contents, train_state, writer.manifest, self._timeout_seconds
-            )
+            own, patience = writer.manifest, self._timeout_seconds
+            is_tracked = publish(draft, contents, train_state, own, patience)
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)
             raise
+
         try:
-            # All ranks have written this one, and so have read before why earlier ones were
-            # abandoned.
+            # Only now: a rank that has written this save has read why earlier ones were abandoned.
             self._clear()
             if is_tracked:
                 self._retain(draft.iteration)
@@ -394,33 +391,22 @@ class CheckpointManager:
     def _clear(self) -> None:
         while self._abandoned:
             name = self._abandoned.pop()
-            # Where drafts have the checkpoints' names, it may be one after all.
-            if self.store.is_rename_atomic or not self.store.exists(f"{name}/{MARKER_FILE}"):
-                self._remove(name)
+            if is_only_draft(self.store, name):
+                remove_or_warn(self.store, name)
 
     def _retain(self, newest: int) -> None:
         for iteration in self._retention.superseded(published_iterations(self.store), newest):
-            self._remove(checkpoint_name(iteration))
-
-    def _remove(self, name: str) -> None:
-        try:
-            self.store.remove(name)
-        except FileNotFoundError:
-            pass  # another run has been faster
-        except OSError as error:
-            logger.warning("could not delete %s/%s: %s", self.store.root, name, error)
+            remove_or_warn(self.store, checkpoint_name(iteration))
 
 
 def _sweep(store: Store) -> str:
-    """Removes abandoned drafts, and makes up a token. CheckpointError, whatever a remote store
-    raises.
-    """
+    """Removes abandoned drafts and makes up a token. Raises CheckpointError alone."""
     try:
         swept = store.sweep()
-    except Exception as error:
+    except Exception as error:  # remote stores have errors of their own
+        got = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"Expected a folder of checkpoints at {store.root}, got {type(error).__name__}: "
-            f"{error}."
+            f"Expected a folder of checkpoints at {store.root}, got {got}."
         ) from error
 
     if swept:
@@ -432,11 +418,7 @@ def _sweep(store: Store) -> str:
 
 def _close(is_closing: threading.Event, lanes: Sequence[Lane]) -> None:
     is_closing.set()
-    # A manager that was let go of in the middle of a save ends with it, on the lane; lanes then end
-    # by themselves.
+    # The last reference to a manager may be that of its save. This then runs on the lane itself,
+    # which cannot wait for its own end, and need not: it ends without a manager.
     for lane in () if is_lane_thread() else lanes:
         lane.close()
-
-
-def _write_group(writer: RankWriter, number: int) -> Any:
-    return lambda: writer.write_group(number)

@@ -1,8 +1,7 @@
-"""What makes a checkpoint of all ranks' files: rank 0 composes the metadata, waits for the
-manifests, and publishes.
+"""The publication of all ranks' files: rank 0 composes the metadata, awaits manifests, publishes.
 
-What each rank must have written is arithmetic, so a manifest is held against it: key by key, offset
-by offset.
+Arithmetic tells what each rank must have written, so every manifest is compared with it, key by key
+and offset by offset.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     METADATA_FILE,
@@ -30,7 +29,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
     SavedTensor,
     compose_metadata,
 )
-from megatron.core.dist_checkpointing.format.names import track
+from megatron.core.dist_checkpointing.format.names import path_of, track
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.save.writer import (
     ABANDONED_FILE,
@@ -46,7 +45,7 @@ from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
 logger = logging.getLogger(__name__)
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
-_PATIENCE = 10.0  # seconds for which a file system may fail to say what has become of a save
+_PATIENCE = 10.0  # seconds for which a file system may fail to tell the outcome of a save
 
 
 def publish(
@@ -60,14 +59,14 @@ def publish(
         timeout_seconds: how long to wait for the other ranks.
 
     Returns:
-        Whether the tracker file names the checkpoint, too. If not, the one that it does name must
-        stay.
+        Whether the tracker file now names the checkpoint. If not, the one it names must stay.
 
     Raises:
-        CheckpointError: naming the rank that could not write, or has not within this time, and why.
+        CheckpointError: naming the rank that could not write or was too late, and the reason.
             Nothing has been published then.
         OSError: if the file system failed here.
     """
+    # Before waiting: rank 0 composes the metadata while the other ranks still write.
     plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
     metadata, expected = _compose(contents, plain)
 
@@ -85,8 +84,8 @@ def publish(
     draft.check()
     is_durable = _commit(draft, Marker(draft.save_id, draft.iteration, draft.world_size, files))
 
-    # The checkpoint is published: from here on nothing may count as its failure. The tracker must
-    # not name one that a crash may still take away.
+    # The checkpoint is published: nothing counts as its failure from here on. The tracker must not
+    # name a checkpoint that a crash may still undo.
     return is_durable and draft.is_tracked and track(draft.store, draft.iteration)
 
 
@@ -98,42 +97,39 @@ def _commit(draft: Draft, marker: Marker) -> bool:
     except FileNotFoundError:
         raise  # the draft, or a part of it, has been swept
     except Exception as error:  # remote stores have errors of their own
-        # The upload of the marker, say, may have been carried out although the answer was an error.
+        # The upload of the marker, say, may have succeeded although the answer was an error.
         try:
             is_published = _patiently(draft, lambda: _is_published(draft))
         except Exception:
             is_published = False
         if not is_published:
             raise
-        logger.warning(
-            "%s/%s is published, but may not outlive a crash: %s",
-            draft.store.root,
-            draft.final,
-            error,
-        )
+
+        final = path_of(draft.store, draft.final)
+        logger.warning("%s is published, but may not outlive a crash: %s", final, error)
         return False
 
 
 def abandon(draft: Draft, reason: str) -> None:
-    """Tells the other ranks that a save has come to nothing."""
+    """Tells the other ranks that a save has failed."""
     release(draft, 0)
     give_up(draft, ABANDONED_FILE, reason)
 
 
 def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
-    """What the other ranks do instead of `publish`: returns once the checkpoint is published.
+    """The part of the other ranks: returns once rank 0 has published the checkpoint.
 
-    Whatever fails here, rank 0 may be publishing, so an error in looking is no outcome: the rank
+    An error while looking is no outcome, since rank 0 may be publishing all the same: the rank
     looks again.
 
     Raises:
-        CheckpointError: with rank 0's reason for giving the save up; if it gives no sign within
-            this time.
-        OSError: if the file system does not answer for so long that nothing can be known.
+        CheckpointError: with rank 0's reason for abandoning the save, or after the timeout.
+        OSError: if the file system fails for so long that the outcome cannot be known.
     """
 
     def look() -> bool:
-        is_there = draft.store.exists(draft.name)  # before looking for what it becomes
+        # The draft first: if it vanishes in between, it has become the checkpoint.
+        is_there = draft.store.exists(draft.name)
         if _is_published(draft):
             return True
         reason = read_reason(draft, ABANDONED_FILE)
@@ -141,24 +137,22 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
             release(draft, rank)
             raise CheckpointError(reason)
         if not is_there:
-            reason = (
-                f"Expected the draft {draft.store.root}/{draft.name}, got none: it has been swept."
-            )
-            give_up(
-                draft, failure_file(rank), reason
-            )  # rank 0 may still come to look for this rank's part
+            name = path_of(draft.store, draft.name)
+            reason = f"Expected the draft {name}, got none: it has been swept."
+            # Rank 0 may yet come to look for this rank's part.
+            give_up(draft, failure_file(rank), reason)
             raise CheckpointError(reason)
         return False
 
     def describe() -> str:
-        return f"{draft.store.root}/{draft.final} to be published by rank 0"
+        return f"{path_of(draft.store, draft.final)} to be published by rank 0"
 
     consequence = " Rank 0 may publish the checkpoint all the same."
     _poll(draft, lambda: _patiently(draft, look), timeout_seconds, describe, consequence)
 
 
 def _is_published(draft: Draft) -> bool:
-    # Of a draft that another run has swept from a remote store, the marker may be all that is left.
+    # A sweep by another run may leave nothing but the marker of a draft in a remote store.
     if not draft.store.exists(f"{draft.final}/{METADATA_FILE}"):
         return False
     try:
@@ -169,19 +163,18 @@ def _is_published(draft: Draft) -> bool:
 
 
 def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[bytes, Manifest]]:
-    """The manifests of all ranks, once they are there. CheckpointError, naming ranks, if one has
-    failed or is late.
-    """
+    """Waits for the manifests of all ranks. CheckpointError if one has failed or is late."""
     found: dict[int, tuple[bytes, Manifest]] = {}
     missing = set(range(draft.world_size))
 
     def look() -> bool:
-        names = set(draft.store.files(draft.name))
+        names = set(draft.store.files(draft.name))  # one listing, however many ranks are missing
         for rank in sorted(missing):
             if manifest_file(rank) in names:
-                content = draft.store.read(draft.path(manifest_file(rank)))
-                manifest = Manifest.from_bytes(content, draft.path(manifest_file(rank)))
-                # Where drafts have no names of their own, it may be what an earlier save has left.
+                path = draft.path(manifest_file(rank))
+                content = draft.store.read(path)
+                manifest = Manifest.from_bytes(content, path)
+                # Where drafts have no names of their own, an earlier save may have left it.
                 if manifest.save_id == draft.save_id:
                     found[rank] = content, manifest
             reason = read_reason(draft, failure_file(rank)) if failure_file(rank) in names else None
@@ -193,7 +186,8 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
         return not missing
 
     def describe() -> str:
-        return f"a manifest of every rank in {draft.store.root}/{draft.name}, got none of {_ranks(missing)}"
+        folder = path_of(draft.store, draft.name)
+        return f"a manifest of every rank in {folder}, got none of {_ranks(missing)}"
 
     _poll(draft, look, timeout_seconds, describe)
     return found
@@ -206,25 +200,25 @@ def _poll(
     describe: Callable[[], str],
     consequence: str = "",
 ) -> None:
-    """Looks until there is what is looked for, less and less often.
+    """Calls `look`, less and less often, until it returns True.
 
     Raises:
         CheckpointError: after the timeout, or at the end of the run, with this consequence.
     """
-    deadline, pause = time.monotonic() + timeout_seconds, _SHORTEST_WAIT
-    # When the run ends, it looks once more: what has been published by then is no failure.
-    while not look():
+    deadline = time.monotonic() + timeout_seconds
+    for _ in _pauses(draft):
+        # Before the check: a checkpoint published by the end of the run is no failure.
+        if look():
+            return
         draft.check(consequence)
         if time.monotonic() > deadline:
             raise CheckpointError(f"Expected {describe()} within {timeout_seconds:g} s.")
-        draft.is_cancelled.wait(pause)
-        pause = min(2 * pause, _LONGEST_WAIT)
 
 
 def _patiently(draft: Draft, look: Callable[[], bool]) -> bool:
     """Calls `look` until the file system lets it answer. Raises its error after `_PATIENCE`."""
-    deadline, pause = time.monotonic() + _PATIENCE, _SHORTEST_WAIT
-    while True:
+    deadline = time.monotonic() + _PATIENCE
+    for _ in _pauses(draft):
         try:
             return look()
         except CheckpointError:
@@ -232,43 +226,43 @@ def _patiently(draft: Draft, look: Callable[[], bool]) -> bool:
         except Exception:  # remote stores have errors of their own
             if time.monotonic() > deadline or draft.is_cancelled.is_set():
                 raise
+    raise AssertionError("pauses never end")
+
+
+def _pauses(draft: Draft) -> Iterator[None]:
+    """Yields for ever, with growing pauses in between, which the end of the run cuts short."""
+    pause = _SHORTEST_WAIT
+    while True:
+        yield
         draft.is_cancelled.wait(pause)
         pause = min(2 * pause, _LONGEST_WAIT)
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    shown = sorted(ranks)
-    return (
-        "rank "
-        + ", ".join(map(str, shown[:8]))
-        + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
-    )
+    return f"rank {few([str(rank) for rank in sorted(ranks)])}"
 
 
 def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[int, list[Placed]]]:
-    """The content of `.metadata`, and what each rank must have written."""
-    entries = contents.entries
+    """The content of `.metadata`, and the blobs that each rank must have written."""
+    saved = [entry.saved_as for entry in contents.entries]
     expected: dict[int, list[Placed]] = defaultdict(list)
-    chunks: list[list[SavedChunk]] = [[] for _ in entries]
-    for placed in place([entry.saved_as for entry in entries]):
+    chunks: list[list[SavedChunk]] = [[] for _ in saved]
+    for placed in place(saved):
         expected[placed.rank].append(placed)
-        chunks[placed.tensor].append(
-            SavedChunk(
-                placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes
-            )
-        )
+        where = (placed.rank, placed.blob_offset, placed.blob.nbytes)
+        chunks[placed.tensor].append(SavedChunk(placed.offsets, placed.sizes, *where))
+
     tensors = [
-        SavedTensor(entry.key, entry.saved_as.dtype, entry.saved_as.shape, own)
-        for entry, own in zip(entries, chunks, strict=True)
+        SavedTensor(each.key, each.dtype, each.shape, own)
+        for each, own in zip(saved, chunks, strict=True)
     ]
     metadata = compose_metadata(tensors, plain)
-    # What is written must be what can be read: a checkpoint that nobody can load is no checkpoint.
+    # A reader refuses more, and a checkpoint that cannot be loaded must not be published.
     if len(metadata) > MAX_METADATA_BYTES:
         raise CheckpointError(
             f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {len(metadata)} of "
             f"{sum(map(len, chunks))} chunks."
         )
-
     return metadata, expected
 
 
@@ -280,12 +274,11 @@ def _check(
     expected: list[Placed],
     plain: list[SavedPlain],
 ) -> None:
-    """Holds a rank's manifest, and the size of its file, against arithmetic. CheckpointError if
-    they differ.
-    """
-    source = f"{draft.store.root}/{draft.path(manifest_file(rank))}"
+    """CheckpointError if a rank's manifest, or the size of its file, differs from the plan."""
+    source = draft.shown(manifest_file(rank))
     if manifest.rank != rank:
         raise CheckpointError(f"Expected rank {rank} in {source}, got {manifest.rank}.")
+
     wanted = [
         (entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected
     ] + [(p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain]
@@ -299,9 +292,8 @@ def _check(
         raise CheckpointError(
             f"Expected {len(wanted)} chunks of rank {rank}, got {len(got)} in {source}."
         )
+
     nbytes = draft.store.size(draft.path(data_file(rank)))
     if nbytes != manifest.nbytes:
-        raise CheckpointError(
-            f"Expected {manifest.nbytes} bytes in "
-            f"{draft.store.root}/{draft.path(data_file(rank))}, got {nbytes}."
-        )
+        file = draft.shown(data_file(rank))
+        raise CheckpointError(f"Expected {manifest.nbytes} bytes in {file}, got {nbytes}.")

@@ -1,17 +1,17 @@
-"""One rank's part of a save: its data file, then its manifest. No other rank is asked or told
-anything.
+"""One rank's part of a save: its data file, then its manifest, without any communication.
 
-Ranks meet in the draft's folder alone:
+Ranks meet only in the draft's folder:
 
-    __0_0.distcp, manifest_0.json   what rank 0 has written; the manifest comes last and says that the data is on disk
-    failed_1.json                   why rank 1 could not
-    abandoned.json                  why rank 0 has given the save up
+    __0_0.distcp      rank 0's data
+    manifest_0.json   comes last: rank 0's data is on disk
+    failed_1.json     why rank 1 could not write
+    abandoned.json    why rank 0 has given up the save
 
-[Note: last step] Rank 0 acts on a manifest as soon as it has its name, and renames the folder. So
-that name is the last thing a rank does: everything in its files is on disk before, and nothing can
-fail after it. Rank 0 brings the name itself to disk when it syncs the folder before it publishes.
-The two other files are for ranks that run at the same time. They are not synced at all, so that a
-rank whose disk no longer syncs can still say so.
+[Note: last step] Rank 0 may publish, and so rename the folder, as soon as a manifest appears under
+its name. So the rename that gives it this name is the last thing a rank does: its files are on disk
+before, and nothing can fail after. The name itself reaches the disk when rank 0 syncs the folder
+before publishing. The other two files are notes for ranks that run at the same time. They are not
+synced at all, so a rank whose disk no longer syncs can still leave one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import itertools
 import json
 import logging
 import threading
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +36,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     dtype_name,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
@@ -55,7 +55,7 @@ _MAX_REASON_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Draft:
-    """A save under way, as every rank knows it without having asked.
+    """A save under way, as every rank knows it without asking.
 
     Attributes:
         store: where it is written.
@@ -64,9 +64,8 @@ class Draft:
         save_id: in every file of this save, and in no other's.
         iteration: of the checkpoint.
         world_size: ranks that save together.
-        is_cancelled: set, it ends the save on this rank as soon as possible.
-        is_tracked: whether it is one of a run's checkpoints, the newest of which the tracker file
-            names.
+        is_cancelled: once set, the save ends on this rank as soon as possible.
+        is_tracked: whether the tracker file is to name the checkpoint.
     """
 
     store: Store
@@ -79,28 +78,39 @@ class Draft:
     is_tracked: bool = True
 
     def path(self, file: str) -> str:
-        """Of a file in the draft's folder, for the store."""
+        """The path of a file in the draft's folder, for the store."""
         return f"{self.name}/{file}"
 
+    def shown(self, file: str) -> str:
+        """The same, for messages."""
+        return path_of(self.store, self.path(file))
+
     def check(self, consequence: str = "") -> None:
-        """CheckpointError, which ends with this sentence, if the save is to end."""
+        """CheckpointError, with this sentence at its end, if the save is cancelled."""
         if self.is_cancelled.is_set():
             message = "Expected time to finish the save, got the end of the run."
             raise CheckpointError(message + consequence)
 
 
 def failure_file(rank: int) -> str:
-    """Where a rank says why it could not write."""
+    """The file in which a rank leaves the reason why it could not write."""
     return f"failed_{rank}.json"
 
 
+def is_only_draft(store: Store, name: str) -> bool:
+    """Whether a draft of this save may be deleted: it has not become a checkpoint after all."""
+    # Where drafts have the checkpoints' names, the upload of the marker may have succeeded although
+    # the answer was an error.
+    return store.is_rename_atomic or not store.exists(f"{name}/{MARKER_FILE}")
+
+
 def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) -> None:
-    """Leaves a note for the other ranks, also on a full disk or one that does not sync.
+    """Leaves a note for the other ranks, even on a disk that is full or does not sync.
 
     Raises nothing.
 
     Args:
-        makes_folder: whether to make the draft's folder if it is not there: that may have failed.
+        makes_folder: whether to make the draft's folder first, which may have failed before.
     """
     if makes_folder:
         # A folder that was made but could not be synced is good enough for a note.
@@ -108,7 +118,7 @@ def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) 
             draft.store.make_folder(draft.name)
 
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
-    # A full disk has room for an empty file where it has none for a reason.
+    # A full disk may still have room for an empty file, which says that much.
     for text in (content, ""):
         with contextlib.suppress(Exception):
             draft.store.write(draft.path(file), text.encode(), Sync.NOTHING)
@@ -116,29 +126,25 @@ def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) 
 
 
 def release(draft: Draft, rank: int) -> None:
-    """Deletes a rank's data file of a save that has come to nothing, if that can be done. Raises
-    nothing.
+    """Deletes a rank's data file of a failed save, if it can. Raises nothing.
 
-    Once a rank's manifest is there the file is rank 0's, which may be publishing it: only after
-    rank 0's word that it has abandoned the save may the rank itself delete it.
+    As soon as a rank's manifest is there, rank 0 may be publishing the file. From then on the rank
+    must not delete it until rank 0 has written that it has abandoned the save.
     """
     with contextlib.suppress(Exception):
-        # Where drafts have the checkpoints' names, it may be one after all.
-        if draft.store.is_rename_atomic or not draft.store.exists(draft.path(MARKER_FILE)):
+        if is_only_draft(draft.store, draft.name):
             draft.store.delete(draft.path(data_file(rank)))
 
 
 def read_reason(draft: Draft, file: str) -> str | None:
-    """What `give_up` left; None if there is none, or none of this save."""
+    """The reason that `give_up` left for this save, or None."""
     try:
         text = draft.store.read(draft.path(file), _MAX_REASON_BYTES)
         if not text:
-            # Where drafts have no names of their own, it may be what an earlier save has left.
-            return (
-                "there was no room to say why: most likely, No space left on device"
-                if draft.store.is_rename_atomic
-                else None
-            )
+            # Where drafts have no names of their own, an earlier save may have left the file.
+            if not draft.store.is_rename_atomic:
+                return None
+            return "there was no room to say why: most likely, No space left on device"
         content = parse_json(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,15 +152,15 @@ def read_reason(draft: Draft, file: str) -> str | None:
 
 
 class RankWriter:
-    """Writes this rank's shares of the contents, group by group; see the module's docstring.
+    """Writes this rank's shares of the contents, group by group.
 
-    No method raises: a save that fails must not end what it runs beside. After the first failure
-    the rest does nothing.
+    No method raises: training goes on when a save fails. After the first failure, the other calls
+    do nothing.
 
     Attributes:
-        manifest: once all has been written.
-        failure: what went wrong first.
-        may_be_published: whether rank 0 may have found the manifest, whatever went wrong here.
+        manifest: once everything has been written.
+        failure: the first error.
+        may_be_published: whether rank 0 may have found the manifest, whatever failed here.
     """
 
     def __init__(
@@ -169,18 +175,16 @@ class RankWriter:
         self._pool = pool
         self._disk = disk
         self._file: DataFileWriter | None = None
+        # Entries are numbered through all groups, as the plan numbers them.
         counts = (len(group.entries) for group in contents.groups)
-        self._first_entries = list(
-            itertools.accumulate(counts, initial=0)
-        )  # of each group, by number
+        self._first_entries = list(itertools.accumulate(counts, initial=0))
         self._shares: dict[int, list[Placed]] = {}  # by the entry's number
         self._records: list[ChunkRecord] = []
 
     def write_group(self, number: int) -> None:
-        """Writes the shares of one group of entries, once the updates of its unit that are under
-        way have ended.
+        """Waits for updates of the group's unit that are under way, and writes its shares.
 
-        When this returns, its memory has been read, or will not be.
+        When this returns, its memory has been read, or never will be.
         """
         if self.failure is None:
             try:
@@ -189,7 +193,7 @@ class RankWriter:
                 self._fail(error)
 
     def finish(self) -> None:
-        """Writes what is no tensor, brings the file to disk, and says so in the manifest."""
+        """Writes plain data, brings the file to disk, and writes the manifest."""
         if self.failure is None:
             try:
                 self._finish()
@@ -197,32 +201,30 @@ class RankWriter:
                 self._fail(error)
 
     def _write_group(self, number: int) -> None:
-        unit = self._contents.groups[number].unit
+        unit, entries = self._contents.groups[number]
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
+
         file = self._open()
-        for index, entry in enumerate(
-            self._contents.groups[number].entries, start=self._first_entries[number]
-        ):
+        for index, entry in enumerate(entries, start=self._first_entries[number]):
             for share in self._shares.get(index, ()):
                 self._draft.check()
                 self._write_share(file, entry, share, is_awaited=unit is not None)
 
     def _open(self) -> DataFileWriter:
+        # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.
         if self._file is None:
             self._draft.check()
-            shares = defaultdict(list)
             for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
-                shares[share.tensor].append(share)
-            self._shares = dict(shares)
-            self._file = DataFileWriter(
-                LateSink(self._make_file, self._draft.check), self._pool, self._disk
-            )
+                self._shares.setdefault(share.tensor, []).append(share)
+            sink = LateSink(self._make_file, self._draft.check)
+            self._file = DataFileWriter(sink, self._pool, self._disk)
         return self._file
 
     def _make_file(self) -> DataSink:
         """On the disk's lane."""
         store = self._draft.store
+        # Now rather than when it is published: another run may save to the same folder.
         if store.exists(f"{self._draft.final}/{MARKER_FILE}"):
             raise CheckpointError(
                 f"Expected no checkpoint yet at {self._draft.final}, got a published one."
@@ -240,7 +242,9 @@ class RankWriter:
         """
         header, footer = blob_frame(entry.saved_as.dtype, share.sizes)
         stored = entry.values.as_stored()
+        # Only an update that waits is worth memory for staging; the disk can make others wait.
         file.is_staging = is_awaited and lies_on_device(stored.tensor)
+
         file.pad_to(share.blob_offset)
         file.write(header)
         digests = file.write_tensor(_rows_of(entry, share, stored.tensor), stored.scale)
@@ -261,19 +265,19 @@ class RankWriter:
 
     def _finish(self) -> None:
         file = self._open()
+        # Plain data is the same on every rank.
         if self._rank == 0:
             for key, value in self._contents.plain.items():
-                blob, offset = plain_blob(value), file.position
+                blob = plain_blob(value)
+                where = (file.position, len(blob))  # of the blob, which is all data
                 file.write(blob)
-                place_of_blob = (offset, len(blob))
-                self._records.append(
-                    ChunkRecord(key, "", (), (), *place_of_blob, *place_of_blob, digests_of(blob))
-                )
+                digests = digests_of(blob)
+                self._records.append(ChunkRecord(key, "", (), (), *where, *where, digests))
+
         self._draft.check()
-        nbytes = file.finish()
-        manifest = Manifest(
-            self._draft.save_id, self._rank, data_file(self._rank), nbytes, tuple(self._records)
-        )
+        nbytes, records = file.finish(), tuple(self._records)
+        name = data_file(self._rank)
+        manifest = Manifest(self._draft.save_id, self._rank, name, nbytes, records)
         self._hand_over(manifest.to_bytes())
         self.manifest = manifest
 
@@ -284,15 +288,16 @@ class RankWriter:
         try:
             store.write(path, content, Sync.CONTENT)
         except Exception as error:
-            # A rename or an upload may have been carried out although the answer was an error.
+            # A rename or an upload may have succeeded although the answer was an error.
             try:
                 is_there = store.read(path) == content
             except FileNotFoundError:
                 is_there = False
             if is_there:
-                logger.warning("%s/%s was written all the same: %s", store.root, path, error)
+                logger.warning("%s was written all the same: %s", path_of(store, path), error)
                 return
-            # If there is no folder, rank 0 has published it or another run has swept it.
+
+            # If the folder is gone, rank 0 has published it or another run has swept it.
             self.may_be_published = not store.exists(self._draft.name)
             raise
 
@@ -301,13 +306,13 @@ class RankWriter:
         if self._file is not None:
             self._file.abort()
         if not self.may_be_published:
-            release(self._draft, self._rank)  # first: a full disk has room for the reason then
+            release(self._draft, self._rank)  # first, to make room for the reason on a full disk
         file, reason = failure_file(self._rank), f"{type(error).__name__}: {error}"
         give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
 
 
 def _rows_of(entry: Entry, share: Placed, tensor: torch.Tensor) -> torch.Tensor:
-    """What a share has of the memory that this rank holds: whole rows of it, as a view."""
+    """The rows of a share, as a view of the memory that this rank holds."""
     part = entry.part_of(tensor)
     if share.sizes:
         part = part.narrow(0, share.offsets[0] - entry.offsets[0], share.sizes[0])

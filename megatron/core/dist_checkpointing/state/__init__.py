@@ -1,3 +1,5 @@
-"""What a checkpoint holds: the tensors of a model, its optimizer and a trainer, under canonical
-keys.
+"""The content of a checkpoint: a model's, an optimizer's and a trainer's tensors by canonical key.
+
+collect.py finds them, entries.py describes this rank's part of them, param_groups.py has the
+optimizer's options, dcp_state.py the same for PyTorch DCP.
 """

@@ -1,25 +1,20 @@
-"""From a model, its optimizer and a trainer's tensors to the entries of a checkpoint, and back for
-what is plain data.
+"""From a model, its optimizer and a trainer's tensors to the entries of a checkpoint.
 
-Names come from the model's parameters; how they lie on the ranks, from the layout of their FSDP
-group, from the DTensor they are, or they are whole on every rank. What a fused weight's sections
-are called, its module says.
+Names are those of the model's parameters. How a parameter lies on the ranks follows from the layout
+of its FSDP group, or from its DTensor; any other is whole on every rank. A fused weight's module
+names its sections.
 """
 
 from __future__ import annotations
 
-import reprlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_leaves
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
@@ -37,6 +32,7 @@ from megatron.core.dist_checkpointing.state.entries import (
     ScaledValues,
     Values,
 )
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, as_plain
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.dtensors import local_tensor
@@ -45,8 +41,6 @@ from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
-
-PARAM_GROUPS = "optimizer.param_groups"
 
 
 def collect(
@@ -58,14 +52,13 @@ def collect(
     rank: int = 0,
     world_size: int = 1,
 ) -> Contents:
-    """What a checkpoint of these holds. Copies nothing; states that are not there yet are
-    allocated.
+    """Collects the content of a checkpoint. Copies nothing; allocates states that are missing.
 
     Args:
         model: sharded or plain.
         optimizer: over its parameters.
-        with_states: whether the optimizer's states are part of it; else it only says when weights
-            may be read.
+        with_states: whether to collect the optimizer's states; else it only tells when weights may
+            be read.
         private: tensors on the CPU that are each rank's own, `rng.<name>` for the key
             `rng.<rank>.<name>`; all ranks have the same names, dtypes and shapes.
         rank, world_size: among all ranks that save or load together.
@@ -75,13 +68,7 @@ def collect(
         CheckpointError: for states that the format does not know, and for modules with an extra
             state.
     """
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError(
-                "Expected modules without an extra state of their own, got "
-                f"{type(module).__name__} at {name!r}; "
-                "--ckpt-format torch_dcp takes others."
-            )
+    _expect_no_extra_state(model)
     collector = _Collector(model, rank, world_size)
     groups: list[EntryGroup] = []
     plain = {}
@@ -92,15 +79,17 @@ def collect(
                 collector.plain_group(group, number)
                 for number, group in enumerate(optimizer.param_groups)
             ]
-        # First, since updates wait for their readers. Nothing changes the others.
+        # First, because the next update of a unit waits until it has been read. Nothing waits for
+        # the others.
         groups += [
             EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)
         ]
     groups += [
         EntryGroup(None, collector.frozen_weights(optimizer)),
         EntryGroup(None, collector.buffers()),
+        EntryGroup(None, collector.private(private or {})),
     ]
-    groups.append(EntryGroup(None, collector.private(private or {})))
+
     contents = Contents(groups, plain, collector.names)
     keys = [entry.key for entry in contents.entries]
     if len(set(keys)) < len(keys):
@@ -109,6 +98,15 @@ def collect(
             f"Expected one tensor for each name in a checkpoint, got several for {doubled}."
         )
     return contents
+
+
+def _expect_no_extra_state(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                "Expected modules without an extra state of their own, got "
+                f"{type(module).__name__} at {name!r}; --ckpt-format torch_dcp takes others."
+            )
 
 
 class _Collector:
@@ -120,19 +118,17 @@ class _Collector:
         self._ranks = range(world_size)
         self._fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
-        self._alike: dict[
-            FlatShards, FlatShards
-        ] = {}  # layers mostly are, and what is computed for one serves all
+        # Most layers have equal layouts: what is computed for one of them serves all.
+        self._alike: dict[FlatShards, FlatShards] = {}
         self._places: dict[torch.Tensor, _Place] = {}
+        self._fqns: dict[torch.Tensor, str] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
+
         for fqn, parameter in model.named_parameters():
+            sections = _sections(fqn, parameter, self._fused.get(fqn))
             self._places[parameter] = self._place(parameter)
-            self.names[parameter] = [
-                section.name for section in _sections(fqn, parameter, self._fused.get(fqn))
-            ]
-        self._fqns: dict[torch.Tensor, str] = {
-            parameter: fqn for fqn, parameter in model.named_parameters()
-        }
+            self._fqns[parameter] = fqn
+            self.names[parameter] = [section.name for section in sections]
 
     def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
         """Weights that the optimizer does not update; all, if there is none."""
@@ -147,6 +143,7 @@ class _Collector:
         for prefix, module in self._model.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 is_kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+                # A buffer that modules share is saved once, as parameters are.
                 if is_kept and id(buffer) not in seen:
                     seen.add(id(buffer))
                     found.append(self._whole(f"model.{name}", buffer, self._ranks, is_copied=True))
@@ -161,13 +158,15 @@ class _Collector:
                     "Expected an optimizer over the model's parameters, got another of shape "
                     f"{tuple(parameter.shape)}."
                 )
+            # Sorted: all ranks plan in one order, whichever state each of them has made first.
             found += self._weight(parameter)
             for name in sorted(states) if with_states else ():
                 found += self._state(unit.optimizer, parameter, name, states[name])
         return found
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-        """What is each rank's own. Other ranks' are there too, without values."""
+        """The tensors that are each rank's own; those of other ranks without values."""
+        # Every rank plans the files of all, so the entries of the others belong to its plan.
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
             self._whole(
@@ -178,9 +177,9 @@ class _Collector:
         ]
 
     def plain_group(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """A parameter group as plain data: names in the place of parameters."""
+        """A parameter group as plain data, with names in place of parameters."""
         options = {
-            name: _as_plain(value, f"{name} of parameter group {number}")
+            name: as_plain(value, f"{name} of parameter group {number}")
             for name, value in group.items()
             if name not in ("params", "param_names")
         }
@@ -199,21 +198,23 @@ class _Collector:
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"Expected optimizer states that are tensors, got {type(value).__name__} for "
-                f"{name} of {fqn}; "
-                "--ckpt-format torch_dcp takes others."
+                f"{name} of {fqn}; --ckpt-format torch_dcp takes others."
             )
+
         values = Values(local_tensor(value).detach())
         if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
             values = ScaledValues(optimizer, parameter, name)
         if value.shape == parameter.shape and value.dim():
             return self._like(parameter, values, "optimizer.state.", f".{name}")
+
         if isinstance(parameter, DTensor) and value.numel() > 1:
+            own, got = tuple(parameter.shape), tuple(value.shape)
             raise CheckpointError(
                 "Expected optimizer states of one element or of their parameter's shape "
-                f"{tuple(parameter.shape)}, got "
-                f"{tuple(value.shape)} for {name} of {fqn}; --ckpt-format torch_dcp takes others."
+                f"{own}, got {got} for {name} of {fqn}; --ckpt-format torch_dcp takes others."
             )
-        # Its sections share one memory.
+
+        # A counter, which every section of a fused weight has under its own key.
         return [
             self._whole(f"optimizer.state.{section}.{name}", values, self._ranks, is_copied=True)
             for section in self.names[parameter]
@@ -222,9 +223,7 @@ class _Collector:
     def _like(
         self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
     ) -> list[Entry]:
-        """The entries, one for each section, of a weight or of a state that lies as the weight
-        does.
-        """
+        """The entries, one per section, of a weight or of a state that lies as the weight does."""
         fqn, place, shape = self._fqns[parameter], self._places[parameter], tuple(parameter.shape)
         found = []
         for section in _sections(fqn, parameter, self._fused.get(fqn)):
@@ -233,8 +232,10 @@ class _Collector:
                 saved_as = SavedAs(key, values.dtype, shape, place.holdings)
                 found.append(Entry(saved_as, place.offsets, values, parameter))
                 continue
+
             holdings: Holdings = Section(place.holdings, section.first_row, section.num_rows)
             saved_as = SavedAs(key, values.dtype, (section.num_rows, *shape[1:]), holdings)
+            # The rows of the section that this rank holds; it may hold none.
             begin = max(place.offsets[0], section.first_row)
             end = min(place.offsets[0] + place.sizes[0], section.first_row + section.num_rows)
             num_rows = max(end - begin, 0)
@@ -273,6 +274,8 @@ class _Collector:
             )
         else:
             holdings = Replicated(parameter.shape, self._ranks)
+
+        # A rank holds at most one chunk of a parameter.
         for own in holdings.holdings(self._rank):
             return _Place(holdings, own.offsets, own.sizes)
         return _Place(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
@@ -295,7 +298,7 @@ class _Place(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """Rows of a parameter under a name of their own; None: all of it, without rows."""
+    """Rows of a parameter under a name of their own. `num_rows` None: the whole parameter."""
 
     name: str
     first_row: int
@@ -305,11 +308,11 @@ class _Section(NamedTuple):
 def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> list[_Section]:
     if fused is None:
         return [_Section(fqn, 0, None)]
-    if fused.num_rows != parameter.shape[0]:
-        raise ValueError(
-            f"Expected {fused.num_rows} rows in {fqn}, as its sections have, got "
-            f"{parameter.shape[0]}."
-        )
+    wanted, got = fused.num_rows, parameter.shape[0]
+    if wanted != got:
+        raise ValueError(f"Expected {wanted} rows in {fqn}, as its sections have, got {got}.")
+
+    # As layers of their own beside the fused one: `attention.linear_qkv` has `attention.query`.
     module, _, name = fqn.rpartition(".")
     parent = module.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -330,136 +333,3 @@ def _sharded_dims(parameter: DTensor) -> list[int | None]:
                 f"Expected DTensors that are sharded or replicated, got {placement}."
             )
     return dims
-
-
-def _as_plain(value: Any, what: str) -> Any:
-    """Numbers, strings, lists and dicts; a tensor of one element is its number."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_as_plain(item, what) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(f"Expected plain data, got {type(value).__name__} for {what}.")
-
-
-def saved_param_groups(checkpoint: PublishedCheckpoint) -> list[dict[str, Any]]:
-    """The options that a checkpoint has under PARAM_GROUPS; see `check_param_groups`."""
-    return check_param_groups(checkpoint.read_plain(PARAM_GROUPS), checkpoint.path)
-
-
-def check_param_groups(saved: object, path: str) -> list[dict[str, Any]]:
-    """Saved parameter groups, proven to be dicts of options with the names of their parameters.
-
-    Raises:
-        CheckpointError: for anything else.
-    """
-    groups: list[Any] = saved if isinstance(saved, list) else [saved]
-    for group in groups:
-        is_group = isinstance(group, dict) and all(isinstance(option, str) for option in group)
-        names = group.get("params") if is_group else None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(
-                f"Expected parameter groups in {path}, with options and the names of parameters, "
-                f"got {reprlib.repr(group)}."
-            )
-    return groups
-
-
-def match_param_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, Sequence[str]],
-    saved: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """The saved options of each of an optimizer's groups, found by the names of its parameters.
-    Changes nothing.
-
-    Args:
-        names: of the parameters whose options are wanted; see `Contents`.
-        saved: what a checkpoint has under PARAM_GROUPS.
-
-    Raises:
-        CheckpointError: for a parameter without a saved group, a group whose parameters had
-            different options, or a value of another type than the optimizer has.
-    """
-    for group in saved:
-        for option, value in group.items():
-            # Below, options are compared with each other, which tensors cannot be.
-            if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-                raise CheckpointError(
-                    f"Expected plain data as the saved {shown(option)} of a parameter group, got "
-                    "tensors."
-                )
-
-    by_name = {
-        name: {key: value for key, value in group.items() if key != "params"}
-        for group in saved
-        for name in group["params"]
-    }
-    found: list[dict[str, Any]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        wanted = [name for parameter in group["params"] for name in names.get(parameter, ())]
-        if missing := [name for name in wanted if name not in by_name]:
-            raise CheckpointError(
-                "Expected a saved parameter group for every parameter, got none for "
-                f"{few(missing)}."
-            )
-
-        options = [by_name[name] for name in wanted]
-        if any(other != options[0] for other in options[1:]):
-            raise CheckpointError(
-                f"Expected saved options that are alike for the parameters of group {number}, got "
-                f"{wanted[0]}: {options[0]} and others."
-            )
-        chosen = options[0] if options else {}
-        checked = {}
-        for option, value in chosen.items():
-            checked[option] = _as_own(option, value, group.get(option), number)
-        found.append(checked)
-    return found
-
-
-def _as_own(option: str, value: Any, own: Any, number: int) -> Any:
-    """A saved value as the optimizer has it: JSON and the like have lists for tuples."""
-    if isinstance(own, tuple | list):
-        is_alike = isinstance(value, tuple | list) and len(value) == len(own)
-        if is_alike:
-            pairs = zip(value, own, strict=True)
-            return type(own)(_as_own(option, item, mine, number) for item, mine in pairs)
-    elif isinstance(own, bool):
-        is_alike = value is None or isinstance(value, bool)
-    elif isinstance(own, int | float) or (isinstance(own, torch.Tensor) and own.numel() == 1):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_alike = is_number and abs(value) <= sys.float_info.max
-    else:
-        is_alike = own is None or isinstance(value, type(own))
-    if not is_alike:
-        kind = "a finite number" if isinstance(own, int | float | torch.Tensor) else f"like {own!r}"
-        raise CheckpointError(
-            f"Expected the saved {option} of parameter group {number} to be {kind}, got "
-            f"{reprlib.repr(value)}."
-        )
-    return value
-
-
-def install_param_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, Sequence[str]],
-    saved: Sequence[Mapping[str, Any]],
-) -> None:
-    """Takes over all options of saved parameter groups, as `torch.optim.Optimizer.load_state_dict`.
-
-    Raises what `match_param_groups` does.
-    """
-    install_options(optimizer, match_param_groups(optimizer, names, saved))
-
-
-def install_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Takes over what `match_param_groups` has found."""
-    for group, chosen in zip(optimizer.param_groups, options, strict=True):
-        for key, value in chosen.items():
-            own = group.get(key)
-            if isinstance(own, torch.Tensor):
-                own.fill_(value)
-            else:
-                group[key] = value

@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank holds, said in DCP's words, for a plain DTensor.
+"""Tells DCP which part of a plain DTensor a rank holds.
 
-DCP takes the shards of a DTensor to be even. Those of a section of an evenly sharded tensor are
-not; the local tensor may tell DCP so, through methods that DCP looks for on it. (Tensors over flat
+DCP assumes that the shards of a DTensor are even. Those of a section of an evenly sharded tensor
+are not; the local tensor tells DCP so, through methods that DCP looks for on it. (Tensors over flat
 buffers need no help, see `UnevenDTensor`.)
 """
 
@@ -23,9 +23,7 @@ from megatron.core.dtensors import local_tensor
 
 
 def describe(tensor: DTensor, begin: Sequence[int]) -> None:
-    """Attaches DCP's methods to the local tensor, which holds the chunk that begins there; maybe
-    nothing.
-    """
+    """Attaches DCP's methods to the local tensor, which holds the chunk beginning at `begin`."""
     local = local_tensor(tensor)
     offsets = torch.Size(begin)
     chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
@@ -41,9 +39,9 @@ def describe(tensor: DTensor, begin: Sequence[int]) -> None:
             for chunk in chunks
         ]
 
-    # Not the third that DCP looks for, `__get_tensor_shard__`: DCP copies tensors with their
-    # attributes, and a copy must not answer for the original. Without it a DTensor answers with its
-    # local tensor, which is right for both.
+    # DCP looks for a third method, `__get_tensor_shard__`. It must stay away: DCP copies tensors
+    # with their attributes, and a copy would then return the original. Without it a DTensor returns
+    # its local tensor, which is right for both.
     for name, method in (
         ("__create_chunk_list__", lambda: chunks),
         ("__create_write_items__", create_write_items),

@@ -1,4 +1,4 @@
-"""What a `torch_dcp` checkpoint holds, as state dicts."""
+"""The content of a `torch_dcp` checkpoint, as state dicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.format.metadata import differences, tensors_of
 from megatron.core.optimizer.torch_optimizer import init_states
 
 
 class DCPState(Stateful):
-    """A model, and optionally its optimizer, as PyTorch DCP wants them: `{"model": ..., "optim":
-    ...}` by full names.
+    """A model and an optional optimizer for PyTorch DCP: `{"model": ..., "optim": ...}` by name.
 
-    Works for plain modules and for sharded ones, whose tensors stay the DTensors they are: nothing
-    is gathered. The state dict aliases the live tensors, so `dcp.load` into it writes in place;
+    Works for plain modules and for sharded ones, whose tensors stay DTensors: nothing is gathered.
+    The state dict aliases the live tensors, so `dcp.load` into it writes in place;
     `load_state_dict` then installs the rest (step counters, parameter groups). An optimizer that
     has not stepped yet gets its states allocated on the way.
 
@@ -40,17 +40,18 @@ class DCPState(Stateful):
         """`{"model": {name: tensor}}`, and `"optim"` if there is an optimizer."""
         if self.optimizer is None:
             return {"model": get_model_state_dict(self.model)}
+
+        # PyTorch's helper takes empty states for missing ones, and would take a step to make some.
         init_states(self.optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         return {"model": model_state, "optim": optimizer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Installs what `state_dict()` gave. With an optimizer, `"optim"` must be there; without,
-        it is not read.
-        """
+        """Installs what `state_dict()` gave. `"optim"` is needed, and read, for an optimizer."""
         if self.optimizer is None:
             set_model_state_dict(self.model, state_dict["model"])
             return
+
         if "optim" not in state_dict:
             raise CheckpointError(
                 f"Expected a state dict with the optimizer's state, got {sorted(state_dict)} alone."
@@ -78,45 +79,30 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_tensors(
     path: str, wanted: dict[str, Any], metadata: Metadata, ignored_prefixes: tuple[str, ...]
 ) -> None:
-    """Holds the tensors about to be loaded against a checkpoint's metadata, before anything is
-    touched.
+    """Compares the tensors about to be loaded with a checkpoint's metadata, and changes nothing.
 
     Args:
         path: the checkpoint, for the message.
         wanted: the state dict that will be loaded into.
         metadata: the checkpoint's.
-        ignored_prefixes: beginnings of keys that the checkpoint may hold without being asked for
-            them.
+        ignored_prefixes: prefixes of keys that the checkpoint may have and `wanted` need not.
 
     Raises:
-        CheckpointError: naming every key that is missing, not asked for, or of another shape or
-            dtype.
+        CheckpointError: naming every key that is missing, extra, or of another shape or dtype.
     """
-    tensors = {
-        key: value for key, value in flatten(wanted).items() if isinstance(value, torch.Tensor)
-    }
-    saved = {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
+    # By the keys that DCP gives the values of nested dicts.
+    flat = flatten(wanted).items()
+    tensors = {key: value for key, value in flat if isinstance(value, torch.Tensor)}
+    saved = tensors_of(metadata)
+    extra = [key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)]
+
     problems = []
     if missing := [key for key in tensors if key not in saved]:
         problems.append(f"it lacks {few(missing)}")
-    if extra := [
-        key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)
-    ]:
+    if extra:
         problems.append(f"the model has no {few(extra)}")
     for key, value in tensors.items():
-        if key not in saved:
-            continue
-        if saved[key].size != value.shape:
-            problems.append(
-                f"{key} has shape {tuple(saved[key].size)} where the model has {tuple(value.shape)}"
-            )
-        if saved[key].properties.dtype != value.dtype:
-            problems.append(
-                f"{key} is {saved[key].properties.dtype} where the model has {value.dtype}"
-            )
+        if key in saved:
+            problems += differences(key, saved[key], value.shape, value.dtype)
     if problems:
         raise other_model(path, problems)

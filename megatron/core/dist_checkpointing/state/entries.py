@@ -1,18 +1,16 @@
-"""What a `fsdp_dtensor` checkpoint holds: the tensors of a model, an optimizer and a trainer, under
-canonical keys.
+"""The content of a `fsdp_dtensor` checkpoint: tensors under canonical keys.
 
     model.<fqn>                      main weights, once; persistent buffers
     optimizer.state.<fqn>.<name>     each with its parameter's global shape
     optimizer.param_groups           plain data, by parameters' names
-    rng.<rank>.<name>                what is each rank's own
+    rng.<rank>.<name>                each rank's own
 
-Keys and shapes are the same however the model is sharded and how much of it is offloaded. A fused
-weight is stored as its sections, each under the name it would have as a layer of its own beside the
-fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight` and so on, and so are
-all states.
+Keys and shapes are the same however the model is sharded and however much of it is offloaded. A
+fused weight and its states are stored as sections, each under the name it would have as a layer of
+its own beside the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
 
-An `Entry` is one tensor under one key, with what this rank holds of it: memory of the live state,
-not a copy.
+An `Entry` is one tensor under one key, with this rank's part of it: memory of the live state, not a
+copy.
 """
 
 from __future__ import annotations
@@ -36,16 +34,14 @@ from megatron.core.optimizer.state_units import StateUnit
 
 
 class Stored(NamedTuple):
-    """A state as it is kept: its values are `tensor`, or the fp32 products of `tensor` and
-    `scale`.
-    """
+    """A state as it is kept. Its values are `tensor`, or the fp32 products of that and `scale`."""
 
     tensor: torch.Tensor
     scale: torch.Tensor | None = None
 
 
 class Values:
-    """What this rank holds of a state, as memory that may be read and written in place."""
+    """This rank's part of a state, as memory that may be read and written in place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -65,21 +61,19 @@ class Values:
         return self._tensor.dtype
 
     def as_stored(self) -> Stored:
-        """The memory to compute the values from, on whatever stream they are needed."""
+        """The memory from which any stream can compute the values."""
         return Stored(self._tensor)
 
     def read(self) -> torch.Tensor:
-        """The values, which alias the state where they can. Else they are computed on this thread's
-        current stream.
-        """
+        """The values: the state itself, or computed from it on this thread's current stream."""
         return self._tensor
 
     def target(self) -> torch.Tensor:
-        """What loaded values are to be written to."""
+        """The memory to write loaded values to."""
         return self._tensor
 
     def install(self) -> None:
-        """Takes over what has been written to `target`."""
+        """Installs the values that have been written to `target`."""
 
 
 class ScaledValues(Values):
@@ -95,6 +89,7 @@ class ScaledValues(Values):
         return torch.float32
 
     def as_stored(self) -> Stored:
+        # The scale changes with every step, so it is looked up when it is needed.
         optimizer, parameter, name = self._place
         return Stored(self._tensor, optimizer.state_scale(parameter, name))
 
@@ -104,10 +99,11 @@ class ScaledValues(Values):
 
     def target(self) -> torch.Tensor:
         if self._loaded is None:
-            self._loaded = self.read()  # a copy; what is not loaded stays
+            self._loaded = self.read()  # a copy, because sections that are not loaded must stay
         return self._loaded
 
     def install(self) -> None:
+        # Scale and values are computed anew from all of the state at once.
         if self._loaded is not None:
             optimizer, parameter, name = self._place
             optimizer.set_scaled_state(parameter, name, like(parameter, self._loaded))
@@ -121,13 +117,13 @@ class Entry:
     Attributes:
         saved_as: key, dtype, global shape, and how it lies on all ranks.
         offsets: where this rank's part begins in the global tensor.
-        values: this rank's part and, in a fused weight, what it has of the other sections.
+        values: this rank's part; of a fused weight, including the other sections.
         first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
         source: the tensor whose mesh and placements it has.
         section_row: where the entry begins in `source`, if it is a section of it.
-        is_own: False for what belongs to another rank alone, and has no values here.
-        is_copied: whether a save copies it when it begins: counters and buffers, which change when
-            they like. Those of an offloaded optimizer are counted when a step is queued.
+        is_own: False for an entry of another rank, which has no values here.
+        is_copied: whether a save copies it when it begins. Counters and buffers may change at any
+            time: an offloaded optimizer counts a step when it is queued.
     """
 
     saved_as: SavedAs
@@ -149,14 +145,13 @@ class Entry:
         return values if self.num_rows is None else values.narrow(0, self.first_row, self.num_rows)
 
     def frozen(self) -> Entry:
-        """The entry with its present values, whatever becomes of the state."""
+        """The entry with a copy of its present values."""
+        # The copy has this entry's rows alone, so they begin at its first.
         part = Values(self.part_of(self.values.read()).detach().clone())
         return replace(self, values=part, first_row=0)
 
     def tensor(self) -> torch.Tensor:
-        """The entry for DCP: a DTensor that tells DCP which chunk this rank holds, or a plain
-        tensor.
-        """
+        """The entry for DCP: a plain tensor, or a DTensor that knows this rank's chunk."""
         part = self.part_of(self.values.read()).detach()
         source = self.source
         if not isinstance(source, DTensor):
@@ -173,6 +168,7 @@ class Entry:
             )
             return UnevenDTensor.over(part, source.device_mesh, placements, shape, strides)
 
+        # A section of evenly sharded rows is not evenly sharded itself; `describe` tells DCP so.
         spec = source._spec
         assert spec.tensor_meta is not None, "every DTensor that holds data has one"
         placements = spec.placements
@@ -181,7 +177,6 @@ class Entry:
         meta = spec.tensor_meta._replace(shape=shape, stride=strides, dtype=part.dtype)
         dtensor = dtensor_over(part, type(spec)(spec.mesh, placements, tensor_meta=meta))
         describe(dtensor, self.offsets)
-
         return dtensor
 
 
@@ -189,7 +184,7 @@ class EntryGroup(NamedTuple):
     """Entries that may be written while the others are being updated.
 
     Attributes:
-        unit: what keeps them as they are while they are read; None: nothing changes them.
+        unit: keeps them as they are while they are read; None: nothing changes them.
         entries: in the order in which they are written.
     """
 
@@ -199,12 +194,11 @@ class EntryGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a checkpoint holds besides `train_state.json`, in the order in which it is written.
+    """Everything in a checkpoint but `train_state.json`, in the order in which it is written.
 
     Attributes:
         groups: the entries.
-        plain: what is not a tensor, by key; the same on every rank: numbers, strings, lists and
-            dicts.
+        plain: numbers, strings, lists and dicts by key; the same on every rank.
         names: of every parameter its canonical names, one for each section.
     """
 
@@ -217,15 +211,15 @@ class Contents:
         return [entry for group in self.groups for entry in group.entries]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its key, for PyTorch DCP: no rank is asked.
+        """Every tensor by its key, for PyTorch DCP, without communication.
 
-        They are the state's own memory, so that `dcp.load` writes into it; but those of states in a
-        format with a scale are copies in fp32, to be saved.
+        They are the state's own memory, so `dcp.load` writes into it. But states in a format with a
+        scale are copies in fp32, and can only be saved.
         """
         return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
 
     def frozen(self) -> Contents:
-        """The same, with copies of what would not wait for a reader."""
+        """The same with copies of entries that do not wait for their readers."""
         groups = [
             EntryGroup(
                 group.unit,
@@ -233,4 +227,5 @@ class Contents:
             )
             for group in self.groups
         ]
+        # Learning rates, among the options, change with the next step.
         return Contents(groups, copy.deepcopy(self.plain), self.names)

@@ -1,10 +1,10 @@
 """A tensor's values as the bytes of a file, made piece by piece where the tensor lies.
 
-[Note: one stream] The thread that saves has a current stream of its own on a GPU, which waits for
-nobody: neither does the stream on which bytes come down wait for it. So whatever a save computes
-from a tensor on a device (the product of a stored moment and its scale, a contiguous copy) is
-issued by the very work that copies it down, on the same lane. Computed before, it would be copied
-before it is there: the file would hold what the memory held, and the digests would match that.
+[Note: one stream] On a GPU, the thread that saves has a current stream of its own, and the stream
+on which bytes come down does not wait for it. So whatever a save computes from a tensor on a device
+(the product of a stored moment and its scale, a contiguous copy) is issued by the work that copies
+it down, on the same lane. Computed earlier, it might be copied before it is finished: the file
+would contain whatever the memory contained, and the digests would match that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class TensorBytes:
         """Reads nothing yet.
 
         Args:
-            tensor: on any device, of any strides and dtype. It must not change before it has been
-                read.
+            tensor: on any device, of any strides and dtype. It must not change until it is read.
             scale: of a state that is stored with one; its values are the fp32 products.
         """
         itemsize = tensor.element_size() if scale is None else torch.float32.itemsize
@@ -59,22 +58,20 @@ class TensorBytes:
         if self.is_on_device:
             d2h.enqueue(partial(self._copy_down, begin, target)).synchronize()
         else:
-            # In this thread alone: torch would divide the work among as many as the computation
-            # next to it has.
+            # NumPy copies in this thread. torch would use as many threads as the computation that
+            # runs beside the save, and take its cores.
             np.copyto(np.frombuffer(target, np.uint8), self._piece(begin, target.nbytes).numpy())
 
     def _copy_down(self, begin: int, target: memoryview) -> None:
-        # Memory for the piece is the lane's own, which reuses it in order: it may be let go of
-        # before the copy is done.
-        torch.frombuffer(target, dtype=torch.uint8).copy_(
-            self._piece(begin, target.nbytes), non_blocking=True
-        )
+        # The piece may be freed before the copy is done: its memory belongs to the lane's stream,
+        # which reuses it in order.
+        piece = self._piece(begin, target.nbytes)
+        torch.frombuffer(target, dtype=torch.uint8).copy_(piece, non_blocking=True)
 
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], where the tensor lies."""
         if self._flat is None:
-            # A contiguous tensor of one element may have any strides, and would keep them through a
-            # reshape.
+            # `reshape` would keep the strides of a tensor of one element, which may be any.
             self._flat = self._tensor.contiguous().as_strided((self._tensor.numel(),), (1,))
         part = self._flat[begin // self._itemsize : (begin + nbytes) // self._itemsize]
         values = part if self._scale is None else scaled_states.read(part, self._scale)

@@ -29,12 +29,9 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.state.collect import (
-    PARAM_GROUPS,
-    collect,
-    install_param_groups,
-)
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig

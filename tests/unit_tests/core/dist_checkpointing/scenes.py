@@ -29,12 +29,9 @@ from megatron.core.dist_checkpointing.format.names import (
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.state.collect import (
-    PARAM_GROUPS,
-    collect,
-    install_param_groups,
-)
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.unit_tests.core.dist_checkpointing.crashes import Before, Child, Operation, watched

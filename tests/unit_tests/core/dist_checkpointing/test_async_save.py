@@ -37,8 +37,9 @@ from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFile
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state import tensor_bytes
-from megatron.core.dist_checkpointing.state.collect import PARAM_GROUPS, collect
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, Stored
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp import (
     MixedPrecisionPolicy,

@@ -44,12 +44,12 @@ from megatron.core.dist_checkpointing.format.metadata import (
     SavedChunk,
     SavedTensor,
     compose_metadata,
+    plain_keys_of,
+    tensors_of,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
-    plain_keys_of,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
@@ -133,9 +133,9 @@ def load(folder: Path, metadata: Metadata, verify: bool) -> dict[str, Any]:
 
 def read_everything(opened: ReadableCheckpoint) -> None:
     """As whoever looks at a checkpoint does."""
-    for key, entry in tensors_of(opened).items():
+    for key, entry in tensors_of(opened.metadata).items():
         opened.read(key, (0,) * len(entry.size), torch.empty(entry.size))
-    for key in plain_keys_of(opened):
+    for key in plain_keys_of(opened.metadata):
         opened.read_plain(key)
 
 

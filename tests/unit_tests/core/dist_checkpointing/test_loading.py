@@ -14,11 +14,8 @@ from torch import nn
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.state.collect import (
-    PARAM_GROUPS,
-    collect,
-    install_param_groups,
-)
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -412,7 +409,9 @@ def test_a_plain_model_goes_on_bit_by_bit_with_any_optimizer(tmp_path, dtype, ma
         losses = _plain_losses(model, optimizer, range(ITERATION, 6))
         manager.finish()
     checkpoint = open_checkpoint(str(tmp_path))
-    assert {"model.gate.weight", "model.up.weight", "model.scale"} < set(checkpoint.keys())
+    assert {"model.gate.weight", "model.up.weight", "model.scale"} < set(
+        checkpoint.metadata.state_dict_metadata
+    )
     for num_steps_before in (0, 1):
         other = Plain(dtype, seed=1)
         optimizer = make(other)

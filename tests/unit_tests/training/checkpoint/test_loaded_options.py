@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.state.collect import (
+from megatron.core.dist_checkpointing.state.param_groups import (
     PARAM_GROUPS,
     check_param_groups,
     install_param_groups,

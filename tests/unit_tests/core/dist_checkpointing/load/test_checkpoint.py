@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.format.metadata import plain_keys_of
 from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box
@@ -105,7 +106,9 @@ def checkpoint(pristine: Path) -> PublishedCheckpoint:
 def read_all(root: Path, verify: bool = True) -> dict[str, Any]:
     """Everything in the checkpoint, as a load on one rank would read it."""
     checkpoint = PublishedCheckpoint.open(open_store(root), NAME, verify=verify)
-    state: dict[str, Any] = {key: checkpoint.read_plain(key) for key in checkpoint.plain_keys()}
+    state: dict[str, Any] = {
+        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint.metadata)
+    }
     for key, entry in checkpoint.tensors().items():
         state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         checkpoint.read(key, (0,) * len(entry.size), state[key])
@@ -125,9 +128,9 @@ def test_everything_is_read_as_it_was_saved(pristine: Path, verify: bool):
 def test_what_is_in_a_checkpoint_is_known_without_reading_data(pristine: Path):
     store = CountingStore(pristine)
     checkpoint = PublishedCheckpoint.open(store, NAME)
-    assert checkpoint.keys() == [*TENSORS, *PLAIN]
+    assert list(checkpoint.metadata.state_dict_metadata) == [*TENSORS, *PLAIN]
     assert list(checkpoint.tensors()) == list(TENSORS)
-    assert checkpoint.plain_keys() == list(PLAIN)
+    assert plain_keys_of(checkpoint.metadata) == list(PLAIN)
     assert checkpoint.train_state == {"progress": {"iteration": 10}}
     assert checkpoint.marker.world_size == 3
     assert checkpoint.path == f"{pristine}/{NAME}"
