@@ -38,6 +38,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.lanes import Event
+from megatron.core.rank_waits import waiting_for_ranks
 
 # More than fit into a device's launch queue, so that those that are dropped are over.
 _MOST_RECORDS = 1024
@@ -180,15 +181,17 @@ OF_THIS_PROCESS = IssuedCollectives()
 
 @contextmanager
 def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
-    """Around the issuing of a collective on `tensor`. On the CPU, where a collective blocks, it
-    does nothing.
+    """Around the issuing of a collective on `tensor`.
+
+    On the CPU a collective blocks: this thread states that it waits, and leaves no record.
 
     Args:
         name: completes "waiting in the ...".
     """
     device = tensor.device
     if device.type == "cpu":
-        yield
-        return
-    with OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0)):
+        waiting = waiting_for_ranks(name)
+    else:
+        waiting = OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0))
+    with waiting:
         yield

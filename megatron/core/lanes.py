@@ -38,6 +38,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from megatron.core.drivers import Driver
+from megatron.core.rank_waits import waiting_for_thread
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class ThreadEvent:
         self._is_done.set()
 
     def wait(self) -> None:
-        self._is_done.wait()
+        self.wait_quietly()
         if self._error is not None:
             # The traceback of the work alone: each raising would otherwise add the waiter's to it.
             raise self._error.with_traceback(self._traceback)
@@ -227,7 +228,8 @@ class ThreadEvent:
         """Waits, at most so long, and leaves an error to others. Returns whether the event is
         done.
         """
-        return self._is_done.wait(seconds)
+        with waiting_for_thread():
+            return self._is_done.wait(seconds)
 
 
 class _Queued(NamedTuple):

@@ -29,7 +29,6 @@ from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
 from megatron.core.process_groups import failed_collective
-from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Frequency, RecoverHandler
@@ -310,7 +309,6 @@ def _max_restarts() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-@waits_for_ranks
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
     """The largest of all ranks': torchrun's agents count the failures of their own ranks alone."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
-from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.health.exits import ExitCode, ExitError
 
 Batch = dict[str, torch.Tensor]
@@ -157,7 +156,6 @@ def evaluate(
     return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
 
 
-@waits_for_ranks
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
     """The sum of a scalar over the ranks, in place, and brought to the host."""
     with issuing("all-reduce of the evaluation's loss", loss):
@@ -201,7 +199,6 @@ class _Agreed(NamedTuple):
     measures: tuple[float, ...]
 
 
-@waits_for_ranks
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
@@ -226,7 +223,6 @@ def _agree(
     return torch.cat([shared, *known])
 
 
-@waits_for_ranks
 def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Brings what ranks have agreed on to the host: the only synchronisation of the step."""
     loss_sum, num_bad, *rest = scalars.tolist()
@@ -240,7 +236,6 @@ def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     )
 
 
-@waits_for_ranks
 def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks whose own loss is not finite. A collective, so all ranks call it or none."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)

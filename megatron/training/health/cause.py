@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, NoneType
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.log import printable
-from megatron.core.rank_waits import is_marked
 from megatron.training.health.exits import ExitCode
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
@@ -39,25 +38,6 @@ _PEER_FAILURE = re.compile(
 )
 _TIMEOUT = re.compile(r"[Tt]imed? ?out")
 
-# A thread is inside a collective if one of its frames lies in the first of these, or the innermost
-# in the second. Ours are not listed: functions that wait say so themselves (`rank_waits.py`). Nor
-# is synchronisation with a device, which waits for other ranks only if a collective of it is not
-# over (`issued_collectives.py`).
-_COLLECTIVE_FILES = (
-    "/torch/distributed/distributed_c10d.py",
-    "/torch/distributed/_functional_collectives.py",
-)
-_COLLECTIVE_LEAVES = (
-    "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
-    "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-)
-# A thread whose innermost frame is one of these waits for another thread of its process.
-_THREAD_WAITS = (
-    "/threading.py",
-    "/queue.py",
-    "/concurrent/futures/_base.py",
-    "/torch/autograd/graph.py",
-)
 _LISTED = 8
 
 
@@ -68,7 +48,6 @@ class Frame:
     file: str
     line: int
     function: str
-    waits: bool = False  # whether the function is marked as one that waits for other ranks
 
     def __str__(self) -> str:
         # From the package on: where it is installed says nothing.
@@ -304,27 +283,10 @@ def is_peer_failure(error: BaseException) -> bool:
 def stack_of(frame: FrameType | None) -> Stack:
     """The stack whose innermost frame is this one."""
     frames = [
-        Frame(f.f_code.co_filename, line, f.f_code.co_name, is_marked(f.f_code))
-        for f, line in traceback.walk_stack(frame)
+        Frame(each.f_code.co_filename, line, each.f_code.co_name)
+        for each, line in traceback.walk_stack(frame)
     ]
     return tuple(reversed(frames))
-
-
-def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
-    """Whether the main thread waits for other ranks: in a collective, or for a thread that is in
-    one.
-
-    Args:
-        main: its stack.
-        others: those of the process's other threads, without the watchdog's.
-    """
-    if not main:
-        return False
-    if _is_in_collective(main):
-        return True
-    return main[-1].file.endswith(_THREAD_WAITS) and any(
-        _is_in_collective(stack) for stack in others
-    )
 
 
 def place_of(stack: Stack) -> str:
@@ -341,17 +303,6 @@ def place_of(stack: Stack) -> str:
     if not own or own[-1] == stack[-1]:
         return str(stack[-1])
     return f"{own[-1]}, {stack[-1]}"
-
-
-def _is_in_collective(stack: Stack) -> bool:
-    if not stack:
-        return False
-    leaf = stack[-1]
-    return (
-        any(frame.file.endswith(_COLLECTIVE_FILES) for frame in stack)
-        or leaf.file.endswith(_COLLECTIVE_LEAVES)
-        or leaf.waits
-    )
 
 
 def _verdict(

@@ -30,20 +30,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from megatron.core import issued_collectives
-from megatron.core.issued_collectives import IssuedCollectives, Outstanding
+from megatron.core.issued_collectives import IssuedCollectives
 from megatron.core.log import printable
+from megatron.core.rank_waits import rank_wait
 from megatron.training.health.cause import (
     Record,
     Verdict,
     is_peer_failure,
     place_of,
     stack_of,
-    waits_for_others,
 )
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import (
@@ -99,6 +99,13 @@ class _Mark:
     iteration: int = 0
     num_marks: int = 0  # since the iteration began
     num_steps: int = 0  # marks of the phase `step` so far
+
+
+class _Wait(NamedTuple):
+    """What a rank waits for."""
+
+    is_for_ranks: bool
+    text: str  # empty if nothing is known
 
 
 def _leave(status: int) -> NoReturn:
@@ -305,7 +312,7 @@ class Watchdog:
             return False
 
     def _is_stuck(self) -> bool:
-        return self._is_late() and not self._is_excused(self._waits(self._collectives.oldest()))
+        return self._is_late() and not self._is_excused(self._wait())
 
     def _is_late(self) -> bool:
         """Whether the main thread has been without progress for longer than its phase may take."""
@@ -316,22 +323,19 @@ class Watchdog:
         limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
         return self._idle > limit
 
-    def _is_excused(self, waits: bool) -> bool:
-        """Whether the main thread waits for what may take long, and not for another rank as `waits`
-        says.
-        """
-        return self._took_long and self._idle <= self._long_timeout and not waits
+    def _is_excused(self, wait: _Wait) -> bool:
+        """Whether the main thread waits for what may take long, and not for another rank."""
+        return self._took_long and self._idle <= self._long_timeout and not wait.is_for_ranks
 
-    def _waits(self, outstanding: Outstanding | None) -> bool:
-        """Whether this rank waits for others: in a collective on its device, or else by where its
-        threads stand.
+    def _wait(self) -> _Wait:
+        """What this rank waits for: its device is asked first, since where the host of a busy
+        device stands says nothing.
         """
+        outstanding = self._collectives.oldest()
         if outstanding is not None:
-            return outstanding.has_begun
-        frames = sys._current_frames()
-        watching = {self._thread.ident, self._heart.ident, self._main}
-        others = [stack_of(frame) for ident, frame in frames.items() if ident not in watching]
-        return waits_for_others(stack_of(frames.get(self._main)), others)
+            return _Wait(outstanding.has_begun, str(outstanding))
+        name = rank_wait(self._main)
+        return _Wait(name is not None, "" if name is None else f"waiting in the {name}")
 
     def _has_failed_collective(self) -> bool:
         """Whether the backend has found the failure of a collective; it is found once."""
@@ -391,9 +395,8 @@ class Watchdog:
         """What this rank says of itself."""
         mark, main = self._mark, stack_of(sys._current_frames().get(self._main))
         # Asked once, since the others wait for this record.
-        outstanding = self._collectives.oldest()
-        waits = self._waits(outstanding)
-        is_excused = self._is_excused(waits)
+        wait = self._wait()
+        is_excused = self._is_excused(wait)
         is_stuck = self._is_late() and not is_excused
         is_own = error is not None and not is_peer_failure(error)
         failed = (
@@ -410,9 +413,9 @@ class Watchdog:
             num_marks=mark.num_marks,
             idle_seconds=self._idle,
             is_stuck=is_stuck,
-            waits=waits,
+            waits=wait.is_for_ranks,
             is_excused=is_excused,
-            place=place_of(main) if outstanding is None else f"{place_of(main)} ({outstanding})",
+            place=f"{place_of(main)} ({wait.text})" if wait.text else place_of(main),
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
             error_code=int(code_of(error))
@@ -423,7 +426,7 @@ class Watchdog:
             needs_all=is_stuck
             or error is not None
             or failed is not None
-            or (waits and self._has_asked_after_signal),
+            or (wait.is_for_ranks and self._has_asked_after_signal),
         )
 
     def _announce(self, verdict: Verdict) -> None:

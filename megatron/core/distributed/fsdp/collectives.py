@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.issued_collectives import issuing
-from megatron.core.rank_waits import waits_for_ranks
+from megatron.core.rank_waits import waiting_for_ranks
 
 # torch 2.13 renamed them and warns of the old names, which are the only ones that torch 2.11 has.
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,10 +99,9 @@ def all_gather(
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
-    _finish(works)
+    _finish(works, f"all-gather of {out.numel()} elements")
 
 
-@waits_for_ranks
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
     """Adds a small tensor up over the ranks of a group, in place, or takes the greatest of each
     element.
@@ -111,7 +110,6 @@ def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool 
         dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
 
 
-@waits_for_ranks
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Overwrites `tensor` with that of the group's first rank."""
     with issuing(f"broadcast of {tensor.numel()} elements", tensor):
@@ -161,6 +159,7 @@ def reduce_scatter(
             for piece, peer in zip(pieces, others, strict=True)
         ]
 
+    name = f"reduce-scatter of {whole.numel()} elements"
     works = receive(0)
     sends = [
         dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=_TAG)
@@ -168,12 +167,12 @@ def reduce_scatter(
         for peer in others
     ]
     for number, begin in enumerate(begins):
-        _finish(works)
+        _finish(works, name)
         works = receive(number + 1)
         size = min(length, out.numel() - begin)
         own = parts[rank][begin : begin + size]
         _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
-    _finish(sends)
+    _finish(sends, name)
 
 
 def all_reduce(
@@ -223,7 +222,7 @@ def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
         for received, peer in zip(theirs, others, strict=True)
     ]
     works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
-    _finish(works)
+    _finish(works, "exchange of notes")
     for received, peer in zip(theirs, others, strict=True):
         if not torch.equal(received, own):
             raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
@@ -293,8 +292,9 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
             result.copy_(total)
 
 
-@waits_for_ranks
-def _finish(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+def _finish(works: Sequence[dist.Work | None], name: str) -> None:
+    """Waits until messages have been exchanged; `name` completes "waiting in the ..."."""
+    with waiting_for_ranks(name):
+        for work in works:
+            if work is not None:
+                work.wait()

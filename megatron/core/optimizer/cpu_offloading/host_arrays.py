@@ -37,7 +37,6 @@ from megatron.core.host_memory import (
 from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.device_link import DeviceLink
-from megatron.core.rank_waits import waits_for_ranks
 
 MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
 
@@ -220,7 +219,6 @@ def shares_memory(
     return grad_dtype == weight_dtype and pins_grads == pins_params
 
 
-@waits_for_ranks
 def check_memory_on_all_ranks(
     needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None
 ) -> None:
