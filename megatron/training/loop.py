@@ -17,9 +17,10 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.inject import Injections
+from megatron.training.health.phases import Phase
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepResult
 from megatron.training.stop import Stop, StopConditions
@@ -32,7 +33,7 @@ _PREEMPTED = (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
 class Watch(Protocol):
     """Who is told of the run's progress: the watchdog."""
 
-    def mark(self, phase: str, iteration: int) -> None:
+    def mark(self, phase: Phase, iteration: int) -> None:
         """A phase of an iteration begins."""
 
     def status(self, **fields: object) -> None:
@@ -45,7 +46,7 @@ class Watch(Protocol):
 class NoWatch:
     """Nobody watches: a program that embeds this one minds its own processes."""
 
-    def mark(self, phase: str, iteration: int) -> None:
+    def mark(self, phase: Phase, iteration: int) -> None:
         pass
 
     def status(self, **fields: object) -> None:
@@ -70,7 +71,7 @@ class Surroundings:
     injections: Injections
     # Told of each phase as it begins: the watchdog hears of it, and a fault that is to be injected
     # there strikes.
-    mark: Callable[[str, int], None]
+    mark: Callable[[Phase, int], None]
     data: dict[str, Any]  # what tells the training data from others
     evaluated: dict[str, Any]  # the last evaluation: iteration, and loss by split
 
@@ -139,7 +140,7 @@ def train(
     while step_info.iteration < train_iters:
         result = _run_iteration(engine, surroundings, batches)
         if step_info.iteration == first:
-            _write(engine, surroundings, "step", seconds=time.perf_counter() - start)
+            _write(engine, surroundings, EventKind.STEP, seconds=time.perf_counter() - start)
         *stop_votes, busy, failed, late = result.votes
         stop = surroundings.stop.stop(step_info.iteration, stop_votes)
         if stop is not None and stop.code is ExitCode.PREEMPTED and not saves:
@@ -158,15 +159,15 @@ def train(
         ):
             report_evaluation(engine, surroundings, valid_data, "validation")
         if saves and is_last and (stop is None or stop.saves):
-            surroundings.mark("save", step_info.iteration)
+            surroundings.mark(Phase.SAVE, step_info.iteration)
             surroundings.recover.dump_last(engine, surroundings.info(engine))
             surroundings.watch.status(saved_iteration=step_info.iteration)
         elif saves and is_last:
-            surroundings.mark("save", step_info.iteration)
+            surroundings.mark(Phase.SAVE, step_info.iteration)
             # what is under way may still fit, and is better than nothing
             surroundings.recover.wait()
         elif saves and surroundings.frequency.is_due(step_info, result.num_samples, late):
-            surroundings.mark("save", step_info.iteration)
+            surroundings.mark(Phase.SAVE, step_info.iteration)
             surroundings.recover.dump(engine, surroundings.info(engine), busy)
         surroundings.metrics.resume_clock()
         # What was planned is done with the last iteration, but a signal means now.
@@ -199,11 +200,11 @@ def report_evaluation(
     """
     config, iteration = surroundings.config, engine.state.step_info.iteration
     num_iters = config.training.eval_iters
-    surroundings.mark("evaluate", iteration)
+    surroundings.mark(Phase.EVALUATE, iteration)
 
     def batches() -> Iterator[Batch]:
         for batch in microbatches(dataset, engine, config, 0, num_iters * config.global_batch_size):
-            surroundings.watch.mark("evaluate", iteration)
+            surroundings.watch.mark(Phase.EVALUATE, iteration)
             yield batch
 
     loss = engine.eval_batch(
@@ -213,7 +214,7 @@ def report_evaluation(
     )
     surroundings.metrics.evaluation(split, loss, iteration)
     surroundings.evaluated.update({"iteration": iteration, split: loss})
-    _write(engine, surroundings, "evaluation", split=split, loss=loss)
+    _write(engine, surroundings, EventKind.EVALUATION, split=split, loss=loss)
     return loss
 
 
@@ -265,9 +266,9 @@ def _run_iteration(
         ms_per_iteration=surroundings.metrics.ms_per_iteration,
     )
     if not result.is_finite:
-        _write(engine, surroundings, "nan", ranks=list(result.bad_ranks))
+        _write(engine, surroundings, EventKind.NAN, ranks=list(result.bad_ranks))
     if result.is_skipped:
-        _write(engine, surroundings, "skip", grad_norm=result.grad_norm)
+        _write(engine, surroundings, EventKind.SKIP, grad_norm=result.grad_norm)
     if _is_due(step_info, config.logging.log_interval):
         timings = engine.state.optimizer.timings()
         if timings is not None:
@@ -277,7 +278,9 @@ def _run_iteration(
     return result
 
 
-def _write(engine: ModuleEngine, surroundings: Surroundings, kind: str, **fields: object) -> None:
+def _write(
+    engine: ModuleEngine, surroundings: Surroundings, kind: EventKind, **fields: object
+) -> None:
     """An event of the present iteration, from rank 0."""
     if engine.mesh.get_rank() == 0:
         surroundings.events.write(kind, iteration=engine.state.step_info.iteration, **fields)

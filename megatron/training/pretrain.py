@@ -37,10 +37,11 @@ from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine, build_engine
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.job_secret import Signer
+from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 from megatron.training.loop import (
@@ -120,7 +121,7 @@ def pretrain(
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
             events.write(
-                "start",
+                EventKind.START,
                 iteration=None,
                 world_size=launch.world_size,
                 pid=os.getpid(),
@@ -166,7 +167,7 @@ class _Run:
         """All of it."""
         config, launch = self._config, self._launch
         logger.info("%s", describe(config))
-        self._mark("build", 0)
+        self._mark(Phase.BUILD, 0)
         engine = build_engine(
             config.engine(),
             self._device,
@@ -184,14 +185,14 @@ class _Run:
             restart_count=launch.restart_count,
             wrap_store=self._injections.store,
         )
-        self._mark("load", 0)
+        self._mark(Phase.LOAD, 0)
         loaded = recover.load(engine)
         if not config.training.skip_train:
             recover.prepare_folder(engine, loaded)
         self._watch.status(
             iteration=engine.step_info().iteration, train_iters=config.training.train_iters
         )
-        self._mark("data", engine.step_info().iteration)
+        self._mark(Phase.DATA, engine.step_info().iteration)
         datasets = self._providers.datasets(config, _num_samples(config, engine.state.step_info))
         # What the run that goes on here has left; nothing, where weights alone were loaded.
         info = None if loaded is None else loaded.info
@@ -239,7 +240,7 @@ class _Run:
         """The event of the run's end, from rank 0."""
         if self._launch.rank == 0:
             self._events.write(
-                "exit", code=int(code), name=code.name, reason=reason, iteration=iteration
+                EventKind.EXIT, code=int(code), name=code.name, reason=reason, iteration=iteration
             )
 
     def _train(
@@ -265,7 +266,7 @@ class _Run:
         )
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
-    def _mark(self, phase: str, iteration: int) -> None:
+    def _mark(self, phase: Phase, iteration: int) -> None:
         """A phase begins."""
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)

@@ -22,13 +22,14 @@ from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.training.health.exits import ExitCode, ExitError
+from megatron.training.health.phases import Phase
 
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
 ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
 # told of each phase of a step as it begins: batch, forward, backward (for each microbatch), agree,
 # step
-Mark = Callable[[str], None]
+Mark = Callable[[Phase], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class NonFiniteLossError(ExitError):
         )
 
 
-def unmarked(_phase: str) -> None:
+def unmarked(_phase: Phase) -> None:
     """The `Mark` of steps that nobody follows."""
 
 
@@ -92,16 +93,16 @@ def train_step(
     # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for number in range(num_microbatches):
-        mark("batch")
+        mark(Phase.BATCH)
         batch = _to_device(_next(microbatches, number, num_microbatches), device)
         num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
-            mark("forward")
+            mark(Phase.FORWARD)
             mean_loss = forward_step(model, batch) / num_microbatches
-            mark("backward")
+            mark(Phase.BACKWARD)
             optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
-    mark("agree")
+    mark(Phase.AGREE)
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
     context = context_of(model)
@@ -115,7 +116,7 @@ def train_step(
     loss_sum, num_bad, summed_votes = agreed.loss_sum, agreed.num_bad, agreed.votes
     norm, *zeros = agreed.measures
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if num_bad else ()
-    mark("step")
+    mark(Phase.STEP)
     has_stepped = optimizer.step(norm if math.isfinite(loss_sum) else math.nan, planned)
     optimizer.zero_grad()
     return StepResult(

@@ -153,6 +153,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.safetensors_files",
     ],
     [
+        "megatron.training.health.phases",
         "megatron.training.health.jsonl",
         "megatron.training.health.job_secret",
         "megatron.training.health.events",

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.training.health.events import read_events
+from megatron.training.health.events import EventKind, read_events
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.job_secret import SECRET_VARIABLE
 from tools.gpu_check.accelerator import open_accelerator
@@ -192,11 +192,13 @@ def _check(findings: Findings, drill: Drill, ended: Ended) -> None:
     )
     events = list(read_events(ended.folder))
     blamed = [
-        (event["event"], event["ranks"]) for event in events if event["event"] in ("lost", "hang")
+        (event["event"], event["ranks"])
+        for event in events
+        if event["event"] in (EventKind.LOST, EventKind.HANG)
     ]
     expected = [(drill.event, [1])] if drill.event else []
     is_ok &= findings.expect(f"{drill.name}: who is blamed", blamed, expected)
-    struck = sum(event["event"] == "inject" for event in events)
+    struck = sum(event["event"] == EventKind.INJECT for event in events)
     is_ok &= findings.expect(f"{drill.name}: faults that were injected", struck, 1)
     # Where the runner looks for what a stage that failed has printed.
     for rank in range(2) if not is_ok else ():

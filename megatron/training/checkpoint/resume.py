@@ -45,7 +45,7 @@ from megatron.training.config import RunConfig
 from megatron.training.engine import StepInfo
 from megatron.training.engines import ModuleEngine
 from megatron.training.health.earlier_starts import Memory
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class RecoverHandler:
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
         self._on_rank_0(
-            "resume",
+            EventKind.RESUME,
             iteration=step_info.iteration,
             consumed_samples=step_info.consumed_samples,
             checkpoint=None if loaded is None else loaded.path,
@@ -225,7 +225,7 @@ class RecoverHandler:
         for path, what in check_save_folder(
             self._config.checkpoint, engine.step_info().iteration, damaged
         ):
-            self._on_rank_0("set_aside", checkpoint=path, what=what)
+            self._on_rank_0(EventKind.SET_ASIDE, checkpoint=path, what=what)
 
     def _flags(self, known: Memory) -> CheckpointConfig | None:
         """What to load, and how; None: nothing."""
@@ -268,7 +268,7 @@ class RecoverHandler:
             )
 
     def _on_damage(self, path: str, reason: str) -> None:
-        self._on_rank_0("damaged", checkpoint=path, reason=reason)
+        self._on_rank_0(EventKind.DAMAGED, checkpoint=path, reason=reason)
 
     def _report_differences(self, info: RecoverInfo) -> None:
         own = self._config.values()
@@ -388,7 +388,9 @@ class RecoverHandler:
                 "iteration %d is not saved: the save before is still under way", iteration
             )
             self._on_rank_0(
-                "save_skipped", iteration=iteration, reason="the save before is still under way"
+                EventKind.SAVE_SKIPPED,
+                iteration=iteration,
+                reason="the save before is still under way",
             )
             return
         self._note(self._begin(engine, info))
@@ -414,7 +416,7 @@ class RecoverHandler:
         if checkpoint.save is None:
             raise RuntimeError("Expected --save to be set where a checkpoint is saved, got none.")
         if self._manager is None:
-            self._on_rank_0("save_begun", iteration=iteration)
+            self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
             try:
                 seconds = save_torch_dcp(
                     checkpoint.save,
@@ -431,7 +433,7 @@ class RecoverHandler:
             return None
         contents = engine.state.contents(self._device, with_optim=checkpoint.save_optim)
         failure = self._finish()
-        self._on_rank_0("save_begun", iteration=iteration)
+        self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
         self._manager.save(iteration, contents, info.to_plain())
         return failure
 
@@ -447,17 +449,19 @@ class RecoverHandler:
     def _on_published(self, iteration: int, seconds: float) -> None:
         self._save_seconds.append(seconds)
         path = checkpoint_path(str(self._config.checkpoint.save), iteration)
-        self._on_rank_0("save_published", iteration=iteration, checkpoint=path, seconds=seconds)
+        self._on_rank_0(
+            EventKind.SAVE_PUBLISHED, iteration=iteration, checkpoint=path, seconds=seconds
+        )
 
     def _on_failed(self, iteration: int, reason: str) -> None:
-        self._on_rank_0("save_failed", iteration=iteration, reason=reason)
+        self._on_rank_0(EventKind.SAVE_FAILED, iteration=iteration, reason=reason)
 
     def _note(self, failure: CheckpointError | None) -> None:
         if failure is not None:
             logger.error("%s", failure)
             self._has_failed = True
 
-    def _on_rank_0(self, kind: str, **fields: Any) -> None:
+    def _on_rank_0(self, kind: EventKind, **fields: Any) -> None:
         if dist.get_rank() == 0:
             self._events.write(kind, **fields)
 

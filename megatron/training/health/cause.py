@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megatron.core.log import printable
 from megatron.training.health.exits import ExitCode
+from megatron.training.health.phases import Phase
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
 # caused. Those of other types than RuntimeError itself have classes of their own.
@@ -68,7 +69,7 @@ class Record:
     rank: int
     host: str = "?"
     pid: int = 0
-    phase: str = "start"
+    phase: Phase = Phase.START
     iteration: int = 0
     num_marks: int = 0  # phases begun since the iteration began; all ranks go through the same ones
     idle_seconds: float = 0.0  # since the last mark
@@ -78,7 +79,7 @@ class Record:
     place: str = ""  # where the main thread is
     stack: str = ""  # of the main thread, if it is stuck
     error: str | None = None  # an error of its own
-    error_code: int = int(ExitCode.FAILED)
+    error_code: ExitCode = ExitCode.FAILED
     error_order: int = 0  # among all ranks' errors, as the store counted them
     failed_collective: str | None = None  # what a collective that others may have failed has said
     needs_all: bool = (
@@ -95,10 +96,7 @@ class Record:
         """What `to_json` gave. Texts are made harmless, since they are to be logged. ValueError for
         other types.
         """
-        record = cls(**typed_fields(cls, values))
-        if record.error_code not in set(ExitCode):
-            raise ValueError(f"Expected an exit code, got {record.error_code}.")
-        return record
+        return cls(**typed_fields(cls, values))
 
     @property
     def name(self) -> str:
@@ -163,48 +161,47 @@ class Verdict:
         types.
         """
         fields = typed_fields(cls, values)
-        codes = {name: ExitCode(fields[name]) for name in ("code", "run_code")}
-        return cls(**{**fields, **codes, "ranks": tuple(fields["ranks"])})
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-# The types of fields as they are in JSON, by the annotation of the field.
+# The types that a field may have in JSON, or had before it, by the field's annotation.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
     "float": (float, int),
     "str": (str,),
     "str | None": (str, NoneType),
-    "ExitCode": (int,),
+    "Phase": (str, Phase),
+    "ExitCode": (int, ExitCode),
     "tuple[int, ...]": (list,),
 }
-_MOST_CHARACTERS, _MOST_LINES = (
-    2000,
-    100,
-)  # of a text, and of a stack, which has 500 characters a line
+_ENUMS: dict[str, type[enum.Enum]] = {"Phase": Phase, "ExitCode": ExitCode}
+_MOST_CHARACTERS = 2000  # of a text
+_MOST_LINES = 100  # of a stack, which has 500 characters a line
 
 
 def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other
-    types.
-    """
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    if not isinstance(values, Mapping) or values.keys() != fields.keys():
-        raise ValueError(
-            f"Expected the fields of a {kind.__name__}, got {printable(repr(values), 80)}."
-        )
+    """The fields of a dataclass that another rank has sent. ValueError for other names or types."""
+    annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping) or values.keys() != annotations.keys():
+        got = printable(repr(values), 80)
+        raise ValueError(f"Expected the fields of a {kind.__name__}, got {got}.")
+    return {name: _typed(name, annotations[name], value) for name, value in values.items()}
 
-    for name, annotation in fields.items():
-        value = values[name]
+
+def _typed(name: str, annotation: str, value: Any) -> Any:
+    is_known = type(value) in _JSON_TYPES[annotation]
+    if annotation in _ENUMS:
+        is_known = is_known and value in list(_ENUMS[annotation])
+    elif annotation in ("int", "float", "tuple[int, ...]"):
         numbers = value if isinstance(value, list) else [value]
-        is_number = annotation not in ("bool", "str", "str | None")
-        if type(value) not in _JSON_TYPES[annotation] or (
-            is_number and not all(map(_is_plausible, numbers))
-        ):
-            raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
-    return {
-        name: _harmless(name, value) if isinstance(value, str) else value
-        for name, value in values.items()
-    }
+        is_known = is_known and all(map(_is_plausible, numbers))
+    if not is_known:
+        raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
+
+    if annotation in _ENUMS:
+        return _ENUMS[annotation](value)
+    return _harmless(name, value) if isinstance(value, str) else value
 
 
 def _is_plausible(number: object) -> bool:
@@ -322,7 +319,7 @@ def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
     if failed[1:]:
         text += f" (so did {_numbers(failed[1:])})"
     verdict = _verdict(ExitCode.LOST_RANK, failed, text, speaker)
-    return dataclasses.replace(verdict, run_code=ExitCode(first.error_code))
+    return dataclasses.replace(verdict, run_code=first.error_code)
 
 
 def _silence(

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
-from megatron.training.health.events import EVENTS_FILE, read_events
+from megatron.training.health.events import EVENTS_FILE, EventKind, read_events
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class Memory:
 
         for event in events[starts[-1] if starts else 0 :]:
             kind = event.get("event")
-            if kind == "damaged":
+            if kind == EventKind.DAMAGED:
                 reason = printable(_text(event, "reason", source), _MOST_CHARACTERS)
                 damaged[_text(event, "checkpoint", source)] = reason
-            elif kind in ("save_published", "set_aside"):
+            elif kind in (EventKind.SAVE_PUBLISHED, EventKind.SET_ASIDE):
                 # What is there now is another one, or nothing.
                 damaged.pop(_text(event, "checkpoint", source), None)
-                has_saved |= kind == "save_published"
-            elif kind == "resume":
+                has_saved |= kind == EventKind.SAVE_PUBLISHED
+            elif kind == EventKind.RESUME:
                 iteration = event.get("iteration")
                 if type(iteration) is not int or iteration < 0:
                     raise _error(event, "iteration", "an integer >= 0", source)
@@ -89,7 +89,7 @@ class Memory:
 def _is_first_start(event: Mapping[str, Any]) -> bool:
     """Whether a job was launched by hand here. JSON's false is not 0."""
     restart = event.get("restart")
-    return event.get("event") == "start" and type(restart) is int and restart == 0
+    return event.get("event") == EventKind.START and type(restart) is int and restart == 0
 
 
 def _text(event: Mapping[str, Any], name: str, source: str) -> str:

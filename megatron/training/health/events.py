@@ -8,6 +8,7 @@ and fields may come to be added.
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import time
@@ -23,6 +24,28 @@ logger = logging.getLogger(__name__)
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
 _MOST_HEARTBEAT_BYTES = 65536
+
+
+class EventKind(str, enum.Enum):
+    """What may happen to a run; docs/recovery.md says when, and with which fields."""
+
+    START = "start"
+    RESUME = "resume"
+    DAMAGED = "damaged"
+    SET_ASIDE = "set_aside"
+    STEP = "step"
+    SAVE_BEGUN = "save_begun"
+    SAVE_PUBLISHED = "save_published"
+    SAVE_FAILED = "save_failed"
+    SAVE_SKIPPED = "save_skipped"
+    EVALUATION = "evaluation"
+    SKIP = "skip"
+    NAN = "nan"
+    SIGNAL = "signal"
+    LOST = "lost"
+    HANG = "hang"
+    INJECT = "inject"
+    EXIT = "exit"
 
 
 class EventLog:
@@ -54,7 +77,7 @@ class EventLog:
         self._clock = clock
         self._has_warned = False
 
-    def write(self, kind: str, /, **fields: object) -> None:
+    def write(self, kind: EventKind, /, **fields: object) -> None:
         """Appends {"time", "event": kind, "rank", "restart", **fields}; numbers that are not finite
         become null.
         """

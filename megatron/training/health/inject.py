@@ -30,14 +30,14 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
+from megatron.training.health.phases import Phase
 from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)
 
-# A run's phases, in order. Those of the start come once, whatever iteration it begins at.
-START_PHASES = ("build", "load", "data")
-PHASES = (*START_PHASES, "batch", "forward", "backward", "agree", "step", "evaluate", "save")
+# Where faults can strike: wherever the watchdog is told of a phase.
+PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 ANY = "any"
 # What each kind admits besides rank, step and restart.
 KINDS = {
@@ -75,7 +75,7 @@ class Injection:
     kind: str
     rank: int | None = 0
     step: int | None = None
-    at: str = "forward"
+    at: Phase = Phase.FORWARD
     restart: int | None = 0
     delay: float = 0.0
     seconds: float = 0.0
@@ -99,23 +99,23 @@ class Injection:
         injection._check()
         return injection
 
-    def is_due(self, phase: str, iteration: int) -> bool:
+    def is_due(self, phase: Phase, iteration: int) -> bool:
         """Whether this is its moment; of a `slow` one, whether the moment has come or gone."""
         is_step = (
             self.step is None
             or iteration == self.step
             or (self.kind == "slow" and iteration > self.step)
         )
-        return phase == self.at and is_step
+        return phase is self.at and is_step
 
     def _check(self) -> None:
-        at_start = self.at in START_PHASES
+        at_start = self.at.is_of_start
         _expect(self.step is not None or at_start, "step=, the iteration to strike in", self.spec)
         if self.step is not None:
-            least = 0 if at_start or self.at == "evaluate" else 1
+            least = 0 if at_start or self.at is Phase.EVALUATE else 1
             _expect(self.step >= least, f"step= of at least {least} at {self.at}", self.spec)
             _expect(
-                self.step == 0 or self.at != "build",
+                self.step == 0 or self.at is not Phase.BUILD,
                 "step=0 at build, where no iteration is known yet",
                 self.spec,
             )
@@ -152,7 +152,7 @@ class _Armed:
     num_taken: int = 0
     last_iteration: int | None = None
 
-    def take(self, phase: str, iteration: int) -> bool:
+    def take(self, phase: Phase, iteration: int) -> bool:
         """Whether to strike now: once, or if it slows down, once in each iteration, so many
         times.
         """
@@ -172,7 +172,7 @@ class Injections:
 
     def __init__(self, config: InjectConfig, *, rank: int, restart: int, events: EventLog) -> None:
         self._events = events
-        self._now = ("", 0)  # the phase that the main thread is in, and the iteration
+        self._now = (Phase.START, 0)  # the phase that the main thread is in, and the iteration
         self._armed = [
             _Armed(injection)
             for injection in config.injections
@@ -181,7 +181,7 @@ class Injections:
         for armed in self._armed:
             logger.warning("a fault is to be injected: %s", armed.injection.spec)
 
-    def at(self, phase: str, iteration: int) -> None:
+    def at(self, phase: Phase, iteration: int) -> None:
         """The beginning of a phase: what is due now strikes, or begins to count its delay."""
         self._now = (phase, iteration)
         for armed in self._armed:
@@ -195,14 +195,14 @@ class Injections:
         due = [
             a.injection
             for a in self._armed
-            if a.injection.kind == "nan" and a.take("forward", iteration)
+            if a.injection.kind == "nan" and a.take(Phase.FORWARD, iteration)
         ]
         if not due:
             return forward_step
 
         def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor:
             while due:
-                self._tell(due.pop(), "forward", iteration)
+                self._tell(due.pop(), Phase.FORWARD, iteration)
             return forward_step(model, batch) * math.nan
 
         return poisoned
@@ -234,8 +234,8 @@ class Injections:
         self._tell(injection, *self._now)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _tell(self, injection: Injection, phase: str, iteration: int) -> None:
-        self._events.write("inject", spec=injection.spec, iteration=iteration, phase=phase)
+    def _tell(self, injection: Injection, phase: Phase, iteration: int) -> None:
+        self._events.write(EventKind.INJECT, spec=injection.spec, iteration=iteration, phase=phase)
         logger.warning("injected %s, in %s of iteration %d", injection.spec, phase, iteration)
 
 
@@ -279,7 +279,7 @@ class _FullStore:
     """
 
     def __init__(
-        self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]
+        self, store: Store, injection: Injection, tell: Callable[[Injection, Phase, int], None]
     ) -> None:
         assert injection.step is not None, "Injection.parse has seen to that"
         self._store = store
@@ -317,7 +317,7 @@ class _FullStore:
         with self._lock:
             is_first, self._is_told = not self._is_told, True
         if is_first:
-            self._tell(self._injection, "save", self._iteration)
+            self._tell(self._injection, Phase.SAVE, self._iteration)
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self._store.root}/{path}")
 
 
@@ -339,7 +339,7 @@ def _convert(key: str, text: str, spec: str) -> Any:
     """A key's value as `Injection` has it."""
     if key == "at":
         _expect(text in PHASES, f"at= one of {', '.join(PHASES)}", spec)
-        return text
+        return Phase(text)
     if key in ("rank", "restart") and text == ANY:
         return None
     if key in ("delay", "seconds"):

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,7 +45,7 @@ from megatron.training.health.cause import (
     place_of,
     stack_of,
 )
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import (
     ExitCode,
     ExitError,
@@ -55,6 +55,7 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.health.job_secret import Signer
+from megatron.training.health.phases import Phase
 from megatron.training.health.roll_call import RollCall, StoreLostError
 from megatron.training.health.signals import SignalSocket
 from megatron.training.launch import Launch
@@ -75,10 +76,7 @@ _FLUSH_SECONDS = 2.0
 # After a signal, an iteration that takes longer than this may be waiting for a rank that is no
 # more.
 _SIGNALLED_IDLE_SECONDS = 10.0
-# Phases whose length depends on the size of the data or the state. The first iterations take long
-# too: they compile.
-_LONG_PHASES = ("start", "build", "load", "data", "save")
-_NUM_LONG_STEPS = 2
+_NUM_LONG_STEPS = 2  # the first iterations compile
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Cause:
 class _Mark:
     """The main thread's last sign of progress."""
 
-    phase: str = "start"
+    phase: Phase = Phase.START
     iteration: int = 0
     num_marks: int = 0  # since the iteration began
     num_steps: int = 0  # marks of the phase `step` so far
@@ -222,13 +220,13 @@ class Watchdog:
             self._signals.close()
         self._roll_call.close()
 
-    def mark(self, phase: str, iteration: int) -> None:
+    def mark(self, phase: Phase, iteration: int) -> None:
         """Progress: a phase of an iteration begins. For the main thread; costs nothing to
         speak of.
         """
         last = self._mark
         num_marks = last.num_marks + 1 if iteration == last.iteration else 0
-        self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))
+        self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase is Phase.STEP))
 
     def takes_long_while(self, condition: Callable[[], bool]) -> None:
         """While it answers True, `long_timeout_seconds` holds: a save that steps wait for, say.
@@ -319,7 +317,7 @@ class Watchdog:
         mark = self._seen_mark
         if self._hang_timeout is None:
             return False
-        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
+        is_long = mark.phase.is_long or mark.num_steps < _NUM_LONG_STEPS
         limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
         return self._idle > limit
 
@@ -418,9 +416,7 @@ class Watchdog:
             place=f"{place_of(main)} ({wait.text})" if wait.text else place_of(main),
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
-            error_code=int(code_of(error))
-            if error is not None and is_own
-            else int(ExitCode.FAILED),
+            error_code=ExitCode.FAILED if error is None else code_of(error),
             error_order=self._error_order or 0,
             failed_collective=None if is_own else failed,
             needs_all=is_stuck
@@ -442,8 +438,8 @@ class Watchdog:
                 )
 
         def record() -> None:
-            kind = "hang" if verdict.code is ExitCode.HANG else "lost"
-            if kind == "hang" or self._launch.world_size > 1:
+            kind = EventKind.HANG if verdict.code is ExitCode.HANG else EventKind.LOST
+            if kind is EventKind.HANG or self._launch.world_size > 1:
                 self._events.write(kind, ranks=list(verdict.ranks), cause=verdict.text)
             self._write_exit(verdict.run_code, verdict.run_code.name, verdict.text)
 
@@ -453,7 +449,11 @@ class Watchdog:
 
     def _write_exit(self, status: int, name: str, reason: str) -> None:
         self._events.write(
-            "exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration
+            EventKind.EXIT,
+            code=int(status),
+            name=name,
+            reason=reason,
+            iteration=self._seen_mark.iteration,
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -465,7 +465,9 @@ class Watchdog:
             iteration = self._seen_mark.iteration
             _within(
                 _REPORT_SECONDS,
-                lambda: self._events.write("signal", signal=number.name, iteration=iteration),
+                lambda: self._events.write(
+                    EventKind.SIGNAL, signal=number.name, iteration=iteration
+                ),
             )
         if self._failure is not None:
             return
@@ -510,7 +512,7 @@ class Watchdog:
 
         def tell() -> None:
             logger.error("rank %d ends, since %s", rank, text)
-            self._events.write("lost", ranks=[rank], cause=f"rank {rank}: {text}")
+            self._events.write(EventKind.LOST, ranks=[rank], cause=f"rank {rank}: {text}")
 
         _within(_REPORT_SECONDS, tell)
         self._exit_process(int(ExitCode.LOST_RANK))
@@ -553,7 +555,7 @@ class Watchdog:
 
 
 def _last(record: Record) -> Record:
-    return Record(**{**record.to_json(), "has_left": True})
+    return replace(record, has_left=True)
 
 
 def _in_one_line(error: BaseException | None) -> str:

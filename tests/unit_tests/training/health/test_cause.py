@@ -21,6 +21,7 @@ from megatron.training.health.cause import (
     place_of,
 )
 from megatron.training.health.exits import ExitCode
+from megatron.training.health.phases import Phase
 
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
@@ -29,7 +30,9 @@ LATE = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waitin
 
 
 def rank(number: int, **fields: object) -> Record:
-    return replace(Record(number, "host", 100 + number, "agree", 17, 2, 0.1, waits=True), **fields)
+    return replace(
+        Record(number, "host", 100 + number, Phase.AGREE, 17, 2, 0.1, waits=True), **fields
+    )
 
 
 def stuck(number: int, **fields: object) -> Record:
@@ -44,7 +47,7 @@ def absent(number: int, silence: Silence) -> Absent:
     return Absent(number, silence, "host", 100 + number)
 
 
-OWN = rank(2, phase="forward", error="ValueError: boom", error_order=1, waits=False)
+OWN = rank(2, phase=Phase.FORWARD, error="ValueError: boom", error_order=1, waits=False)
 CASES = [
     # records, absent, code, ranks, text
     (
@@ -139,7 +142,7 @@ CASES = [
         ),
     ),
     (  # all wait, and one has got less far
-        [stuck(0), stuck(1, num_marks=1, phase="backward", place="b"), stuck(2)],
+        [stuck(0), stuck(1, num_marks=1, phase=Phase.BACKWARD, place="b"), stuck(2)],
         [],
         (
             ExitCode.HANG,
@@ -313,7 +316,7 @@ def test_a_place_is_named_without_the_folders_of_a_machine():
     assert place_of(()) == "an unknown place"
 
 
-SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase="step")
+SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase=Phase.STEP)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from megatron.training.health import roll_call
 from megatron.training.health.cause import Record, Silence, Verdict
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.job_secret import Signer
+from megatron.training.health.phases import Phase
 from megatron.training.health.roll_call import BoundedStore, Member, RollCall, StoreLostError
 from megatron.training.launch import Launch
 
 
 def well(rank: int) -> Record:
-    return Record(rank, "host", 100 + rank, "agree", 3, waits=True)
+    return Record(rank, "host", 100 + rank, Phase.AGREE, 3, waits=True)
 
 
 def stuck(rank: int, **fields: object) -> Record:
@@ -363,8 +364,9 @@ def test_a_roll_call_is_not_called_backwards(store):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf), ("waits", 1), ("host", None),
-        ("error", ["a"]), ("error_code", 42), ("of a later version", 1), ("stack", {"a": 1}),
+        ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf),
+        ("waits", 1), ("host", None), ("phase", "lunch"), ("phase", 3), ("error", ["a"]),
+        ("error_code", 42), ("of a later version", 1), ("stack", {"a": 1}),
     ],
 )  # fmt: skip
 def test_words_of_another_type_are_refused(field, value):
