@@ -1,9 +1,8 @@
-"""The collectives that this process has issued to its device and that are not over: whom does a
-rank wait for?
+"""The collectives that this process has issued to its device and that are not over.
 
 On an accelerator a collective returns at once, and the host runs on until something stops it: a
-launch queue that is full, autograd's own thread that launches no more, the transfer of some result.
-Where the host stands then does not say whether it waits for other ranks. The device knows, so every
+full launch queue, autograd's own thread that launches no more, the transfer of some result. Where
+the host stands then does not say whether it waits for other ranks. The device knows, so every
 collective leaves a record with two events, one just before it and one behind it: `with
 issuing(name, tensor)`.
 
@@ -11,18 +10,19 @@ issuing(name, tensor)`.
 over when all have. What the oldest one that is not over says of its rank:
 
     has begun          the rank waits for another that has not come to it yet
-    has not begun      the device is held up by something else, since no older collective is left: nobody else is to
-                       blame for that
-    there is none      the device waits for nobody; where the host stands decides
+    has not begun      something else holds up the device, since no older collective is left:
+                       no other rank is to blame
+    there is none      the device waits for nobody; what the host has stated decides
+                       (`rank_waits.py`)
 
 Ranks issue their collectives in the same order. So one that sleeps before it issues the next has
 none left as soon as the others have caught up with it, and they all have that next one.
 
-[Note: who asks] Querying an event may block while another thread is inside CUDA, by a comment in
-torch's own watchdog, and torch's `Event.query` keeps the GIL meanwhile: a watchdog that asked so
-might stop the very process it watches over. `Event.synchronize` lets go of it. So a thread of its
-own walks from event to event, and where that thread stands is the answer. It does so only when
-asked, which is when something is wrong; in normal operation a collective costs two events.
+[Note: who asks] By a comment in torch's own watchdog, querying an event may block while another
+thread is inside CUDA. torch's `Event.query` keeps the GIL meanwhile, so a watchdog that queries
+might stop the very process it watches over. `Event.synchronize` releases it. A thread of its own
+therefore walks from event to event, and where that thread stands is the answer. It does so only
+when asked, which is when something is wrong; in normal operation a collective costs two events.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class Outstanding(NamedTuple):
 
 
 class _Record:
-    """A collective that was issued, or is just being issued: then there is no event behind it
-    yet.
-    """
+    """A collective that was issued, or is being issued and has no event behind it yet."""
 
     def __init__(self, number: int, name: str, device: Device) -> None:
         self.number = number
@@ -104,8 +102,8 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device comes on. In
-        a second.
+        """The oldest collective that is not over, after a second at most; None if there is none, or
+        the device advances.
         """
         if not self._records:
             return None
@@ -138,9 +136,8 @@ class IssuedCollectives:
     def _walk(self) -> None:
         while self._is_asked.wait():
             self._is_asked.clear()
-            question = (
-                self._question
-            )  # what is issued from here on is looked at when the next one is asked
+            # What is issued from here on is looked at when the next question is asked.
+            question = self._question
             try:
                 while self._records:
                     # It may be dropped meanwhile, by a thread that issues more.

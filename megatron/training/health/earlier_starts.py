@@ -38,21 +38,20 @@ class Memory:
     def read(cls, folder: str | Path) -> Memory:
         """From the events of the starts since the job was last launched by hand.
 
-        The log is as trusted as the folder of checkpoints that it lies in by default: whoever can
-        write it can also delete them. Lines that are torn or not JSON say nothing; a log that
-        cannot be read is a warning, as one that cannot be written, and is not worth a run.
+        The log is trusted like the folder of checkpoints that it is in by default: whoever can
+        write it can also delete them. Torn lines say nothing. A log that cannot be read is a
+        warning, like one that cannot be written: it is not worth a run.
 
         Raises:
             CheckpointError: for an event whose fields have other types than they are written with.
-                Without it a damaged checkpoint might be tried again, or a run relaunched for ever.
+                Ignoring it might try a damaged checkpoint again, or relaunch a run for ever.
         """
         source = f"{folder}/{EVENTS_FILE}"
         try:
             events = read_events(folder)
         except OSError as error:
-            logger.warning(
-                "Could not read the event log: %s. What this job has found out is forgotten.", error
-            )
+            text = "Could not read the event log: %s. What this job has found out is forgotten."
+            logger.warning(text, error)
             return cls()
 
         starts = [number for number, event in enumerate(events) if _is_first_start(event)]

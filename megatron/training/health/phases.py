@@ -1,4 +1,4 @@
-"""The phases that a rank goes through: what the watchdog times, reports name and faults strike at."""
+"""The phases of a rank: the watchdog times them, reports name them, faults strike at them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ from megatron.training.health.phases import Phase
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
 )
-LATE = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+LATE = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv "
+    "operation to complete"
+)
 
 
 def rank(number: int, **fields: object) -> Record:

@@ -33,6 +33,7 @@ from megatron.core import log
 from megatron.core.device import Device
 from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
+from megatron.training.health import progress as progress_module
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.cause import Silence
 from megatron.training.health.events import EventLog, read_events, read_heartbeat
@@ -747,13 +748,13 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
         hang_timeout_seconds=5.0,
         tick_seconds=1.0,
     )
-    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watchdog._last_look = now[0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watchdog._progress.start_clock()
 
     def look(seconds: float) -> float:
         now[0] += seconds
-        watchdog._count_idle_time()
-        return watchdog._idle
+        watchdog._progress.look()
+        return watchdog._progress.idle_seconds
 
     for iteration in (1, 2):
         watchdog.mark(Phase.STEP, iteration)
@@ -917,7 +918,9 @@ def main():
     with process_group(launch, Device("cpu"), 1.0):
         store = dist.distributed_c10d._get_default_store()
         events = EventLog(folder, rank=launch.rank, restart=launch.restart_count)
-        with Watchdog(launch=launch, store=store, events=events, hang_timeout_seconds=timeout) as watchdog:
+        with Watchdog(
+            launch=launch, store=store, events=events, hang_timeout_seconds=timeout
+        ) as watchdog:
             try:
                 train(launch, watchdog)
             except Exception as error:

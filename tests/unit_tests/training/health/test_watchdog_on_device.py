@@ -53,7 +53,7 @@ class _Drill:
             hang_timeout_seconds=_STILL_SECONDS,
             long_timeout_seconds=_STILL_SECONDS,
         )
-        self._watchdog._idle = 2 * _STILL_SECONDS
+        self._watchdog._progress.idle_seconds = 2 * _STILL_SECONDS
 
     def run(self, way: Callable[[], object], then: Callable[[], object] = lambda: None) -> Record:
         """What the watchdog says while the main thread stands still. `then` is done once both
@@ -187,7 +187,7 @@ def _be_stuck_on_the_device(number: int) -> Record:
     )
 
 
-def test_a_rank_whose_device_does_not_come_to_the_collective_is_blamed_though_its_host_waits_for_it():
+def test_a_rank_whose_device_does_not_come_to_the_collective_is_blamed_whatever_its_host_does():
     waiting, stuck = run_ranks(2, _be_stuck_on_the_device, time.monotonic_ns(), device="sim")
     assert waiting.waits, waiting
     verdict = find_cause([waiting, stuck])
