@@ -1,7 +1,7 @@
-"""What each thread of this process waits for, stated by the code that waits.
+"""Waits for other ranks, stated by the code that waits.
 
 A rank that waits for others must not be blamed for a hang. While a thread sits in a collective, its
-stack shows some call into C++, which nothing tells from a computation. So whoever waits says so:
+stack shows some call into C++, which looks like a computation. So the code that waits says so:
 `with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog asks with `rank_wait`.
 
 On the CPU a collective blocks, and `issuing` (`issued_collectives.py`) makes the statement. On an

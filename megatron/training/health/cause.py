@@ -1,8 +1,8 @@
 """Why a run cannot go on: pure functions from what the ranks say to the one cause that all name.
 
 When a rank dies, the others see consequences: connections that close, collectives that time out.
-The ranks therefore call the roll (`roll_call.py`). Here is what a rank says of itself, and what
-follows from what all have said. The first of these that applies is the cause:
+The ranks therefore call the roll (`roll_call.py`). Here is a rank's report on itself, and what
+follows from all reports. The first of these that applies is the cause:
 
 1. ranks that have failed by an error of their own, the earliest first;
 2. ranks that are dead, or do not answer;
@@ -63,7 +63,7 @@ Stack = tuple[Frame, ...]  # the innermost frame last
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank says of itself when the roll is called."""
+    """A rank's report on itself when the roll is called."""
 
     rank: int
     host: str = "?"
@@ -90,7 +90,7 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """What `to_json` gave, with texts that are safe to log. ValueError for other types."""
+        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
         return cls(**typed_fields(cls, values))
 
     @property
@@ -149,7 +149,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """What `to_json` gave, with texts that are safe to log. ValueError for other types."""
+        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
         fields = typed_fields(cls, values)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 

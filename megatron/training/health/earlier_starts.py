@@ -1,4 +1,4 @@
-"""What a job that is relaunched remembers of its earlier starts: read from its event log."""
+"""The memory that a relaunched job has of its earlier starts, read from its event log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 1000  # of a reason that is told again
 
 @dataclass(frozen=True)
 class Memory:
-    """What the processes of this job, up to the last relaunch by hand, have found out.
+    """The findings of this job's processes since it was last launched by hand.
 
     Attributes:
         damaged: why checkpoints are damaged, by path.
@@ -65,7 +65,7 @@ class Memory:
                 reason = printable(_text(event, "reason", source), _MOST_CHARACTERS)
                 damaged[_text(event, "checkpoint", source)] = reason
             elif kind in (EventKind.SAVE_PUBLISHED, EventKind.SET_ASIDE):
-                # What is there now is another one, or nothing.
+                # Another checkpoint is there now, or none.
                 damaged.pop(_text(event, "checkpoint", source), None)
                 has_saved |= kind == EventKind.SAVE_PUBLISHED
             elif kind == EventKind.RESUME:
@@ -81,7 +81,7 @@ class Memory:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Memory:
-        """What `to_plain` gave."""
+        """The inverse of `to_plain`."""
         return cls(**{**plain, "attempts": dict(plain["attempts"])})
 
 

@@ -1,4 +1,4 @@
-"""What happens to a run, for operators and scripts: `events.jsonl` and `heartbeat.json`.
+"""A run's history for operators and scripts: `events.jsonl` and `heartbeat.json`.
 
 docs/recovery.md lists the events and their fields. All ranks append to one file, and a run that is
 started again continues it. Readers take what they understand: lines may be missing or torn, and
@@ -26,7 +26,7 @@ _MOST_HEARTBEAT_BYTES = 65536
 
 
 class EventKind(str, enum.Enum):
-    """What may happen to a run; docs/recovery.md says when, and with which fields."""
+    """The kinds of events. docs/recovery.md says when they are written, and their fields."""
 
     START = "start"
     RESUME = "resume"

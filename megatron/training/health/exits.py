@@ -1,4 +1,4 @@
-"""What a process ends with: one exit code for each way to end, and how it leaves."""
+"""Exit codes, one for each way to end, and how a process leaves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def is_foreseen(error: BaseException) -> bool:
 
 
 def process_status(code: ExitCode, is_elastic: bool) -> int:
-    """What the process itself ends with, 0 to 255.
+    """The exit status of the process itself, 0 to 255.
 
     For every status but 0, torchrun's agent restarts a rank at once, on the same machine. A rank
     that was told to leave therefore ends with 0, and the event log says what happened.

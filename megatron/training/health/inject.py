@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Where faults can strike: wherever the watchdog is told of a phase.
 PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 ANY = "any"
-# What each kind admits besides rank, step and restart.
+# The keys that each kind admits besides rank, step and restart.
 KINDS = {
     "kill": ("at", "delay"),
     "hang": ("at",),
@@ -164,7 +164,7 @@ class _Armed:
 
 
 class Injections:
-    """What is to go wrong on this rank, in this restart of the job."""
+    """The faults of this rank, in this restart of the job."""
 
     def __init__(self, config: InjectConfig, *, rank: int, restart: int, events: EventLog) -> None:
         self._events = events

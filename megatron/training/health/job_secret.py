@@ -1,4 +1,4 @@
-"""The secret that the ranks of a job share, and what they sign with it.
+"""The secret that the ranks of a job share, and the records that they sign with it.
 
 torchrun's store listens on all interfaces and authenticates nobody. What the ranks tell each other
 through it, who starts with whom and why a run is to end, is therefore signed: a record that was not
@@ -58,7 +58,7 @@ class Signer:
         self._scope = scope
 
     def sign(self, key: str, rank: int, content: Mapping[str, Any]) -> str:
-        """What to store under `key`: a signature, this rank, and the content as JSON."""
+        """A record to store under `key`: a signature, this rank, and the content as JSON."""
         text = json.dumps(content, allow_nan=False)
         return f"{self._mac(key, rank, text)} {rank} {text}"
 

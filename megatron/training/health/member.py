@@ -1,4 +1,4 @@
-"""The process of a rank: where it runs, and what another process of its machine sees of it."""
+"""The process of a rank, as another process of its machine sees it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Member:
 
 
 def _machine() -> str:
-    """What processes that see each other's pids have in common, and others do not."""
+    """A name that is the same for processes that see each other's pids, and for no others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -6,7 +6,7 @@ import enum
 
 
 class Phase(str, enum.Enum):
-    """What a rank's main thread is doing. Its value is the word in logs, events and flags."""
+    """A phase of a rank's main thread. Its value is the word in logs, events and flags."""
 
     START = "start"  # before the first mark
     # Once in each start of the run:

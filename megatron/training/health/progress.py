@@ -59,7 +59,7 @@ class Progress:
         self.mark = Mark(phase, iteration, num_marks, num_steps)
 
     def start_clock(self) -> None:
-        """What came before does not count."""
+        """Begins to count: the time before is not idle time."""
         self._last_look = time.monotonic()
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of one start tell each other through the store of their process group.
+"""Messages among the ranks of one start, through the store of their process group.
 
 Every request is bounded in time. Records are signed (`job_secret.py`), since the store may be open
 to a network. A record that was not made by this start, or has other types, counts as missing and is
@@ -42,7 +42,7 @@ class BoundedStore:
         ).start()
 
     def call(self, work: Callable[[Store], _T]) -> _T:
-        """What `work` makes of the store. StoreLostError if it fails or is late, and ever after."""
+        """Returns `work(store)`. StoreLostError if it fails or takes too long, and ever after."""
         if self.is_lost:
             raise StoreLostError("Expected a store that answers, got one that was lost before.")
 

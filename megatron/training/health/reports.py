@@ -1,4 +1,4 @@
-"""What the watchdog writes: lines in the log, events, the heartbeat.
+"""The watchdog's lines in the log, its events, and the heartbeat.
 
 A disk may hang, and a stuck thread may hold the log's lock. So each is written by a thread of its
 own, which is waited for only so long.

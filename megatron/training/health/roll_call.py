@@ -50,7 +50,7 @@ _LINGER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Words:
-    """What a rank says of itself; None: it has finished."""
+    """A rank's report on itself; None: it has finished."""
 
     record: Record | None
 
@@ -68,7 +68,7 @@ class _Words:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a roll call came to."""
+    """The outcome of a roll call."""
 
     verdict: Verdict | None
     num_answered: int
@@ -239,7 +239,7 @@ class RollCall:
         return answer.verdict
 
     def _answer(self, prefix: str) -> _Answer | None:
-        """What has been agreed on in this roll call, as soon as there is something."""
+        """The agreed outcome of this roll call, once there is one."""
         return self._shared.read(f"{prefix}verdict", None, _Answer.from_json)
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
@@ -290,7 +290,7 @@ class RollCall:
         return Absent(rank, silence) if member is None else member.absent(rank, silence)
 
     def _judge_alone(self, record: Record) -> Verdict | None:
-        """What this rank can tell without a store: its own state, and its machine's processes."""
+        """The verdict from this rank's own state and its machine's processes, without a store."""
         if not (record.needs_all or record.error is not None or record.is_stuck):
             return None
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# What schedulers and launchers end processes with.
+# Schedulers and launchers end processes with these.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender
 
@@ -115,7 +115,7 @@ _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
 # noted by then, and the handler would leave it to a thread that is not there. So signals are held
 # back until then.
 class _Fork(threading.local):
-    """What a thread had blocked before it began to fork; None: nothing was changed."""
+    """The signals that a thread had blocked before it forked; None: nothing was changed."""
 
     mask: set[signal.Signals | int] | None = None
 

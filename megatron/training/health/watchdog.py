@@ -16,9 +16,7 @@ and the event log; then each ends, with the code that docs/recovery.md lists, an
 starts the job anew. The main thread takes part by `explain(error)`, which it calls for an exception
 that it did not expect.
 
-What others offer does less: `faulthandler.dump_traceback_later` ends one process with status 1 and
-tells no other rank; torchelastic's `record` reports exceptions, which a rank in a collective never
-raises, and what it reports first is often the connection that another rank's end has closed.
+Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0031.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ class Cause:
 
 
 class _Wait(NamedTuple):
-    """What a rank waits for."""
+    """Whether a rank waits for others, and in what."""
 
     is_for_ranks: bool
     text: str  # empty if nothing is known
@@ -198,11 +196,11 @@ class Watchdog:
         self._progress.takes_long = condition
 
     def status(self, **fields: object) -> None:
-        """What the heartbeat says besides; stays until it is given anew."""
+        """Adds fields to the heartbeat, where they stay until they are given anew."""
         self._status = {**self._status, **fields}
 
     def explain(self, error: BaseException) -> Cause:
-        """Whose fault an exception of the main thread is. Takes a few seconds at most.
+        """Finds the cause of an exception of the main thread. Takes a few seconds at most.
 
         The other ranks learn of it before this returns. One rank, the lowest that answers, has then
         written the cause to the log and, with the exit, to the event log. The main thread is to
@@ -216,7 +214,7 @@ class Watchdog:
         return self._cause or self._cause_of(error, None)
 
     def _describe(self) -> Mapping[str, object]:
-        """What the heartbeat says."""
+        """The fields of the heartbeat."""
         mark = self._progress.mark
         fields = {"pid": os.getpid(), "host": socket.gethostname(), "phase": mark.phase}
         return {**fields, "iteration": mark.iteration, **self._status}
@@ -326,7 +324,7 @@ class Watchdog:
         self._exit_process(process_status(cause.code, self._launch.is_elastic))
 
     def _cause_of(self, error: BaseException | None, verdict: Verdict | None) -> Cause:
-        """What a verdict means for this rank; without one, what its error alone says."""
+        """The cause as this rank is concerned: by the verdict, or else by its own error alone."""
         if error is not None and not is_peer_failure(error):
             ranks = (self._launch.rank,) if verdict is None else verdict.ranks
             text = _in_one_line(error) if verdict is None else verdict.text
@@ -337,7 +335,7 @@ class Watchdog:
         return Cause(ExitCode.LOST_RANK, (), text, is_own=False)
 
     def _record(self, error: BaseException | None) -> Record:
-        """What this rank says of itself."""
+        """This rank's report on itself."""
         main = stack_of(sys._current_frames().get(self._main))
         # Asked once: it may take a second, and the others wait for this record.
         wait = self._wait()
@@ -370,7 +368,7 @@ class Watchdog:
         )
 
     def _identity(self) -> Record:
-        """Who this rank is, and how far it has got."""
+        """A report with this rank's name and position alone."""
         mark = self._progress.mark
         host, pid = socket.gethostname(), os.getpid()
         return Record(self._launch.rank, host, pid, mark.phase, mark.iteration)
