@@ -162,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--suffix",
         nargs="+",
-        help="only files with these suffixes are read from folders, e.g. .py .md; by default all that are UTF-8 text",
+        help="only files with these suffixes are read from folders, e.g. .py .md; by default all "
+        "that are UTF-8 text",
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines"
