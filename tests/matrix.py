@@ -29,7 +29,10 @@ PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 # torch decides which triton it runs with; its CPU builds leave that open.
 FOLLOWS_TORCH = ("torch", "triton")
 
-DESCRIPTION = "import torch; print(torch.__version__, 'with' if torch.cuda.is_available() else 'without', 'a GPU')"
+DESCRIPTION = (
+    "import torch; "
+    "print(torch.__version__, 'with' if torch.cuda.is_available() else 'without', 'a GPU')"
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ draws other masks on other ranks) the losses by iteration and the evaluations at
 
     kind: resume            # regular | resume | reshard | offload-parity
     world_sizes: [1, 2]     # the recipe runs on each
-    interrupt_at: 4         # resume, offload-parity: iteration at which the run is stopped and started again
+    interrupt_at: 4         # resume, offload-parity: the iteration where the run stops and restarts
     agreement: 1.0e-5       # relative difference of losses allowed between world sizes
     settings: {...}         # flags of pretrain_gpt.py, without dashes
 

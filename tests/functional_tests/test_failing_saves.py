@@ -249,7 +249,7 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoverHandler, "dump", dump)
 
 
-def test_a_save_that_is_due_while_another_is_under_way_is_left_out_on_all_ranks_if_that_is_asked_for(
+def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked_for(
     tmp_path,
 ):
     flags = [

@@ -116,7 +116,10 @@ def test_a_mistake_is_one_line_and_exit_code_two():
 def test_a_global_batch_of_seven_on_two_ranks_is_refused_under_torchrun():
     done = run(TORCHRUN, *SETTINGS, "--micro-batch-size", "1", "--global-batch-size", "7")
     assert done.returncode != 0
-    line = "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
+    line = (
+        "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, "
+        "micro-batch-size 1 x 2 rank(s), got 7."
+    )
     assert done.stderr.count(line) == 1, "rank 0 says it, once"
     assert (
         'Traceback (most recent call last):\n  File "' + str(ROOT / "pretrain_gpt.py")

@@ -31,6 +31,7 @@ _FLAGS = (
     "-Wno-deprecated-declarations",
     "-DTORCH_API_INCLUDE_EXTENSION_H",
 )
+_NUM_KEPT = 8  # libraries in the cache, of 5 MB each
 
 
 class BuildError(RuntimeError):
@@ -51,12 +52,11 @@ def missing_for_build() -> str | None:
 
 
 def ensure_built() -> Path:
-    """The library, which is built if it is not there yet. BuildError with the compiler's words if
-    that fails.
-    """
+    """The library, built if it does not exist yet. BuildError with the compiler's words."""
     library = _library()
     if not library.exists():
         _build(library)
+        _prune(library.parent)
     return library
 
 
@@ -90,9 +90,7 @@ def _cache() -> Path:
 
 
 def _build(library: Path) -> None:
-    """Compiles into a folder of its own and renames the result: others see all of it, or
-    nothing.
-    """
+    """Compiles in a folder of its own and renames the result, so nobody sees half of it."""
     compiler = _compiler()
     if compiler is None:
         raise BuildError("Expected g++, got none.")
@@ -124,6 +122,14 @@ def _build(library: Path) -> None:
                 f"Expected {compiler} to build the simulator, got:\n{done.stderr[-4000:]}"
             )
         linked.rename(library)
+
+
+def _prune(cache: Path) -> None:
+    """Drops the oldest libraries: every change of the sources or of torch leaves one behind."""
+    libraries = sorted(cache.glob("_sim-*.so"), key=lambda path: path.stat().st_mtime)
+    for library in libraries[:-_NUM_KEPT]:
+        # Another process may prune too, and those that have loaded it keep what they mapped.
+        library.unlink(missing_ok=True)
 
 
 def _compile_flags() -> list[str]:

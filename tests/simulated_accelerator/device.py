@@ -1,7 +1,8 @@
 """Makes the simulated accelerator known: to torch as the device `sim`, and to this project as a
 kind of device.
 
-    import tests.simulated_accelerator.device as sim      # in a process of its own, before anything asks for devices
+    # In a process of its own, before anything asks for devices:
+    import tests.simulated_accelerator.device as sim
 
     sim.configure(sim.Settings(schedule=sim.Schedule.LANES_LAST))
     x = torch.ones(3, device="sim")

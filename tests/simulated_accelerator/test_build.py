@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -54,6 +55,17 @@ def test_it_is_built_again_for_other_sources_only(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_SOURCES", sources)
     assert build.ensure_built() != first
     assert (tmp_path / "log").read_text().count("compiled") == 2
+
+
+def test_only_the_newest_libraries_are_kept(cache):
+    cache.mkdir()
+    for age in range(1, 11):
+        old = cache / f"_sim-torch2.11.0-{age}.so"
+        old.write_text("a library")
+        os.utime(old, (1000 - age, 1000 - age))
+    built = build.ensure_built()
+    kept = {path.name for path in cache.glob("_sim-*.so")}
+    assert kept == {built.name, *(f"_sim-torch2.11.0-{age}.so" for age in range(1, 8))}
 
 
 @pytest.mark.usefixtures("cache")

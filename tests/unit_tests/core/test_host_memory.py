@@ -269,7 +269,8 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     with pytest.raises(
         PinError,
-        match=r"pin 4096 bytes .*got: error 2 .*is 65536 bytes.*--no-pin-cpu-params and --no-pin-cpu-grads",
+        match=r"pin 4096 bytes .*got: error 2 .*is 65536 bytes.*"
+        r"--no-pin-cpu-params and --no-pin-cpu-grads",
     ):
         Device("cuda").pin(8192, 4096)
     assert calls == [(8192, 4096, 0)]

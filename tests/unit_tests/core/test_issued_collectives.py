@@ -241,7 +241,10 @@ def test_every_collective_of_the_project_leaves_a_record():
         for path in package.rglob("*.py")
     }
     assert {name: calls for name, calls in found.items() if calls} == {}
-    unrecorded = "dist.all_reduce(x)\nwith issuing('it', x):\n    dist.broadcast(x)\n_all_gather_on_device(x)\nx.full_tensor()"
+    unrecorded = (
+        "dist.all_reduce(x)\nwith issuing('it', x):\n    dist.broadcast(x)\n"
+        "_all_gather_on_device(x)\nx.full_tensor()"
+    )
     assert _collectives_that_leave_no_record(ast.parse(unrecorded)) == [
         "dist.all_reduce",
         "_all_gather_on_device",

@@ -213,7 +213,8 @@ def test_stages_are_selected_by_name_in_the_order_of_the_table_and_unknown_names
 def test_list_names_every_stage_and_needs_no_torch(tmp_path):
     listed = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-         "from tools.gpu_check.__main__ import main; main(['--list']); assert 'torch' not in sys.modules"],
+         "from tools.gpu_check.__main__ import main; main(['--list']); "
+         "assert 'torch' not in sys.modules"],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [

@@ -422,7 +422,10 @@ def test_saves_that_failed_since_are_counted_with_the_last_reason(run):
     run.write("save_failed", iteration=20, reason="no space left")
     run.write("save_skipped", iteration=25, reason="busy")
     run.write("save_failed", iteration=30, reason="rank 1:\n no space\x1b[2J left")
-    line = r"checkpoint: iteration 10, 0 s ago, took 1.50 s; 2 saves failed since: rank 1:\n no space\x1b[2J left"
+    line = (
+        r"checkpoint: iteration 10, 0 s ago, took 1.50 s; 2 saves failed since: "
+        r"rank 1:\n no space\x1b[2J left"
+    )
     assert run.lines()[2] == line
     run.save(40)
     assert run.lines()[2].endswith("; no save failed since")
@@ -663,7 +666,10 @@ def test_the_tool_prints_lines_or_json_and_exits_with_the_runs_code(run):
 
 def test_the_tool_starts_without_torch(run):
     (run.folder / "iter_0000500").mkdir(parents=True)
-    code = "import sys; from tools import run_status; run_status.main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = (
+        "import sys; from tools import run_status; "
+        "run_status.main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code, str(run.folder)],
         capture_output=True,

@@ -207,7 +207,10 @@ def test_a_start_that_is_not_signed_with_the_secret_is_not_joined_and_the_error_
                 RuntimeError, match=f"{key} was not signed with the secret of rank {other}"
             ):
                 rank.result()
-    text = "start/hello/1 in the launcher's store is ignored: Expected a record signed with this job's secret"
+    text = (
+        "start/hello/1 in the launcher's store is ignored: "
+        "Expected a record signed with this job's secret"
+    )
     assert caplog.text.count(text) == 1
 
 

@@ -248,7 +248,8 @@ import resource, sys, time
 from megatron.core.options import ConfigError
 from megatron.training.arguments import read_yaml
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
-for repeated in ("[", "x,", "{", "? ", "a: &a\\n", "- ", "'x", "a", "*a,", "&a [", "!!x ", "# ", "\\t", "- a\\n"):
+parts = ("[", "x,", "{", "? ", "a: &a\\n", "- ", "'x", "a", "*a,", "&a [", "!!x ", "# ", "\\t")
+for repeated in (*parts, "- a\\n"):
   for begin in ("", "data-path: [", "lr: "):
     content = begin + repeated * (250_000 // len(repeated))
     with open(sys.argv[1], "w") as stream:

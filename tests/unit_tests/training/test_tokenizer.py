@@ -334,7 +334,10 @@ def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(
     tmp_path: Path, highest: int
 ) -> None:
     folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": highest, "</s>": 1}))
-    message = f"--tokenizer-model: expected ids that the 3 tokens of .* fill, got ids up to {highest}. .*--vocab-size"
+    message = (
+        "--tokenizer-model: expected ids that the 3 tokens of .* fill, "
+        f"got ids up to {highest}. .*--vocab-size"
+    )
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(TokenizerConfig(tokenizer_model=str(folder)))
     meant = TokenizerConfig(tokenizer_model=str(folder), vocab_size=highest + 1)

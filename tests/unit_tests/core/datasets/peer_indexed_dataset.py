@@ -1,7 +1,8 @@
 """Runs under an interpreter that has megatron-core, not this project: writes or reads token files
 with it.
 
-    peer_indexed_dataset.py write PREFIX SPEC.json     SPEC: {"dtype": "uint16", "documents": [[[1, 2], [3]], ...]}
+    peer_indexed_dataset.py write PREFIX SPEC.json
+        SPEC: {"dtype": "uint16", "documents": [[[1, 2], [3]], ...]}
     peer_indexed_dataset.py read PREFIX RESULT.json    RESULT: the same, as megatron-core reads it
 
 A document is a list of sequences.

@@ -84,7 +84,10 @@ def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(
 def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> None:
     config = GPTDatasetConfig(seq_length=64, data_path=(prefixes[0],), split="98,1,1")
     assert build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1).train is not None
-    message = r"^--split: .*part0: expected at least 65 tokens .* got 10. .* valid split, 1 of 100 documents at 98,1,1"
+    message = (
+        r"^--split: .*part0: expected at least 65 tokens .* got 10. "
+        r".* valid split, 1 of 100 documents at 98,1,1"
+    )
     with pytest.raises(TooFewTokensError, match=message):
         build_gpt_datasets(config, (5, 5, 0), vocab_size=2000, seed=1)
 

@@ -348,7 +348,8 @@ def test_an_index_that_points_beyond_the_data_is_named(
     )
     with pytest.raises(
         IndexedDatasetError,
-        match=rf"{file.name}: window \d+ of epoch 0: expected 501 tokens from document 199, token \d+ on, got \d+",
+        match=rf"{file.name}: window \d+ of epoch 0: "
+        r"expected 501 tokens from document 199, token \d+ on, got \d+",
     ):
         dataset[0]
 

@@ -24,7 +24,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_index import EpochStream
 
 def anonymous_mb():
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
 
 peak = before = anonymous_mb()

@@ -1,8 +1,8 @@
 """Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in
 processes of their own.
 
-    `watched`             calls a function ahead of each operation that changes something below a folder
-    `intercepted`         the same for all threads at once, and if asked to for operations that only look
+    `watched`             calls a function before each operation that changes a folder
+    `intercepted`         the same for all threads, and on request for operations that only look
     `Kill`, `Fault`       such functions: what happens at operation n
     `PowerCut`            another: knows what would be left if the machine lost its power
     `forks()`, `Child`    processes to let it happen in

@@ -1,7 +1,8 @@
 """Small GPTs with their optimizers in every setting that a checkpoint must not depend on, and what
 each really holds.
 
-    trained = Trained(Setting("hsdp", fraction=0.5, is_fused=False), seed=0)   # on all ranks together
+    # On all ranks together:
+    trained = Trained(Setting("hsdp", fraction=0.5, is_fused=False), seed=0)
     losses = [trained.step(number) for number in range(3)]
     trained.save(root)
     expected = full_tensors(trained)                                           # by canonical key

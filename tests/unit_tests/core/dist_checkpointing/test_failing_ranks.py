@@ -213,7 +213,8 @@ def test_ranks_that_never_come_are_named_within_the_timeout_and_may_come_later(t
     with ranks_of(tmp_path, 4, timeout_seconds=0.3) as ranks:
         ranks.begin(10, 0, 3)
         own, other = ranks.endings(0, 3)
-        named = f"Expected a manifest of every rank in {tmp_path}/iter_0000010.abcd1.saving, got none of rank 1, 2 "
+        draft = f"{tmp_path}/iter_0000010.abcd1.saving"
+        named = f"Expected a manifest of every rank in {draft}, got none of rank 1, 2 "
         assert f"{named}within 0.3 s." in own
         assert f"rank 0: {named}within 0.3 s." in other
         ranks.begin(10, 1, 2)

@@ -102,7 +102,11 @@ for folder, file in json.loads(sys.argv[1]):
             state[key] = torch.full(value.size, 77, dtype=value.properties.dtype)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     # Some of the weights, as somebody asks for them who has a model.
-    weights = {key.removeprefix("model."): value for key, value in expected.items() if key.startswith("model.decoder")}
+    weights = {
+        key.removeprefix("model."): value
+        for key, value in expected.items()
+        if key.startswith("model.decoder")
+    }
     some = {"model": {name: torch.full_like(value, 77) for name, value in weights.items()}}
     dcp.load(some, checkpoint_id=folder, no_dist=True)
     dcp_to_torch_save(folder, file + ".all")
@@ -111,7 +115,11 @@ for folder, file in json.loads(sys.argv[1]):
         "dcp.load": differing(state, expected),
         "dcp.load of a part": differing(some["model"], weights),
         "dcp_to_torch_save": differing(
-            {key: everything[key] if key in everything else dig(everything, flat(key)) for key in expected}, expected
+            {
+                key: everything[key] if key in everything else dig(everything, flat(key))
+                for key in expected
+            },
+            expected,
         ),
         "number of values": count(everything) - len(expected),
         "number of tensors": sum(isinstance(value, torch.Tensor) for value in state.values()),

@@ -27,8 +27,8 @@ CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
 )
 LATE = (
-    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv "
-    "operation to complete"
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] "
+    "Timed out waiting 6000ms for recv operation to complete"
 )
 
 

@@ -187,7 +187,7 @@ def _be_stuck_on_the_device(number: int) -> Record:
     )
 
 
-def test_a_rank_whose_device_does_not_come_to_the_collective_is_blamed_whatever_its_host_does():
+def test_a_rank_whose_device_never_reaches_the_collective_is_blamed_though_its_host_waits():
     waiting, stuck = run_ranks(2, _be_stuck_on_the_device, time.monotonic_ns(), device="sim")
     assert waiting.waits, waiting
     verdict = find_cause([waiting, stuck])

@@ -221,7 +221,8 @@ def assert_same(got, place=""):
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert got[key].dtype == value.dtype and got[key].shape == value.shape, key
-            assert torch.equal(got[key].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), key
+            ours, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (got[key], value))
+            assert torch.equal(ours, theirs), key
         else:
             assert got[key] == value, key
 
@@ -234,9 +235,11 @@ dcp_to_torch_save(folder, folder + "/all.pt")
 nested = torch.load(folder + "/all.pt", weights_only=True)
 states = nested["optimizer"]["state"]
 got = {f"model.{name}": value for name, value in nested["model"].items()}
-got |= {f"optimizer.state.{name}.{key}": value for name in states for key, value in states[name].items()}
+for name in states:
+    got |= {f"optimizer.state.{name}.{key}": value for key, value in states[name].items()}
 got["optimizer.param_groups"] = nested["optimizer"]["param_groups"]
-got |= {f"rng.{rank}.{name}": value for rank, by_name in nested["rng"].items() for name, value in by_name.items()}
+for rank, by_name in nested["rng"].items():
+    got |= {f"rng.{rank}.{name}": value for name, value in by_name.items()}
 assert got.keys() == expected.keys()
 assert_same(got)
 
@@ -613,9 +616,8 @@ BOMBS = {
     + b")"
     + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
     + b"Ns.",
-    "a memory format of 2 ** 60 tuples": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n)"
-    + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
-    + b"\x85R.",
+    "a memory format of 2 ** 60 tuples": b"ctorch.distributed.checkpoint.metadata\n"
+    b"_MEM_FORMAT_ENCODING\n)" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"\x85R.",
     "a size in itself": b"ctorch\nSize\n]q\x00h\x00a\x85R.",
     "a size of strings": b"ctorch\nSize\n\x8c\x01a\x85\x85R.",
     "a folder of numbers": b"cpathlib\nPosixPath\nK\x01\x85R.",

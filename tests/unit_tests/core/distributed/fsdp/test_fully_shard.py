@@ -577,7 +577,10 @@ def test_a_view_of_a_weight_that_autograd_has_saved_survives_that_the_weight_goe
     run_ranks(2, _saved_views)
 
 
-MODIFIED = "RuntimeError: one of the variables needed for gradient computation has been modified by an inplace"
+MODIFIED = (
+    "RuntimeError: one of the variables needed for gradient computation has been modified by an "
+    "inplace"
+)
 
 
 def _stepped_between(strategy: str, dtype: torch.dtype) -> list[str]:
@@ -1021,7 +1024,10 @@ def _frozen(strategy: str) -> None:
     for number, name in ((1, "bias"), (0, "weight")):
         parameter = getattr(model.layers[number], name)
         parameter.requires_grad_(True)
-        message = rf"Expected {name} of .* to stay frozen, as it was when it was sharded and got no gradient buffer"
+        message = (
+            rf"Expected {name} of .* to stay frozen, as it was when it was sharded and got no "
+            r"gradient buffer"
+        )
         with pytest.raises(RuntimeError, match=message):
             model(own_batch())
         parameter.requires_grad_(False)
@@ -1223,7 +1229,10 @@ def with_meta_buffer() -> nn.Module:
 
 def _mistakes_with_modules() -> None:
     mesh, placements = line(), Placements.for_strategy(ZERO_3)
-    owned_twice = "Expected every parameter in one sharded module, got {}weight of {}, which another owns already"
+    owned_twice = (
+        "Expected every parameter in one sharded module, got {}weight of {}, "
+        "which another owns already"
+    )
     with fully_shard_context("cpu") as context:
         sharded = fully_shard(linear(), mesh, placements)
         tied = nn.ModuleList([linear(), linear()])
@@ -1393,7 +1402,10 @@ def _mistakes_with_optimizers() -> None:
         raise ArithmeticError("mine")
     assert context.is_last_microbatch
     loss_of(model(own_batch(1, torch.bfloat16))).backward()
-    message = r"Expected step without a closure, whose torch\.bfloat16 gradients nothing would cast to torch\.float32"
+    message = (
+        r"Expected step without a closure, whose torch\.bfloat16 gradients nothing would cast to "
+        r"torch\.float32"
+    )
     _raises(NotImplementedError, message, lambda: optimizer.step(lambda: 0.0))
     _raises(NotImplementedError, message, lambda: optimizer.step(closure=lambda: 0.0))
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -1426,7 +1438,10 @@ def _looks_up(module: Whatever, x: torch.Tensor) -> torch.Tensor:
 def _mistakes_in_use() -> None:
     model = Stack(1)
     shard(*model.layers)
-    settled = "Expected dtype and device to be settled before fully_shard, got a change from torch.float32 on cpu to "
+    settled = (
+        "Expected dtype and device to be settled before fully_shard, "
+        "got a change from torch.float32 on cpu to "
+    )
     _raises(RuntimeError, settled + "torch.bfloat16 on cpu", model.bfloat16)
     _raises(RuntimeError, settled + "torch.float32 on meta", lambda: model.to("meta"))
     _raises(

@@ -548,5 +548,5 @@ def _tensors_left_to_the_collector() -> list[tuple[int, ...]]:
         gc.enable()
 
 
-def test_a_step_leaves_no_tensor_in_a_cycle_which_would_keep_its_memory_until_python_looks_for_garbage():
+def test_a_step_leaves_no_tensor_in_a_cycle_for_the_garbage_collector():
     assert run_ranks(2, _tensors_left_to_the_collector) == [[], []]

@@ -403,8 +403,8 @@ def test_ranks_that_agree_with_each_other_are_named_together():
     notes = [(1, 7), (1, 7), (0, 0), (1, 8)]
     told = tell_apart(notes, lambda note: f"gather {note[1]}")
     assert (
-        told
-        == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; rank 3 was about to gather 8"
+        told == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; "
+        "rank 3 was about to gather 8"
     )
     told = tell_apart(notes[:2], str)
     assert told == "a difference after the first 65536 collectives, which were the same"

@@ -265,8 +265,9 @@ CASES = {
     "in order": Case({"overlap_cpu_optimizer_d2h_h2d": False}, BF16, grad=2, weight=0),
 }
 
-# The buffers' sizes on 2 ranks, by hand: rows of 6 and 1, so cuts at multiples of 6 elements; and so on.
-#   (5, 6) and (5,): 30 + 5 = 35 -> 36 = 2 * 18      (7, 5) and (7,): 35 + 7 = 42 -> 50 = 2 * 25, cut at multiples of 5
+# The buffers' sizes on 2 ranks, by hand: rows of 6 and 1, so cuts at multiples of 6; and so on.
+#   (5, 6) and (5,): 30 + 5 = 35 -> 36 = 2 * 18
+#   (7, 5) and (7,): 35 + 7 = 42 -> 50 = 2 * 25, multiples of 5
 #   (3, 7) and (3,): 21 + 3 = 24 -> 28 = 2 * 14
 HALVES = [18, 25, 14]
 
