@@ -8,14 +8,15 @@ A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host
 ZeRO-3. DCP gets as many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are
 written and verified throughout.
 
-    raw                 the same number of bytes from three buffers of 8 MiB: O_DIRECT where the file system has it, one
-                        write after the other, fsync; or read through one
+    raw                 the same number of bytes from three buffers of 8 MiB: O_DIRECT where the
+                        file system has it, one write after the other, fsync; or read through one
     ours, dcp           a save from the call until it is published, on disk and on tmpfs
-    ours, dcp async     what the call blocks, and how much resident memory grows at most until the save is done
+    ours, dcp async     how long the call blocks, and the most that resident memory grows by until
+                        the save is done
     load                into the live state; warm: all files are in the page cache; cold: none is
-    ours checked first  a load as engines do it: everything is read and held against its digests, then read again and
-                        installed
-    2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and what 4 have saved, warm: seconds and bytes read
+    ours checked first  a load as engines do it: everything is read and checked against its
+                        digests, then read again and installed
+    2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and 4 have saved, warm: seconds and bytes read
 
 Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are
 printed with the smallest and the largest. Before the first round each runs once, untimed, and that

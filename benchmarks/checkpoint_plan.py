@@ -8,11 +8,13 @@ One process, no memory for tensors: Llama-7B's weights and two moments in fp32, 
 over N simulated ranks, a buffer for each layer; query, key and value, gate and up are fused there,
 and keys of their own here.
 
-    rank 0              from layouts to the bytes of `.metadata`, with every blob's place in every rank's file
+    rank 0              from layouts to the bytes of `.metadata`, with every blob's place in every
+                        rank's file
     another rank        the places of the blobs in its own file
-    whole checkpoint    both again with what a real one holds besides: step counters, and random states of each rank
-    DCP                 `DefaultSavePlanner.create_global_plan`, once it has been sent every rank's plan; gathering and
-                        unpickling them, and pickling the result, are left out
+    whole checkpoint    both again with what a real one holds besides: step counters, and random
+                        states of each rank
+    DCP                 `DefaultSavePlanner.create_global_plan`, once it has every rank's plan;
+                        gathering and unpickling them, and pickling the result, are left out
 
 in two ways to shard: `flat` is this engine's, which cuts a layer's buffer as a whole, so that a
 rank has a chunk of few of its tensors; `even` cuts every tensor into N, as FSDP2 does. There is no
@@ -313,7 +315,8 @@ def show(found: dict[str, Any]) -> None:
         if seconds is None:
             shown = f"{dcp['timeout_s'] * 1e3:10.1f} ms and not done, "
         else:
-            shown = f"{seconds * 1e3:10.1f} ms  {seconds / ours:.1f}x ours, {seconds / medians['rank 0']:.1f}x rank 0, "
+            shown = f"{seconds * 1e3:10.1f} ms  {seconds / ours:.1f}x ours, "
+            shown += f"{seconds / medians['rank 0']:.1f}x rank 0, "
         print(f"{f'DCP, {kind}':>32} {shown}{dcp['gathered_bytes'] / 1e6:.1f} MB gathered")
 
 

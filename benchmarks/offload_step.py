@@ -9,7 +9,8 @@ process group, in an order drawn anew each round:
 
     device              FusedAdam, states on the device
     in order            all states on the host, nothing overlaps
-    overlapped          gradients go down during backward, updates run beside each other and the next forward
+    overlapped          gradients go down during backward; updates run beside each other and the
+                        next forward
     FSDP2 offloaded     PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
     no optimizer        forward and backward of our engine alone
 

@@ -6,9 +6,11 @@ checkpoints.
     python tools/run_status.py runs/gpt_cpu --json
 
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
-    on node1 progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
-    checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since restarts: 1, the last
-    from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration 217 (forward)
+    on node1
+    progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
+    checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since
+    restarts: 1, the last from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration
+    217 (forward)
     trouble: none
 
 DIR is the folder of --events-dir, or of --save without it. The state is one of
@@ -16,11 +18,11 @@ DIR is the folder of --events-dir, or of --save without it. The state is one of
     running     and so is its heartbeat
     saving      the same, and a save is in flight
     finished    trained to the end
-    stopped     ended before that as it was told to, with its state saved: --exit-interval, --exit-duration-in-mins
+    stopped     ended before that, as told (--exit-interval, --exit-duration-in-mins); saved
     preempted   ended by a signal
-    failed      ended by an error, or by the loss of a rank; torchrun starts it again if there are restarts left
+    failed      ended by an error or the loss of a rank; torchrun restarts it if restarts are left
     hung        ended for want of progress; the same
-    dead        has not said that it ended, and its process is gone or its heartbeat older than --stale-seconds
+    dead        left no exit event, and its process is gone or its heartbeat is too old
     unknown     there are checkpoints, but no events: of a run that wrote none
 
 A run that is started again goes on with the same files: state and progress are those of its last
@@ -33,81 +35,57 @@ is unknown; 1 if it is dead; 2 if the folder holds no run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
-import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.format.names import iteration_of
-from megatron.core.log import printable
-from megatron.training.health.events import read_events, read_heartbeat
+# Python puts this file's folder on the path of a script, and not the project's.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-Event = dict[str, Any]
+from megatron.core.log import printable
+from megatron.training.health.events import EventKind, read_events, read_heartbeat
+from tools.run_history import (
+    Event,
+    Published,
+    Session,
+    age_of,
+    as_whole,
+    cause_of,
+    is_kind,
+    is_of,
+    is_under_way,
+    life_of,
+    newest_checkpoint,
+    number_in,
+    publications,
+    restarts_left,
+    save_in_flight,
+    split_sessions,
+)
 
 EXIT_DEAD, EXIT_NO_RUN = 1, 2
-STALE_SECONDS = (
-    60.0  # a heartbeat is written every few seconds; a slow file system may hold one back
-)
-_TOO_MUCH = (
-    1e15  # for whatever is counted here, seconds too; infinity and NaN are not below it either
-)
-# Of the names in megatron.training.health.exits, which imports torch: that takes two seconds.
-# A signal that is not handled gives its own name; all others are failures.
+# A heartbeat is written every few seconds, but a slow file system may hold one back.
+STALE_SECONDS = 60.0
 _MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
+# By name of `ExitCode`, whose module imports torch: that would take two seconds. A signal that is
+# not handled gives its own name; all others are failures.
 _ENDS = {
     "FINISHED": "finished",
     "PREEMPTED": "preempted",
     "PREEMPTED_UNSAVED": "preempted",
     "HANG": "hung",
 }
-
-
-@dataclass
-class Session:
-    """One start of the run and what was logged until the next."""
-
-    start: Event = field(default_factory=dict)  # the event `start`; empty if there is none
-    events: list[Event] = field(
-        default_factory=list
-    )  # in the order of the file, `start` among them
-
-    @property
-    def restart(self) -> float:
-        """How often the launcher had restarted the job; the same for all events of a session."""
-        return next((_number(event, "restart") or 0.0 for event in self.events), 0.0)
-
-    def last(self, *kinds: str) -> Event | None:
-        """The last event of one of these kinds."""
-        return next((event for event in reversed(self.events) if event.get("event") in kinds), None)
-
-    def end(self) -> Event | None:
-        """The event that says how it ended. A rank that has lost another one knows least."""
-        ends = [event for event in self.events if event.get("event") == "exit"]
-        others = [event for event in ends if event.get("name") != "LOST_RANK"]
-        return others[-1] if others else ends[-1] if ends else None
-
-
-@dataclass(frozen=True)
-class Life:
-    """Whether the processes of a run that has not ended are there."""
-
-    seen: float | None  # unix seconds of the last sign of life
-    why_dead: str | None  # None: they are
-
-
-@dataclass(frozen=True)
-class Published:
-    """The newest checkpoint."""
-
-    iteration: int
-    time: float | None  # unix seconds
-    is_on_disk: bool  # or known from the log alone
+# What goes wrong, by name: the event, and its field that is told.
+_TROUBLES = {
+    "skipped": (EventKind.SKIP, "iteration"),
+    "nan": (EventKind.NAN, "iteration"),
+    "damaged": (EventKind.DAMAGED, "checkpoint"),
+    "signals": (EventKind.SIGNAL, "signal"),
+    "injected": (EventKind.INJECT, "spec"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,11 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"run_status.py: {error}", file=sys.stderr)
         return EXIT_NO_RUN
+
     if status is None:
-        print(
-            f"run_status.py: expected a run's folder, got {folder} without events or checkpoints",
-            file=sys.stderr,
-        )
+        got = f"got {folder} without events or checkpoints"
+        print(f"run_status.py: expected a run's folder, {got}", file=sys.stderr)
         return EXIT_NO_RUN
     print(json.dumps(status, indent=1) if arguments.json else "\n".join(lines_of(status)))
     return int(status["exit_code"])
@@ -142,21 +119,21 @@ def run_status(
     checkpoint = newest_checkpoint(folder, events)
     if not events and heartbeat is None and checkpoint is None:
         return None
+
     sessions = split_sessions(events)
     session = sessions[-1]
-    if heartbeat is not None and not _is_of(heartbeat, session):
+    if heartbeat is not None and not is_of(heartbeat, session):
         heartbeat = None
     state = _state(session, heartbeat, now, stale_seconds)
     progress = _progress(session, heartbeat, is_running=state["state"] in ("running", "saving"))
     if state["state"] == "finished" and _is_early(progress):
         state["state"] = "stopped"
+    has_failed = state["state"] in ("preempted", "failed", "hung", "dead")
     return {
         **state,
         "progress": progress,
         "checkpoint": _checkpoint(checkpoint, events, now),
-        "restarts": _restarts(
-            sessions, has_failed=state["state"] in ("preempted", "failed", "hung", "dead")
-        ),
+        "restarts": _restarts(sessions, has_failed=has_failed),
         "trouble": _trouble(events),
     }
 
@@ -173,168 +150,44 @@ def lines_of(status: dict[str, Any]) -> list[str]:
     return [f"{name}: {printable(text, _MOST_CHARACTERS)}" for name, text in parts.items()]
 
 
-def split_sessions(events: Iterable[Event]) -> list[Session]:
-    """The run's starts, in order; one at least, which may be empty.
-
-    The number of restarts tells whose a line is: a rank may outlive its session a little and write
-    into the next one's, or have something to say before rank 0 has written the start.
-    """
-    sessions = [Session()]
-    for event in events:
-        current, restart = sessions[-1], _number(event, "restart")
-        is_other = bool(current.events) and restart is not None and restart != current.restart
-        if event.get("event") == "start":
-            if current.start or is_other:
-                sessions.append(Session())
-            sessions[-1].start = event
-        elif is_other:
-            earlier = next(
-                (session for session in reversed(sessions) if session.restart == restart), None
-            )
-            if earlier is not None:
-                earlier.events.append(event)
-                continue
-            sessions.append(Session())
-        sessions[-1].events.append(event)
-    return sessions
-
-
-def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None:
-    """The newest published checkpoint: in the folder, or where the log says that the run saves."""
-    logged = next(
-        (event for event in reversed(events) if event.get("event") == "save_published"), {}
-    )
-    path = logged.get("checkpoint")
-    # A URL is not absolute; and a relative path is one from where the run was started.
-    elsewhere = [Path(path).parent] if isinstance(path, str) and Path(path).is_absolute() else []
-    for place in (folder, *elsewhere):
-        found = [(iteration, path) for path, iteration in _folders(place)]
-        if found:
-            iteration, newest = max(found)
-            times = [_number(event, "time") for event in _publications(events, iteration)]
-            return Published(iteration, times[-1] if times else newest.stat().st_mtime, True)
-    known = _whole(_number(logged, "iteration"))
-    return None if known is None else Published(known, _number(logged, "time"), False)
-
-
-def _publications(events: Sequence[Event], iteration: int | None) -> list[Event]:
-    """What the log says of the saves of an iteration that went well."""
-    published = (event for event in events if event.get("event") == "save_published")
-    return [event for event in published if _number(event, "iteration") == iteration]
-
-
-def _folders(place: Path) -> list[tuple[Path, int]]:
-    """Published checkpoints in a folder of the file system, with their iterations.
-
-    There they get their names when they are whole.
-    """
-    if not place.is_dir():
-        return []
-    found = ((path, iteration_of(path.name)) for path in place.iterdir())
-    return [
-        (path, iteration) for path, iteration in found if iteration is not None and path.is_dir()
-    ]
-
-
-def _is_of(heartbeat: Event, session: Session) -> bool:
-    """Whether a heartbeat is of this session; what is not known is taken to be so."""
-    known: Event = {"restart": session.restart} if session.events else {}
-    known |= {
-        key: session.start[key] for key in ("pid", "host") if session.start.get(key) is not None
-    }
-    return all(heartbeat.get(key) in (None, value) for key, value in known.items())
-
-
 def _state(
     session: Session, heartbeat: Event | None, now: float, stale_seconds: float
 ) -> dict[str, Any]:
     """What the first line says."""
     if not session.events and heartbeat is None:
         return _state_of("unknown", 0, None, now, "no events here")
+
     end = session.end()
     if end is not None:
-        name, code = str(end.get("name")), _whole(_number(end, "code"))
+        name, code = str(end.get("name")), as_whole(number_in(end, "code"))
         state = "preempted" if name.startswith("SIG") else _ENDS.get(name, "failed")
         detail = f"exit code {'unknown' if code is None else code} ({name})"
-        left = _restarts_left(session) if state in ("failed", "hung") else None
+        left = restarts_left(session) if state in ("failed", "hung") else None
         detail += f", {_count(left, 'restart')} left" if left else ""
         exit_code = EXIT_DEAD if code is None else code & 0xFF
-        return _state_of(state, exit_code, _number(end, "time"), now, detail)
-    life = _life(session, heartbeat, now, stale_seconds)
+        return _state_of(state, exit_code, number_in(end, "time"), now, detail)
+
+    life = life_of(session, heartbeat, now, stale_seconds)
     if life.why_dead is not None:
         return _state_of("dead", EXIT_DEAD, life.seen, now, life.why_dead)
-    save = _save_in_flight(session)
-    since = _number(session.start if save is None else save, "time")
-    return _state_of(
-        "running" if save is None else "saving", 0, since, now, _heartbeat_text(heartbeat, now)
-    )
 
-
-def _restarts_left(session: Session) -> int | None:
-    """How often torchrun may start the job again; None without it."""
-    limit = _whole(_number(session.start, "max_restarts"))
-    return None if limit is None else max(0, limit - int(session.restart))
-
-
-def _save_in_flight(session: Session) -> Event | None:
-    """The save that was begun last, unless it has come to an end."""
-    ended = []
-    for event in reversed(session.events):
-        if event.get("event") in ("save_published", "save_failed"):
-            ended.append(event.get("iteration"))
-        elif event.get("event") == "save_begun":
-            # The outcome of the save before may come when this one has begun. None: it does not say
-            # of which it is.
-            return None if None in ended or event.get("iteration") in ended else event
-    return None
+    save = save_in_flight(session)
+    since = number_in(session.start if save is None else save, "time")
+    state = "running" if save is None else "saving"
+    return _state_of(state, 0, since, now, _heartbeat_text(heartbeat, now))
 
 
 def _state_of(
     state: str, exit_code: int, since: float | None, now: float, detail: str
 ) -> dict[str, Any]:
-    seconds = _age(now, since)
-    return {
-        "state": state,
-        "exit_code": exit_code,
-        "since": since,
-        "seconds": seconds,
-        "detail": detail,
-    }
-
-
-def _life(session: Session, heartbeat: Event | None, now: float, stale_seconds: float) -> Life:
-    """Rank 0's process, if it is one of this machine; and the age of what was written last."""
-    process = heartbeat or session.start
-    times = [_number(event, "time") for event in (*session.events[-1:], process)]
-    seen = max((each for each in times if each is not None), default=None)
-    pid = process.get("pid")
-    is_here = process.get("host") == socket.gethostname()
-    if is_here and isinstance(pid, int) and not _is_process(pid):
-        return Life(seen, f"process {pid} is gone and left no exit event")
-    # A clock that went back, or that of another machine which is ahead, makes no run dead.
-    if seen is None or now - seen > stale_seconds:
-        return Life(seen, "no exit event, and no heartbeat since")
-    return Life(seen, None)
-
-
-def _is_process(pid: int) -> bool:
-    """Whether there is such a process on this machine, other than as a zombie."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # somebody else's; or a system without /proc
-        return True
-    return status[:1] != ["Z"]
+    when = {"since": since, "seconds": age_of(now, since)}
+    return {"state": state, "exit_code": exit_code, **when, "detail": detail}
 
 
 def _heartbeat_text(heartbeat: Event | None, now: float) -> str:
     if heartbeat is None:
         return "no heartbeat yet"
-    age, phase = _age(now, _number(heartbeat, "time")), heartbeat.get("phase")
+    age, phase = age_of(now, number_in(heartbeat, "time")), heartbeat.get("phase")
     text = "heartbeat" if age is None else f"heartbeat {_duration(age)} ago"
     text += "" if phase is None else f" in {phase}"
     if heartbeat.get("pid") is not None and heartbeat.get("host") is not None:
@@ -346,65 +199,59 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
     """How far the session has come, by whatever says most."""
     beat = heartbeat or {}
     # Until a checkpoint is loaded, heartbeat and exit do not know where the run is.
-    is_known = not session.events or session.last("resume", "step") is not None
+    is_known = not session.events or session.last(EventKind.RESUME, EventKind.STEP) is not None
     sources = [
         event
         for event in (beat, *session.events)
-        if is_known or event.get("event") not in (None, "exit")
+        if is_known or event.get("event") not in (None, EventKind.EXIT)
     ]
-    # At least: a fault, a signal or an error comes in the iteration after those that have been
-    # made.
-    least = [(_number(event, "iteration"), _is_under_way(event)) for event in sources]
+
+    # A fault, a signal or an error comes in the iteration after those that have been made.
     known = [
-        max(0.0, iteration - is_under_way)
-        for iteration, is_under_way in least
-        if iteration is not None
+        max(0.0, iteration - is_under_way(event))
+        for event in sources
+        if (iteration := number_in(event, "iteration")) is not None
     ]
-    iteration = max(known, default=None)
-    totals = (_number(event, "train_iters") for event in (beat, *reversed(session.events)))
+    made = max(known, default=None)
+    totals = (number_in(event, "train_iters") for event in (beat, *reversed(session.events)))
     train_iters = next((each for each in totals if each is not None), None)
-    ms, left = _number(beat, "ms_per_iteration"), None
-    if is_running and ms is not None and iteration is not None and train_iters is not None:
-        left = max(0.0, train_iters - iteration) * ms / 1000.0
+    ms, left = number_in(beat, "ms_per_iteration"), None
+    if is_running and ms is not None and made is not None and train_iters is not None:
+        left = max(0.0, train_iters - made) * ms / 1000.0
+
     return {
-        "iteration": _whole(iteration),
-        "train_iters": _whole(train_iters),
-        "loss": _number(beat, "loss"),
-        "loss_iteration": _whole(_number(beat, "iteration")),
+        "iteration": as_whole(made),
+        "train_iters": as_whole(train_iters),
+        "loss": number_in(beat, "loss"),
+        "loss_iteration": as_whole(number_in(beat, "iteration")),
         "ms_per_iteration": ms,
         "seconds_left": left,
     }
 
 
-def _is_under_way(event: Event) -> bool:
-    """Whether the iteration that an event names is one that is being made."""
-    is_error = event.get("event") == "exit" and event.get("name") not in ("FINISHED", "PREEMPTED")
-    return is_error or event.get("event") in ("inject", "signal")
-
-
 def _is_early(progress: dict[str, Any]) -> bool:
     """Whether there would have been more to train."""
-    return None not in (progress["iteration"], progress["train_iters"]) and (
-        progress["iteration"] < progress["train_iters"]
-    )
+    iteration, train_iters = progress["iteration"], progress["train_iters"]
+    return None not in (iteration, train_iters) and iteration < train_iters
 
 
 def _checkpoint(
     checkpoint: Published | None, events: Sequence[Event], now: float
 ) -> dict[str, Any] | None:
-    if checkpoint is None and not any(event.get("event") == "save_failed" for event in events):
+    if checkpoint is None and not any(is_kind(event, EventKind.SAVE_FAILED) for event in events):
         return None
+
+    failed: list[Event] = []  # since the last save that went well, the last one first
+    for event in reversed(events):
+        if is_kind(event, EventKind.SAVE_PUBLISHED):
+            break
+        failed += [event] if is_kind(event, EventKind.SAVE_FAILED) else []
+
     iteration = None if checkpoint is None else checkpoint.iteration
-    outcomes = [
-        event for event in events if event.get("event") in ("save_published", "save_failed")
-    ]
-    failed = list(
-        itertools.takewhile(lambda event: event["event"] == "save_failed", reversed(outcomes))
-    )
-    seconds = [_number(event, "seconds") for event in _publications(events, iteration)]
+    seconds = [number_in(event, "seconds") for event in publications(events, iteration)]
     return {
         "iteration": iteration,
-        "age_seconds": None if checkpoint is None else _age(now, checkpoint.time),
+        "age_seconds": None if checkpoint is None else age_of(now, checkpoint.time),
         "save_seconds": seconds[-1] if seconds else None,
         "is_on_disk": checkpoint is not None and checkpoint.is_on_disk,
         "failed_since": len(failed),
@@ -413,55 +260,28 @@ def _checkpoint(
 
 
 def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any]:
-    """How often the run was started again, and why it ended before its time: now, or else the time
-    before.
-    """
+    """How often the run was started again, and why it last ended before its time."""
     session = sessions[-1]
-    resume = session.last("resume") or {}
-    world_size = _number(resume, "world_size") or _number(session.start, "world_size")
+    resume = session.last(EventKind.RESUME) or {}
+    world_size = number_in(resume, "world_size") or number_in(session.start, "world_size")
     ended = [session] if has_failed else sessions[-2:-1]
     return {
         "count": len(sessions) - 1,
-        "iteration": _whole(_number(resume, "iteration")),
-        "world_size": _whole(world_size),
-        "last_end": _cause(ended[0]) if ended else None,
+        "iteration": as_whole(number_in(resume, "iteration")),
+        "world_size": as_whole(world_size),
+        "last_end": cause_of(ended[0]) if ended else None,
     }
-
-
-def _cause(session: Session) -> str:
-    """Why a session ended, in the words of who found out first."""
-    found = next(
-        (event for event in session.events if event.get("event") in ("lost", "hang")), None
-    )
-    end = session.end()
-    for event, key in ((found, "cause"), (end, "reason"), (end, "name")):
-        if event is not None and event.get(key):
-            name = str(event.get("name"))
-            return f"{name}: {event[key]}" if name.startswith("SIG") else str(event[key])
-    return "not known: all ranks ended without a word"
 
 
 def _trouble(events: Iterable[Event]) -> dict[str, Any]:
     """What went wrong since the run began. An iteration that was made again counts once."""
-    trouble: dict[str, Any] = {
-        "skipped": [],
-        "nan": [],
-        "damaged": [],
-        "signals": [],
-        "injected": [],
-    }
-    keys = {
-        "skip": ("skipped", "iteration"),
-        "nan": ("nan", "iteration"),
-        "damaged": ("damaged", "checkpoint"),
-    }
-    keys |= {"signal": ("signals", "signal"), "inject": ("injected", "spec")}
+    trouble: dict[str, list[Any]] = {name: [] for name in _TROUBLES}
     for event in events:
-        name, key = keys.get(str(event.get("event")), (None, ""))
-        value = event.get(key)
-        if name is not None and isinstance(value, (int, str)):
-            is_repeated = name in ("skipped", "nan", "damaged") and value in trouble[name]
-            trouble[name] += [] if is_repeated else [value]
+        for name, (kind, key) in _TROUBLES.items():
+            value = event.get(key)
+            if is_kind(event, kind) and isinstance(value, (int, str)):
+                is_repeated = name not in ("signals", "injected") and value in trouble[name]
+                trouble[name] += [] if is_repeated else [value]
     return trouble
 
 
@@ -478,10 +298,8 @@ def _progress_line(progress: dict[str, Any]) -> str:
     parts = [f"iteration {progress['iteration']}{total}"]
     if progress["loss"] is not None:
         where = progress["loss_iteration"]
-        parts.append(
-            f"loss {progress['loss']:.4g}"
-            + (f" in {where}" if where != progress["iteration"] else "")
-        )
+        suffix = "" if where == progress["iteration"] else f" in {where}"
+        parts.append(f"loss {progress['loss']:.4g}{suffix}")
     if progress["ms_per_iteration"] is not None:
         parts.append(f"{progress['ms_per_iteration']:.1f} ms per iteration")
     if progress["seconds_left"] is not None:
@@ -499,12 +317,10 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
         parts.append(f"took {checkpoint['save_seconds']:.2f} s")
     if checkpoint["iteration"] is not None and not checkpoint["is_on_disk"]:
         parts.append("by the log alone")
-    number = checkpoint["failed_since"]
-    failed = "no save failed since"
+
+    number, failed = checkpoint["failed_since"], "no save failed since"
     if number:
-        failed = (
-            f"{number} {'saves' if number > 1 else 'save'} failed since: {checkpoint['failure']}"
-        )
+        failed = f"{_count(number, 'save')} failed since: {checkpoint['failure']}"
     return f"{', '.join(parts)}; {failed}"
 
 
@@ -518,38 +334,16 @@ def _restarts_line(restarts: dict[str, Any]) -> str:
 
 
 def _trouble_line(trouble: dict[str, Any]) -> str:
-    parts = []
-    for name, noun in (
-        ("skipped", "skipped iteration"),
-        ("nan", "nan iteration"),
-        ("damaged", "damaged checkpoint"),
-    ):
-        if trouble[name]:
-            parts.append(f"{_count(len(trouble[name]), noun)} (last {trouble[name][-1]})")
+    def counted(name: str, noun: str) -> list[str]:
+        found = trouble[name]
+        return [f"{_count(len(found), noun)} (last {found[-1]})"] if found else []
+
+    parts = counted("skipped", "skipped iteration") + counted("nan", "nan iteration")
+    parts += counted("damaged", "damaged checkpoint")
     if trouble["signals"]:
         parts.append(f"signals {' '.join(dict.fromkeys(map(str, trouble['signals'])))}")
-    if trouble["injected"]:
-        parts.append(
-            f"{_count(len(trouble['injected']), 'injected fault')} (last {trouble['injected'][-1]})"
-        )
+    parts += counted("injected", "injected fault")
     return ", ".join(parts) or "none"
-
-
-def _number(event: Event, key: str) -> float | None:
-    """A field that is a finite number, or None."""
-    value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if abs(value) < _TOO_MUCH else None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _age(now: float, moment: float | None) -> float | None:
-    """Seconds since then; 0 if the clock went back in between."""
-    return None if moment is None else max(0.0, now - moment)
 
 
 def _date(moment: float) -> str:
@@ -584,7 +378,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=STALE_SECONDS,
         metavar="S",
-        help=f"age from which on a heartbeat says that its run is dead; default {STALE_SECONDS:.0f}",
+        help=f"age of a heartbeat whose run counts as dead; default {STALE_SECONDS:.0f}",
     )
     return parser.parse_args(argv)
 

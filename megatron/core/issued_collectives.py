@@ -12,7 +12,8 @@ over when all have. The oldest one that is not over tells about its rank:
     has begun       the rank waits for another that has not reached it yet
     has not begun   something else holds up the device, since no older collective is left; no other
                     rank is to blame
-    there is none   the device waits for nobody; where the host stands decides
+    there is none   the device waits for nobody; what the host has stated decides
+                    (`rank_waits.py`)
 
 Ranks issue their collectives in the same order. A rank that sleeps before it issues the next one
 has none left as soon as the others have caught up with it, and they all have that next one.
@@ -37,6 +38,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.lanes import Event
+from megatron.core.rank_waits import waiting_for_ranks
 
 # More than fit into a device's launch queue, so that those that are dropped are over.
 _MOST_RECORDS = 1024
@@ -177,15 +179,15 @@ OF_THIS_PROCESS = IssuedCollectives()
 def issuing(name: str, tensor: torch.Tensor) -> Iterator[None]:
     """Records the collective on `tensor` that is issued inside it.
 
-    Does nothing on the CPU, where a collective blocks.
+    On the CPU a collective blocks: there this thread states that it waits, and leaves no record.
 
     Args:
         name: completes "waiting in the ...".
     """
     device = tensor.device
     if device.type == "cpu":
-        yield
-        return
-
-    with OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0)):
+        waiting = waiting_for_ranks(name)
+    else:
+        waiting = OF_THIS_PROCESS.issuing(name, Device(device.type, device.index or 0))
+    with waiting:
         yield

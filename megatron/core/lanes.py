@@ -38,6 +38,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from megatron.core.drivers import Driver
+from megatron.core.rank_waits import waiting_for_thread
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class ThreadEvent:
         self._is_done.set()
 
     def wait(self) -> None:
-        self._is_done.wait()
+        self.wait_quietly()
         if self._error is not None:
             # The work's own traceback: each raise would otherwise add the waiter's to it.
             raise self._error.with_traceback(self._traceback)
@@ -188,7 +189,8 @@ class ThreadEvent:
 
     def wait_quietly(self, seconds: float | None = None) -> bool:
         """Waits at most so long, without raising an error. Returns whether the event is done."""
-        return self._is_done.wait(seconds)
+        with waiting_for_thread():
+            return self._is_done.wait(seconds)
 
 
 class _Queued(NamedTuple):

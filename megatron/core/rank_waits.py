@@ -1,41 +1,90 @@
-"""Functions of this project that wait for other ranks say so where they stand: `@waits_for_ranks`.
+"""Waits for other ranks, stated by the code that waits.
 
-Where a collective blocks, as on the CPU, the watchdog tells a rank that waits from one that hangs
-by the stack of its main thread. Most waits show as a frame of torch.distributed; some are a call
-into C++ in a function of ours, which nothing in the stack tells from a computation. A mark on the
-function itself moves with the code, where a list of files and names elsewhere would go stale
-without a word.
+A rank that waits for others must not be blamed for a hang. While a thread sits in a collective, its
+stack shows some call into C++, which looks like a computation. So the code that waits says so:
+`with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog asks with `rank_wait`.
 
-On an accelerator a collective does not block, and the device itself is asked
-(`issued_collectives.py`). The marks count there for what blocks all the same: connecting for the
-first collective, say.
+On the CPU a collective blocks, and `issuing` (`issued_collectives.py`) makes the statement. On an
+accelerator it returns at once, and the device itself is asked what it waits in.
+
+Torch waits inside functions of its own, too: a program's `dist.barrier()`, a DTensor that is
+redistributed, DCP's planning. No code of ours is entered there, so these alone are recognised by
+the module that their frames run in (`_wait_in_torch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import CodeType
-from typing import TypeVar
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
+# By thread, the innermost statement. Each entry is written by its own thread alone.
+_stated: dict[int, str] = {}
+_ANOTHER_THREAD = "another thread"
 
-_marked: set[CodeType] = set()
+# A thread with a frame in one of these modules is inside a collective.
+_COLLECTIVE_MODULES = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+)
+# On an accelerator a backward runs in autograd's own threads, while its caller waits here.
+_BACKWARD_MODULE = "torch.autograd.graph"
 
 
-def waits_for_ranks(function: _Function) -> _Function:
-    """Marks a function which, as a thread's innermost frame, waits for other ranks. It is not
-    wrapped.
+@contextmanager
+def waiting_for_ranks(name: str) -> Iterator[None]:
+    """States that this thread waits for other ranks until the block ends. Put nothing else into the
+    block: a rank that computes there would pass for one that waits.
 
-    Goes below other decorators: a frame shows the code of the function itself.
+    Args:
+        name: of the collective; completes "waiting in the ...".
     """
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
-        raise TypeError(f"Expected a plain function to mark, got {function!r}.")
+    thread = threading.get_ident()
+    outer = _stated.get(thread)
+    _stated[thread] = name
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _stated[thread]
+        else:
+            _stated[thread] = outer
 
-    _marked.add(code)
-    return function
+
+def waiting_for_thread() -> AbstractContextManager[None]:
+    """States that this thread waits for another one of its process until the block ends."""
+    return waiting_for_ranks(_ANOTHER_THREAD)
 
 
-def is_marked(code: CodeType) -> bool:
-    """Whether this is the code of a function that was marked."""
-    return code in _marked
+def rank_wait(thread: int) -> str | None:
+    """The collective that a thread waits in, by itself or for another thread of this process; None
+    if it waits for no other rank.
+    """
+    frames, stated = sys._current_frames(), _stated.copy()
+
+    def collective(ident: int) -> str | None:
+        name = stated.get(ident)
+        return _wait_in_torch(frames.get(ident)) if name in (None, _ANOTHER_THREAD) else name
+
+    own = collective(thread)
+    if own is None and (stated.get(thread) == _ANOTHER_THREAD or _is_backward(frames.get(thread))):
+        return next(filter(None, map(collective, frames)), None)
+    return own
+
+
+def _wait_in_torch(innermost: FrameType | None) -> str | None:
+    for frame, _ in traceback.walk_stack(innermost):
+        if _module_of(frame) in _COLLECTIVE_MODULES:
+            return f"{frame.f_code.co_name} of torch.distributed"
+    return None
+
+
+def _is_backward(innermost: FrameType | None) -> bool:
+    return innermost is not None and _module_of(innermost) == _BACKWARD_MODULE
+
+
+def _module_of(frame: FrameType) -> object:
+    return frame.f_globals.get("__name__")

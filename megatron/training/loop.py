@@ -18,8 +18,9 @@ from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide, is_due
 from megatron.training.engine import TrainEngine
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.inject import Injections
+from megatron.training.health.phases import Phase
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepInfo, StepResult
 from megatron.training.stop import Stop, StopConditions, Votes
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Watch(Protocol):
     """Follows the run's progress: the watchdog, or nobody."""
 
-    def mark(self, phase: str, iteration: int) -> None:
+    def mark(self, phase: Phase, iteration: int) -> None:
         """A phase of an iteration begins."""
 
     def status(self, **fields: object) -> None:
@@ -43,7 +44,7 @@ class Watch(Protocol):
 class NoWatch:
     """Follows nothing: a program that embeds this one minds its own processes."""
 
-    def mark(self, phase: str, iteration: int) -> None:
+    def mark(self, phase: Phase, iteration: int) -> None:
         pass
 
     def status(self, **fields: object) -> None:
@@ -73,7 +74,7 @@ class Loop:
     events: EventLog
     watch: Watch
     injections: Injections
-    mark: Callable[[str, int], None]
+    mark: Callable[[Phase, int], None]
     data: dict[str, Any]
     evaluated: dict[str, Any]
 
@@ -103,7 +104,7 @@ class Loop:
         while step_info.iteration < train_iters and stop is None:
             result = self._step(batches)
             if step_info.iteration == first:
-                self._write("step", seconds=time.perf_counter() - start)
+                self._write(EventKind.STEP, seconds=time.perf_counter() - start)
 
             evaluates, save, stop = self.decide(result)
             if evaluates and valid_data is not None:
@@ -137,12 +138,12 @@ class Loop:
         and reports the loss.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
-        self.mark("evaluate", iteration)
+        self.mark(Phase.EVALUATE, iteration)
 
         def batches() -> Iterator[Batch]:
             num_samples = num_iters * self.config.global_batch_size
             for batch in self._microbatches(dataset, 0, num_samples):
-                self.watch.mark("evaluate", iteration)
+                self.watch.mark(Phase.EVALUATE, iteration)
                 yield batch
 
         loss = self.engine.eval_batch(
@@ -152,7 +153,7 @@ class Loop:
         )
         self.metrics.evaluation(split, loss, iteration)
         self.evaluated.update({"iteration": iteration, split: loss})
-        self._write("evaluation", split=split, loss=loss)
+        self._write(EventKind.EVALUATION, split=split, loss=loss)
         return loss
 
     @property
@@ -202,9 +203,9 @@ class Loop:
         )
 
         if not result.is_finite:
-            self._write("nan", ranks=list(result.bad_ranks))
+            self._write(EventKind.NAN, ranks=list(result.bad_ranks))
         if result.is_skipped:
-            self._write("skip", grad_norm=result.grad_norm)
+            self._write(EventKind.SKIP, grad_norm=result.grad_norm)
         if is_due(step_info, self.config.logging.log_interval):
             timings = self.engine.state.optimizer.timings()
             if timings is not None:
@@ -213,7 +214,7 @@ class Loop:
     def _save(self, save: Save) -> None:
         if save is Save.NOTHING:
             return
-        self.mark("save", self._iteration)
+        self.mark(Phase.SAVE, self._iteration)
         match save:
             case Save.BEGIN:
                 self.saver.save(self.engine, self._info())
@@ -264,7 +265,7 @@ class Loop:
         )
         return iter(loader)
 
-    def _write(self, kind: str, **fields: object) -> None:
+    def _write(self, kind: EventKind, **fields: object) -> None:
         """An event of the present iteration, from rank 0."""
         if self.engine.mesh.get_rank() == 0:
             self.events.write(kind, iteration=self._iteration, **fields)

@@ -29,7 +29,6 @@ from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
 from megatron.core.process_groups import failed_collective
-from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.arguments import describe
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer
@@ -39,10 +38,11 @@ from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.engine import TrainEngine
 from megatron.training.engines import build_engine
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.job_secret import Signer
+from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
@@ -116,7 +116,7 @@ def pretrain(
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
             events.write(
-                "start",
+                EventKind.START,
                 iteration=None,
                 world_size=launch.world_size,
                 pid=os.getpid(),
@@ -168,7 +168,7 @@ class _Run:
         step_info = engine.state.step_info
         self._watch.status(iteration=step_info.iteration, train_iters=config.training.train_iters)
 
-        self._mark("data", step_info.iteration)
+        self._mark(Phase.DATA, step_info.iteration)
         datasets = self._providers.datasets(config, _num_samples(config, step_info))
         with self._metrics(step_info, loaded) as metrics, self._saver() as saver:
             loop = self._loop(engine, metrics, saver, datasets.train, loaded)
@@ -178,7 +178,7 @@ class _Run:
                 return self._train(loop, datasets)
 
     def _built_engine(self) -> TrainEngine:
-        self._mark("build", 0)
+        self._mark(Phase.BUILD, 0)
         engine = build_engine(
             self._config.engine(),
             self._device,
@@ -193,7 +193,7 @@ class _Run:
         return engine
 
     def _resume(self, engine: TrainEngine) -> Loaded | None:
-        self._mark("load", 0)
+        self._mark(Phase.LOAD, 0)
         resumer = Resumer(
             self._config,
             self._device,
@@ -264,7 +264,7 @@ class _Run:
         """The event of the run's end, from rank 0."""
         if self._launch.rank == 0:
             self._events.write(
-                "exit", code=int(code), name=code.name, reason=reason, iteration=iteration
+                EventKind.EXIT, code=int(code), name=code.name, reason=reason, iteration=iteration
             )
 
     def _train(self, loop: Loop, datasets: GPTDatasets) -> Outcome:
@@ -288,7 +288,7 @@ class _Run:
         )
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
-    def _mark(self, phase: str, iteration: int) -> None:
+    def _mark(self, phase: Phase, iteration: int) -> None:
         """Tells the watchdog that a phase begins, and injects the faults that are due in it."""
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
@@ -333,7 +333,6 @@ def _max_restarts() -> int | None:
     return int(text) if text.isdigit() else None
 
 
-@waits_for_ranks
 def _agreed_restart_count(launch: Launch, device: Device) -> int:
     """The largest count of any rank: torchrun's agents count only their own ranks' failures."""
     count = torch.tensor(launch.restart_count, device=device.torch_device)

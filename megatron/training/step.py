@@ -21,15 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
-from megatron.core.rank_waits import waits_for_ranks
 from megatron.training.health.exits import ExitCode, ExitError
+from megatron.training.health.phases import Phase
 
 Batch = dict[str, torch.Tensor]
 # (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
 ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
 # called with each phase of a step as it begins: batch, forward, backward (for each microbatch),
 # agree, step
-Mark = Callable[[str], None]
+Mark = Callable[[Phase], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class NonFiniteLossError(ExitError):
         )
 
 
-def unmarked(_phase: str) -> None:
+def unmarked(_phase: Phase) -> None:
     """A `Mark` that does nothing."""
 
 
@@ -109,21 +109,21 @@ def train_step(
     # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for number in range(num_microbatches):
-        mark("batch")
+        mark(Phase.BATCH)
         batch = _to_device(_next(microbatches, number, num_microbatches), device)
         num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
-            mark("forward")
+            mark(Phase.FORWARD)
             mean_loss = forward_step(model, batch) / num_microbatches
-            mark("backward")
+            mark(Phase.BACKWARD)
             optimizer.scale_loss(mean_loss).backward()
         loss += mean_loss.detach()
 
-    mark("agree")
+    mark(Phase.AGREE)
     agreed, planned = _agree_and_plan(model, optimizer, loss, votes, mesh)
     bad_ranks = _ranks_with_bad_loss(loss, mesh) if agreed.num_bad else ()
 
-    mark("step")
+    mark(Phase.STEP)
     norm, *zeros = agreed.measures
     has_stepped = optimizer.step(norm if math.isfinite(agreed.loss_sum) else math.nan, planned)
     optimizer.zero_grad()
@@ -165,7 +165,6 @@ def evaluate(
     return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
 
 
-@waits_for_ranks
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
     """The sum of a scalar over the ranks, on the host."""
     with issuing("all-reduce of the evaluation's loss", loss):
@@ -231,7 +230,6 @@ def _agree_and_plan(
     return agreed, planned
 
 
-@waits_for_ranks
 def _agree(
     loss: torch.Tensor,
     measures: Sequence[torch.Tensor | None],
@@ -258,7 +256,6 @@ def _agree(
     return torch.cat([shared, *known])
 
 
-@waits_for_ranks
 def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Copies what the ranks agreed on to the host: the step's only synchronisation."""
     loss_sum, num_bad, *rest = scalars.tolist()
@@ -272,7 +269,6 @@ def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     )
 
 
-@waits_for_ranks
 def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks whose own loss is not finite. A collective: all ranks call it, or none does."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)

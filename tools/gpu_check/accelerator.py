@@ -59,7 +59,7 @@ class Accelerator:
 
     @property
     def backend(self) -> str:
-        """Of one rank."""
+        """The backend of one rank's process group."""
         return self.device.collective_backend
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class Accelerator:
         return int(torch.cuda.memory_stats()["segment.all.allocated"])
 
     def peak(self) -> Peak:
-        """Since `reset_peak`."""
+        """The peak since `reset_peak`."""
         return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
     def reset_peak(self) -> None:
@@ -86,7 +86,7 @@ class Accelerator:
         torch.cuda.reset_peak_memory_stats()
 
     def memory_bytes(self) -> int:
-        """Of the whole device."""
+        """The memory of the whole device."""
         return int(torch.cuda.get_device_properties(0).total_memory)
 
     @contextmanager
@@ -125,9 +125,7 @@ class Accelerator:
 
     @contextmanager
     def blocking_launches(self) -> Iterator[None]:
-        """While open, every kernel is waited for. CUDA reads that once, from the environment of the
-        process.
-        """
+        """While open, every kernel is waited for. CUDA reads this from the environment, once."""
         if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
             raise RuntimeError(
                 "Expected CUDA_LAUNCH_BLOCKING=1 in the environment, got another value."
@@ -136,9 +134,7 @@ class Accelerator:
 
     @contextmanager
     def pauses(self, seed: int) -> Iterator[None]:
-        """While open, the device pauses for up to 2 ms before the work of every lane, which must
-        change nothing.
-        """
+        """While open, the device pauses for up to 2 ms before the work of every lane."""
         generator, enqueue = random.Random(seed), StreamLane.enqueue
 
         def enqueue_later(lane: StreamLane, work: Callable[[], object], after: Any = ()) -> Any:

@@ -1,6 +1,4 @@
-"""The Triton pass against the host kernel, bit for bit: every dtype, ragged lengths, awkward
-values, many steps.
-"""
+"""The Triton pass against the host kernel, bit for bit: dtypes, lengths, awkward values, steps."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def _compare(
 
 
 def _piece(variant: Variant, numel: int, step: AdamStep) -> AdamPiece:
-    """Arrays with values of all magnitudes, zeros, infinities and subnormal numbers among the
-    gradients.
-    """
+    """Arrays of all magnitudes, with zeros, infinities and subnormal numbers in the gradients."""
     generator = torch.Generator().manual_seed(5)
 
     def normal() -> torch.Tensor:
@@ -140,7 +136,7 @@ def _arrays(piece: AdamPiece) -> list[tuple[str, torch.Tensor]]:
 
 
 def _num_different(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Elements of other bits; which NaN a NaN is does not count."""
+    """Elements whose bits differ. All NaNs count as one."""
     integer = {2: torch.int16, 4: torch.int32}[one.element_size()]
     differ = one.view(integer) != other.view(integer)
     if one.is_floating_point():

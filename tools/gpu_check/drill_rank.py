@@ -1,6 +1,4 @@
-"""One rank of a drill: `pretrain_gpt.py` as it is, on the simulated accelerator if the environment
-says so.
-"""
+"""One rank of a drill: `pretrain_gpt.py` as it is, or on the simulated accelerator."""
 
 from __future__ import annotations
 

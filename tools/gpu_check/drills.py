@@ -1,6 +1,4 @@
-"""Watchdog drills: two ranks of `pretrain_gpt.py` on one GPU; one dies, hangs or is slow, and
-somebody is blamed.
-"""
+"""Watchdog drills: of two ranks on one GPU, one dies, hangs or is slow, and is to be blamed."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.training.health.events import read_events
+from megatron.training.health.events import EventKind, read_events
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.job_secret import SECRET_VARIABLE
 from tools.gpu_check.accelerator import open_accelerator
@@ -70,7 +68,7 @@ class Drill(NamedTuple):
     name: str
     fault: str
     statuses: tuple[int, int]
-    event: str | None  # that is written, naming rank 1
+    event: EventKind | None  # that is written, naming rank 1
     flags: Sequence[str] = ()
 
 
@@ -80,11 +78,13 @@ DRILLS = [
         "killed",
         "kill:rank=1,step=3,at=backward",
         (int(ExitCode.LOST_RANK), -signal.SIGKILL),
-        "lost",
+        EventKind.LOST,
     ),
-    Drill("hangs in forward", "hang:rank=1,step=4,at=forward", _HANGS, "hang"),
-    Drill("hangs in evaluation", "hang:rank=1,step=3,at=evaluate", _HANGS, "hang"),
-    Drill("hangs in step, offloaded", "hang:rank=1,step=4,at=step", _HANGS, "hang", _OFFLOADED),
+    Drill("hangs in forward", "hang:rank=1,step=4,at=forward", _HANGS, EventKind.HANG),
+    Drill("hangs in evaluation", "hang:rank=1,step=3,at=evaluate", _HANGS, EventKind.HANG),
+    Drill(
+        "hangs in step, offloaded", "hang:rank=1,step=4,at=step", _HANGS, EventKind.HANG, _OFFLOADED
+    ),
     # Nobody is to blame for having waited less than the timeout.
     Drill("is slow", "slow:rank=1,step=4,at=forward,seconds=3,times=1", (0, 0), None),
 ]
@@ -115,9 +115,7 @@ def drills(findings: Findings) -> None:
 
 
 def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
-    """Starts both ranks as two machines of one rank each, which is how a launcher lets both use the
-    first GPU.
-    """
+    """Starts the ranks as two machines of one rank each, so that both use the first GPU."""
     folder = findings.scratch / drill.name.replace(" ", "_").replace(",", "")
     folder.mkdir()
     with socket.socket() as free:
@@ -192,11 +190,13 @@ def _check(findings: Findings, drill: Drill, ended: Ended) -> None:
     )
     events = list(read_events(ended.folder))
     blamed = [
-        (event["event"], event["ranks"]) for event in events if event["event"] in ("lost", "hang")
+        (event["event"], event["ranks"])
+        for event in events
+        if event["event"] in (EventKind.LOST, EventKind.HANG)
     ]
-    expected = [(drill.event, [1])] if drill.event else []
+    expected = [(drill.event.value, [1])] if drill.event else []
     is_ok &= findings.expect(f"{drill.name}: who is blamed", blamed, expected)
-    struck = sum(event["event"] == "inject" for event in events)
+    struck = sum(event["event"] == EventKind.INJECT for event in events)
     is_ok &= findings.expect(f"{drill.name}: faults that were injected", struck, 1)
     # Where the runner looks for what a stage that failed has printed.
     for rank in range(2) if not is_ok else ():

@@ -52,9 +52,7 @@ def facts(findings: Findings) -> None:
 
 
 def build(findings: Findings) -> None:
-    """Compiles the host kernel where it is missing or older than its source. Without a compiler
-    torch does its work.
-    """
+    """Compiles a missing or stale host kernel. Without a compiler, torch does its work."""
     library, sources = ROOT / _KERNEL, sorted((ROOT / _KERNEL).parent.glob("host_adam*"))
     newest = max(source.stat().st_mtime for source in sources if source.suffix in (".cpp", ".h"))
     if not library.exists() or library.stat().st_mtime < newest:
@@ -110,9 +108,7 @@ def _compiler() -> list[str] | None:
 
 
 def _flags() -> list[str]:
-    """Those of setup.py, which cannot be imported without building, or run where setuptools is
-    missing.
-    """
+    """The flags of setup.py, which cannot be imported without building, or without setuptools."""
     for statement in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "FLAGS":
             return list(ast.literal_eval(statement.value))
@@ -146,7 +142,7 @@ def _device_facts(findings: Findings, description: str, memory: int) -> None:
 
 
 def _meminfo(name: str) -> int:
-    """Bytes."""
+    """A figure of /proc/meminfo, in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else 0
 

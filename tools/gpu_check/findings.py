@@ -59,7 +59,7 @@ class Findings:
 
     @property
     def seconds_left(self) -> float:
-        """Until the process is killed."""
+        """The time until the process is killed."""
         return self._deadline - time.monotonic()
 
     def expect(self, what: str, got: Any, expected: Any) -> bool:
@@ -100,7 +100,7 @@ class Findings:
         (self.shared / f"{name}.json").write_text(json.dumps(content))
 
     def shared_by(self, name: str) -> Any:
-        """What an earlier stage has left; None: it did not run, or did not come to that."""
+        """What an earlier stage has left; None if it did not run, or did not get that far."""
         path = self.shared / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else None
 

@@ -25,9 +25,7 @@ class ResultFolder:
     """See the module's docstring."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder, and removes what an earlier run has left under the names of this
-        one.
-        """
+        """Makes the folder, and removes the files that an earlier run has left in it."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         for name in _RESERVED:
@@ -49,15 +47,15 @@ class ResultFolder:
         (self.path / PAGE).write_text(text[: _RESERVED[PAGE]])
 
     def keep(self, file: Path) -> str | None:
-        """Takes a file over. Returns why not, if there is no room for it."""
-        self._kept = [
-            kept for kept in self._kept if kept.name != file.name
-        ]  # an earlier run's is written over
+        """Keeps a file. Returns why not, if there is no room for it."""
+        # An earlier run's file of this name is overwritten.
+        self._kept = [kept for kept in self._kept if kept.name != file.name]
         if len(self._kept) + len(_RESERVED) >= MOST_FILES:
             return f"{file.name} was left out: the folder holds {MOST_FILES} files at most"
         used = sum(kept.stat().st_size for kept in self._kept) + sum(_RESERVED.values())
         if used + file.stat().st_size > MOST_BYTES:
-            return f"{file.name} was left out: its {file.stat().st_size >> 20} MiB are too many for {MOST_BYTES >> 20}"
+            size, most = file.stat().st_size >> 20, MOST_BYTES >> 20
+            return f"{file.name} was left out: its {size} MiB are too many for {most}"
         target = self.path / file.name
         shutil.copyfile(file, target)
         self._kept.append(target)

@@ -1,4 +1,4 @@
-"""How much host memory there is, on machines too whose memory grows only as it is used."""
+"""How much host memory there is, even where a machine is given its memory as it uses it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Of the machine, at the moment."""
+    """The memory of the machine, at the moment."""
     found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else 0

@@ -62,9 +62,7 @@ def host(findings: Findings) -> None:
 
 
 def _order(findings: Findings, accelerator: Accelerator, pause_seconds: float) -> None:
-    """Work on one lane that waits for another's sees what the other wrote, though that comes
-    late.
-    """
+    """Work on one lane that waits for another's sees what the other wrote, however late."""
     device = accelerator.device
     first, second = device.lane("first"), device.lane("second")
     values = torch.zeros(1000, device=accelerator.torch_device)
@@ -118,7 +116,7 @@ def _overlap(findings: Findings, accelerator: Accelerator, pause_seconds: float)
 
 
 def _pin(findings: Findings, accelerator: Accelerator) -> HostSlab:
-    """What pinning takes: of memory that is mapped, in which the pages become resident with it."""
+    """How long pinning takes. Mapped memory becomes resident by it."""
     nbytes = _SIMULATED_BYTES if findings.simulate else _PINNED_BYTES
     start = time.perf_counter()
     slab = HostSlab(nbytes, accelerator.device, is_pinned=True, purpose="gpu-check")
@@ -177,9 +175,7 @@ def _copies(findings: Findings, accelerator: Accelerator, pinned: HostSlab) -> N
 
 
 def _host_piece(numel: int) -> AdamPiece:
-    """What a bucket's step works on, in memory as the optimizer maps it; made by many threads, not
-    by drawing.
-    """
+    """What a bucket's step works on, mapped as the optimizer does, and filled by many threads."""
 
     def array(dtype: torch.dtype, value: float) -> torch.Tensor:
         slab = HostSlab(numel * dtype.itemsize, Device("cpu"), is_pinned=False, purpose="gpu-check")
@@ -193,7 +189,7 @@ def _host_piece(numel: int) -> AdamPiece:
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
-    """Of a few rounds, after one that warms up."""
+    """The median of a few rounds, after a warm-up."""
     work()
     return statistics.median(_seconds(work) for _ in range(_ROUNDS))
 

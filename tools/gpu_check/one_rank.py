@@ -1,6 +1,4 @@
-"""One rank in every configuration: undisturbed, with pauses of the device, and with every kernel
-waited for.
-"""
+"""One rank in every configuration: undisturbed, with device pauses, with blocking kernels."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _SEED = 11
 
 
 def plain(findings: Findings) -> None:
-    """Undisturbed. The first configuration runs twice: kernels that differ from run to run would
-    explain the rest.
-    """
+    """Undisturbed. The first configuration runs twice: kernels may not be deterministic."""
     accelerator = _start(findings)
     twice = [train(accelerator, CONFIGURATIONS["zero3"], sizes_of(findings)).bits for _ in range(2)]
     findings.expect("the same run twice gives the same bits", twice[1], twice[0])
@@ -59,9 +55,7 @@ def train_all(
     checks_time: bool = True,
     names: list[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Every configuration that so many ranks can have, one after the other; what fails does not
-    keep the others.
-    """
+    """Every configuration for so many ranks, in turn; a failure does not stop the others."""
     found: dict[str, Trained] = {}
     for name in names or CONFIGURATIONS:
         configuration = CONFIGURATIONS[name]

@@ -23,13 +23,12 @@ def line_of(outcome: Outcome) -> str:
     if checks:
         num_passed = sum(record["ok"] for record in checks)
         parts.append(f"{num_passed} of {len(checks)} checks")
-    text = "; ".join([*parts, *telling])
-    text = " ".join(text.split())
-    return f"{outcome.stage:<18} {outcome.outcome:<8} {outcome.seconds:6.1f} s  {text[:_MOST_CHARACTERS]}"
+    text = " ".join("; ".join([*parts, *telling]).split())[:_MOST_CHARACTERS]
+    return f"{outcome.stage:<18} {outcome.outcome:<8} {outcome.seconds:6.1f} s  {text}"
 
 
 def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> str:
-    """All of it. What failed is repeated in full below the table."""
+    """The whole page. What failed is repeated in full below the table."""
     counts = {
         kind: sum(outcome.outcome == kind for outcome in outcomes)
         for kind in ("ok", "failed", "skipped")
@@ -39,8 +38,8 @@ def page_of(outcomes: Sequence[Outcome], *, simulate: bool, seconds: float) -> s
         if simulate
         else "on this machine"
     )
-    head = f"gpu-check {where}: {counts['ok']} ok, {counts['failed']} failed, {counts['skipped']} skipped"
-    lines = [f"{head}, {seconds:.0f} s", "", *map(line_of, outcomes)]
+    shown = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    lines = [f"gpu-check {where}: {shown}, {seconds:.0f} s", "", *map(line_of, outcomes)]
     failed = [
         f"{outcome.stage}: {text}"
         for outcome in outcomes

@@ -34,24 +34,22 @@ class Shape:
 
     @property
     def layer_numel(self) -> int:
-        """Of one layer's weights."""
+        """The elements of one layer's weights."""
         return 4 * self.hidden**2 + 3 * self.hidden * self.ffn + 2 * self.hidden
 
     @property
     def numel(self) -> int:
-        """Of all weights."""
+        """The elements of all weights."""
         return self.num_layers * self.layer_numel + self.vocabulary * self.hidden + self.hidden
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """The tokens of one step."""
         return self.sequence * self.micro_batch * self.num_microbatches
 
     @property
     def flops(self) -> float:
-        """Of one step, counted as docs/gpu.md does: matrix products, backward twice forward, half
-        of causal scores.
-        """
+        """Of one step, as in docs/gpu.md: backward is twice forward, causal scores are half."""
         products = 4 * self.hidden**2 + 3 * self.hidden * self.ffn
         layer = 2 * products + 2 * self.sequence * self.hidden
         return 3.0 * self.tokens * (self.num_layers * layer + 2 * self.hidden * self.vocabulary)
@@ -81,7 +79,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step with a share of the optimizer in host memory."""
+    """The cost of one step with a share of the optimizer in host memory."""
 
     seconds: float
     exposed_host: float  # what the computation waits for the host's pass
@@ -136,9 +134,7 @@ def predict(
 
 
 def peak_bytes(shape: Shape, fraction: float) -> float:
-    """Device memory: what rests there, two layers' whole weights and gradients, the embedding's,
-    and activations.
-    """
+    """Device memory at its peak: what rests there, two whole layers, the embedding, activations."""
     whole = 2 * (2 + 2) * shape.layer_numel + (2 + 2) * shape.vocabulary * shape.hidden
     return rest_bytes(shape, fraction) + whole + shape.activation_bytes
 

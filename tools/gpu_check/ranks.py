@@ -97,16 +97,14 @@ def join(
 
 
 def make_deterministic() -> None:
-    """Attention's backward adds up in any order otherwise, and no two runs have the same bits."""
+    """Without this, attention's backward adds up in any order, and no two runs agree."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory would be one more kernel for each, and hide what reads it too early.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def use_gloo_on_device() -> None:
-    """Puts the engine's collectives together from those that gloo has for a device's tensors: it
-    takes no averages.
-    """
+    """Builds the engine's collectives from gloo's for device tensors, which know no averages."""
 
     def all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

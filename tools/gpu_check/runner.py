@@ -121,7 +121,8 @@ class Runner:
         left = self._deadline - time.monotonic()
         left -= 0.0 if stage.keeps_time else self._kept_seconds
         if left < stage.least_seconds:
-            reason = f"the budget: {max(0.0, left):.0f} s are left, and it needs {stage.least_seconds:.0f}"
+            needed = f"it needs {stage.least_seconds:.0f}"
+            reason = f"the budget: {max(0.0, left):.0f} s are left, and {needed}"
             return Outcome(stage.name, SKIPPED, reason=reason)
         scratch = self._scratch / stage.name
         scratch.mkdir(parents=True, exist_ok=True)
@@ -180,9 +181,7 @@ class Runner:
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float, scratch: Path) -> str:
-    """Waits for a process's end, and ends it if need be. Returns why, or nothing if it ended by
-    itself.
-    """
+    """Waits for a process to end. Returns why it was killed, or nothing if it was not."""
     stopped = ""
     while process.poll() is None and not stopped:
         if time.monotonic() > deadline:
@@ -247,6 +246,6 @@ def _read_records(stage: str, scratch: Path) -> tuple[list[dict[str, Any]], str]
 
 
 def _last_line(scratch: Path) -> str:
-    """Of what the stage printed."""
+    """The last line that the stage printed."""
     lines = tail(scratch / "log.txt").splitlines()
     return f"it last printed: {lines[-1][:200]}" if lines else "it printed nothing"

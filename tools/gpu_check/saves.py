@@ -1,6 +1,4 @@
-"""Checkpoints: saved beside training and held against a snapshot, loaded back, and read on another
-number of ranks.
-"""
+"""Checkpoints: saved beside training, compared with a snapshot, loaded, and resharded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The simulated accelerator in the place of a GPU. The only file that imports from tests/, for
-`--simulate` alone.
-"""
+"""The simulated accelerator in place of a GPU. The only file that imports from tests/."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _MAIN_THREAD = "MainThread"
 
 
 class SimulatedAccelerator(Accelerator):
-    """As a GPU, where that can be: nothing here says how fast anything is."""
+    """Like a GPU as far as possible, but nothing here says how fast anything is."""
 
     kind = sim.KIND
     shared_backends = (sim.COLLECTIVE_BACKEND,)

@@ -75,7 +75,7 @@ def _where_it_fits(stage: Callable[[Findings], None]) -> Callable[[Findings], No
 
 @_where_it_fits
 def device(findings: Findings) -> None:
-    """Everything on the device: what the others are held against."""
+    """Everything on the device: what the others are compared with."""
     _measure_ours(findings, OptimizerConfig())
 
 
@@ -103,9 +103,7 @@ def offload_bf16_moments(findings: Findings) -> None:
 
 @_where_it_fits
 def fsdp2(findings: Findings) -> None:
-    """PyTorch's own way: parameters, gradients and states at rest in host memory, torch's fused
-    AdamW on the CPU.
-    """
+    """PyTorch's way: parameters, gradients and states on the host, and its fused AdamW."""
     accelerator, shape = _start(findings)
     model = _fsdp2_model(accelerator, shape)
     assert isinstance(model, FSDPModule), "fully_shard makes it one"
@@ -153,9 +151,7 @@ def _start(findings: Findings) -> tuple[Accelerator, Shape]:
 
 
 def _shape(findings: Findings) -> Shape:
-    """The model, in as many layers as the host's memory has room for. All sides take that of the
-    first.
-    """
+    """The model, with as many layers as fit into host memory. All sides take the first one's."""
     shared = findings.shared_by("speed_shape")
     if shared is not None:
         return Shape(**shared)
@@ -357,9 +353,7 @@ def _batches(shape: Shape, number: int) -> list[Batch]:
 def _trace(
     findings: Findings, accelerator: Accelerator, shape: Shape, step: Callable[[list[Batch]], float]
 ) -> None:
-    """A profile of two steps of one microbatch each, compressed, and the kernels that take
-    longest.
-    """
+    """A compressed profile of two steps of one microbatch, and the kernels that take longest."""
     batches = _batches(shape, 1)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if accelerator.kind == "cuda":

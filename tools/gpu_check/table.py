@@ -1,6 +1,4 @@
-"""The stages, in the order in which they run. Standard library only: the runner must not depend on
-what it checks.
-"""
+"""The stages, in order. Standard library only: the runner must not depend on what it checks."""
 
 from __future__ import annotations
 
@@ -165,9 +163,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 def selected(stages: Sequence[Stage], names: str | None) -> list[Stage]:
-    """Those of a comma-separated list, in the table's order; None: all. ValueError for a name that
-    is unknown.
-    """
+    """The named stages, in the table's order; None: all. ValueError for an unknown name."""
     if names is None:
         return list(stages)
     wanted = [name.strip() for name in names.split(",") if name.strip()]

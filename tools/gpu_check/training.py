@@ -1,6 +1,4 @@
-"""Small models in every configuration of the engine: what the stages of one and of two ranks
-train.
-"""
+"""Small models in every configuration of the engine, for the stages of one and of two ranks."""
 
 from __future__ import annotations
 
@@ -160,14 +158,12 @@ class Trained(NamedTuple):
 
     @property
     def bits(self) -> list[str]:
-        """What must be the same in every run: each step's loss and norm, and the weights at the
-        end.
-        """
+        """What must be the same in every run: each step's loss and norm, and the final weights."""
         return [*(f"{step.loss} {step.grad_norm}" for step in self.steps), self.weights]
 
 
 class Sizes(NamedTuple):
-    """Of a model and its batches; tiny on the simulated accelerator, small on a GPU."""
+    """The sizes of a model and its batches: tiny on the simulated accelerator, small on a GPU."""
 
     num_layers: int = 4
     hidden: int = 256
@@ -200,9 +196,7 @@ def build(
     num_ranks: int,
     **options: Any,
 ) -> ModuleEngine:
-    """An engine with a model of these sizes, whose weights are the same whatever the
-    configuration.
-    """
+    """An engine with a model of these sizes and the same weights in every configuration."""
     model = TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,
@@ -273,7 +267,7 @@ def train(
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bits of this rank's weights."""
+    """A digest of the bits of this rank's weights."""
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         local = parameter.detach()

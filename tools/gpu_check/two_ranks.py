@@ -1,6 +1,4 @@
-"""Two ranks that share one GPU: which backend carries them, and every configuration of the
-engine.
-"""
+"""Two ranks that share one GPU: a backend that carries them, and every configuration."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def probe_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> N
 
 
 def shared_backend(findings: Findings, accelerator: Accelerator) -> str:
-    """The backend for two ranks on this device. SkippedError if there is none; the project's own if
-    nobody looked.
-    """
+    """The backend that `probe` has found, or the first. SkippedError if it found none."""
     if (findings.shared / "backend.json").exists():
         backend = findings.shared_by("backend")
         if backend is None:
@@ -93,9 +89,7 @@ def train(findings: Findings) -> None:
 
 
 def train_rank(findings: Findings, rank: int, num_ranks: int, backend: str) -> None:
-    """One rank's part: all of them undisturbed, then some with pauses of the device, to the same
-    bits.
-    """
+    """One rank's part: all configurations undisturbed, then some with pauses, to the same bits."""
     accelerator = open_accelerator(findings)
     join(findings, accelerator, rank, num_ranks, backend)
     bits = train_all(findings, accelerator, rank=rank, num_ranks=num_ranks)

@@ -73,9 +73,7 @@ def speed(findings: Findings) -> None:
 def _compare_with_prediction(
     findings: Findings, name: str, found: dict[str, Any], device: dict[str, Any]
 ) -> None:
-    """From this machine's own bandwidths, and the time of forward and backward that it was seen to
-    take.
-    """
+    """Compares with a prediction from this machine's bandwidths and compute time."""
     shape = Shape(**found["shape"])
     machine = measured_machine(findings)
     compute = device["seconds"] - predict(shape, machine, 0.0, compute=0.0).device_pass

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.issued_collectives import issuing
 from megatron.core.options import ConfigError
-from megatron.core.rank_waits import waits_for_ranks
 
 T = TypeVar("T")
 
@@ -160,7 +159,6 @@ def _decoded_error(answer: dict[str, Any]) -> CheckpointError | ConfigError:
     raise RuntimeError(f"Expected a result or an error of another rank, got {str(answer)[:80]!r}.")
 
 
-@waits_for_ranks
 def _broadcast(content: bytes) -> bytes:
     """The bytes of rank 0, on every rank of the default process group."""
     device = _device_of_group()
@@ -179,7 +177,6 @@ def _broadcast(content: bytes) -> bytes:
     return _as_bytes(sent)
 
 
-@waits_for_ranks
 def _gather(content: bytes) -> list[bytes]:
     """The bytes of every rank of the default process group, on all of them; each may be empty."""
     device, num_ranks = _device_of_group(), dist.get_world_size()

@@ -35,7 +35,6 @@ from megatron.core.drivers import driver_of, kinds_of_accelerators
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
-from megatron.core.rank_waits import waits_for_ranks
 
 _ROW_NUMEL = 256
 # What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB.
@@ -111,7 +110,6 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-@waits_for_ranks
 def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -> torch.Tensor:
     """The sum over all gradients of what `measure` says of the local parts.
 

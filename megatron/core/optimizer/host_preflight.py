@@ -17,7 +17,6 @@ from megatron.core.host_memory import HostMemoryError, HostNeed, check_host_memo
 from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.rank_waits import waits_for_ranks
 
 
 def check_host_memory_for(
@@ -65,7 +64,6 @@ def shares_memory(
     return grad_dtype == weight_dtype and pins_grads == pins_params
 
 
-@waits_for_ranks
 def check_memory_on_all_ranks(
     needs: Sequence[HostNeed], num_local_ranks: int | None, mesh: DeviceMesh | None
 ) -> None:

@@ -35,7 +35,7 @@ from megatron.training.checkpoint.run_state import (
 from megatron.training.config import RunConfig
 from megatron.training.engine import TrainEngine
 from megatron.training.health.earlier_starts import Memory
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Resumer:
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
         self._on_rank_0(
-            "resume",
+            EventKind.RESUME,
             iteration=step_info.iteration,
             consumed_samples=step_info.consumed_samples,
             checkpoint=None if loaded is None else loaded.path,
@@ -116,7 +116,7 @@ class Resumer:
         for path, what in check_save_folder(
             self._config.checkpoint, engine.step_info().iteration, damaged
         ):
-            self._on_rank_0("set_aside", checkpoint=path, what=what)
+            self._on_rank_0(EventKind.SET_ASIDE, checkpoint=path, what=what)
 
     def _make_save_folder(self) -> None:
         save = self._config.checkpoint.save
@@ -170,7 +170,7 @@ class Resumer:
             )
 
     def _on_damage(self, path: str, reason: str) -> None:
-        self._on_rank_0("damaged", checkpoint=path, reason=reason)
+        self._on_rank_0(EventKind.DAMAGED, checkpoint=path, reason=reason)
 
     def _report_differences(self, info: RecoverInfo) -> None:
         own = self._config.values()
@@ -201,7 +201,7 @@ class Resumer:
                     own[name],
                 )
 
-    def _on_rank_0(self, kind: str, **fields: Any) -> None:
+    def _on_rank_0(self, kind: EventKind, **fields: Any) -> None:
         if dist.get_rank() == 0:
             self._events.write(kind, **fields)
 

@@ -29,7 +29,7 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
 from megatron.training.config import RunConfig
 from megatron.training.engine import TrainEngine
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.step import StepInfo
 
@@ -185,7 +185,7 @@ class Saver:
         self._last_save = self._clock()
         reason = "the save before is still under way"
         logger.warning("iteration %d is not saved: %s", iteration, reason)
-        self._on_rank_0("save_skipped", iteration=iteration, reason=reason)
+        self._on_rank_0(EventKind.SAVE_SKIPPED, iteration=iteration, reason=reason)
 
     def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
@@ -218,13 +218,13 @@ class Saver:
         # `manager.save` would wait for the save before as well, but raise its failure, although
         # this one has begun.
         failure = self._finish()
-        self._on_rank_0("save_begun", iteration=iteration)
+        self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
         self._manager.save(iteration, contents, info.to_plain())
         return failure
 
     def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:
         iteration, with_optim = engine.step_info().iteration, self._config.checkpoint.save_optim
-        self._on_rank_0("save_begun", iteration=iteration)
+        self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
         try:
             seconds = save_torch_dcp(root, engine.state, self._device, info, with_optim=with_optim)
         except CheckpointError as error:
@@ -244,16 +244,18 @@ class Saver:
     def _on_published(self, iteration: int, seconds: float) -> None:
         self._save_seconds.append(seconds)
         path = checkpoint_path(str(self._config.checkpoint.save), iteration)
-        self._on_rank_0("save_published", iteration=iteration, checkpoint=path, seconds=seconds)
+        self._on_rank_0(
+            EventKind.SAVE_PUBLISHED, iteration=iteration, checkpoint=path, seconds=seconds
+        )
 
     def _on_failed(self, iteration: int, reason: str) -> None:
-        self._on_rank_0("save_failed", iteration=iteration, reason=reason)
+        self._on_rank_0(EventKind.SAVE_FAILED, iteration=iteration, reason=reason)
 
     def _note(self, failure: CheckpointError | None) -> None:
         if failure is not None:
             logger.error("%s", failure)
             self._has_failed = True
 
-    def _on_rank_0(self, kind: str, **fields: Any) -> None:
+    def _on_rank_0(self, kind: EventKind, **fields: Any) -> None:
         if dist.get_rank() == 0:
             self._events.write(kind, **fields)

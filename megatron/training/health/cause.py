@@ -1,15 +1,14 @@
-"""Whose fault it is that a run cannot go on: pure functions from what the ranks say to the one
-cause that all name.
+"""Why a run cannot go on: pure functions from what the ranks say to the one cause that all name.
 
 When a rank dies, the others see consequences: connections that close, collectives that time out.
-The ranks therefore call the roll (`roll_call.py`); here is what a rank says of itself, and what
-follows from what all have said. In this order, the first that there is:
+The ranks therefore call the roll (`roll_call.py`). Here is a rank's report on itself, and what
+follows from all reports. The first of these that applies is the cause:
 
 1. ranks that have failed by an error of their own, the earliest first;
 2. ranks that are dead, or do not answer;
 3. ranks that were ended by a signal;
 4. ranks that make no progress and wait for nobody;
-5. if all wait for each other: those that have got the least far, or all of them;
+5. if all wait for each other, those that are furthest behind, or all of them;
 6. a connection that failed between ranks that are all well.
 """
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,38 +27,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.log import printable
-from megatron.core.rank_waits import is_marked
 from megatron.training.health.exits import ExitCode
+from megatron.training.health.phases import Phase
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
 # caused. Those of other types than RuntimeError itself have classes of their own.
 _PEER_FAILURE = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused)|Timed out waiting \d+ "
-    r"?ms|monitoredBarrier|NCCL|ncclComm|"
-    r"Watchdog caught collective|Socket (Timeout|Error)|Gloo connectFullMesh"
+    r"gloo/transport|Gloo connectFullMesh|monitoredBarrier|Timed out waiting \d+ ?ms|"
+    r"Connection (closed|reset|refused)|Socket (Timeout|Error)|"
+    r"NCCL|ncclComm|Watchdog caught collective"
 )
 _TIMEOUT = re.compile(r"[Tt]imed? ?out")
-
-# A thread is inside a collective if one of its frames lies in the first of these, or the innermost
-# in the second. Ours are not listed: functions that wait say so themselves (`rank_waits.py`). Nor
-# is synchronisation with a device, which waits for other ranks only if a collective of it is not
-# over (`issued_collectives.py`).
-_COLLECTIVE_FILES = (
-    "/torch/distributed/distributed_c10d.py",
-    "/torch/distributed/_functional_collectives.py",
-)
-_COLLECTIVE_LEAVES = (
-    "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
-    "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-)
-# A thread whose innermost frame is one of these waits for another thread of its process.
-_THREAD_WAITS = (
-    "/threading.py",
-    "/queue.py",
-    "/concurrent/futures/_base.py",
-    "/torch/autograd/graph.py",
-)
-_LISTED = 8
+_LISTED = 8  # ranks by name; more are counted
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,6 @@ class Frame:
     file: str
     line: int
     function: str
-    waits: bool = False  # whether the function is marked as one that waits for other ranks
 
     def __str__(self) -> str:
         # From the package on: where it is installed says nothing.
@@ -84,12 +63,12 @@ Stack = tuple[Frame, ...]  # the innermost frame last
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank says of itself when the roll is called."""
+    """A rank's report on itself when the roll is called."""
 
     rank: int
     host: str = "?"
     pid: int = 0
-    phase: str = "start"
+    phase: Phase = Phase.START
     iteration: int = 0
     num_marks: int = 0  # phases begun since the iteration began; all ranks go through the same ones
     idle_seconds: float = 0.0  # since the last mark
@@ -99,12 +78,10 @@ class Record:
     place: str = ""  # where the main thread is
     stack: str = ""  # of the main thread, if it is stuck
     error: str | None = None  # an error of its own
-    error_code: int = int(ExitCode.FAILED)
+    error_code: ExitCode = ExitCode.FAILED
     error_order: int = 0  # among all ranks' errors, as the store counted them
-    failed_collective: str | None = None  # what a collective that others may have failed has said
-    needs_all: bool = (
-        False  # it cannot go on without the others, so that it counts if one does not answer
-    )
+    failed_collective: str | None = None  # its error, which another rank may have caused
+    needs_all: bool = False  # it cannot go on without the others, even one that is merely silent
     signal: str | None = None  # the signal that ended it
     has_left: bool = False  # these are the last words of a process that has ended
 
@@ -113,13 +90,8 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """What `to_json` gave. Texts are made harmless, since they are to be logged. ValueError for
-        other types.
-        """
-        record = cls(**typed_fields(cls, values))
-        if record.error_code not in set(ExitCode):
-            raise ValueError(f"Expected an exit code, got {record.error_code}.")
-        return record
+        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
+        return cls(**typed_fields(cls, values))
 
     @property
     def name(self) -> str:
@@ -133,9 +105,7 @@ class Record:
 
 
 class Silence(enum.Enum):
-    """Why a rank does not answer, as far as a rank on its machine can tell; the surest first. For
-    one, for several.
-    """
+    """Why a rank does not answer, the surest reason first; worded for one rank and for several."""
 
     GONE = ("was killed or has crashed", "were killed or have crashed")
     STOPPED = (
@@ -159,9 +129,8 @@ class Absent:
 
     @property
     def name(self) -> str:
-        return (
-            f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
-        )
+        where = f" ({self.host}, pid {self.pid})" if self.pid else ""
+        return f"rank {self.rank}{where}"
 
 
 @dataclass(frozen=True)
@@ -180,52 +149,49 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """What `to_json` gave. Texts are made harmless, since they are logged. ValueError for other
-        types.
-        """
+        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
         fields = typed_fields(cls, values)
-        codes = {name: ExitCode(fields[name]) for name in ("code", "run_code")}
-        return cls(**{**fields, **codes, "ranks": tuple(fields["ranks"])})
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-# The types of fields as they are in JSON, by the annotation of the field.
+# The types that a field may have in JSON, or had before it, by the field's annotation.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
     "float": (float, int),
     "str": (str,),
     "str | None": (str, NoneType),
-    "ExitCode": (int,),
+    "Phase": (str, Phase),
+    "ExitCode": (int, ExitCode),
     "tuple[int, ...]": (list,),
 }
-_MOST_CHARACTERS, _MOST_LINES = (
-    2000,
-    100,
-)  # of a text, and of a stack, which has 500 characters a line
+_ENUMS: dict[str, type[enum.Enum]] = {"Phase": Phase, "ExitCode": ExitCode}
+_MOST_CHARACTERS = 2000  # of a text
+_MOST_LINES = 100  # of a stack, which has 500 characters a line
 
 
 def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that another rank has sent. ValueError for other ones, or of other
-    types.
-    """
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    if not isinstance(values, Mapping) or values.keys() != fields.keys():
-        raise ValueError(
-            f"Expected the fields of a {kind.__name__}, got {printable(repr(values), 80)}."
-        )
+    """The fields of a dataclass that another rank has sent. ValueError for other names or types."""
+    annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping) or values.keys() != annotations.keys():
+        got = printable(repr(values), 80)
+        raise ValueError(f"Expected the fields of a {kind.__name__}, got {got}.")
+    return {name: _typed(name, annotations[name], value) for name, value in values.items()}
 
-    for name, annotation in fields.items():
-        value = values[name]
+
+def _typed(name: str, annotation: str, value: Any) -> Any:
+    is_known = type(value) in _JSON_TYPES[annotation]
+    if annotation in _ENUMS:
+        is_known = is_known and value in list(_ENUMS[annotation])
+    elif annotation in ("int", "float", "tuple[int, ...]"):
         numbers = value if isinstance(value, list) else [value]
-        is_number = annotation not in ("bool", "str", "str | None")
-        if type(value) not in _JSON_TYPES[annotation] or (
-            is_number and not all(map(_is_plausible, numbers))
-        ):
-            raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
-    return {
-        name: _harmless(name, value) if isinstance(value, str) else value
-        for name, value in values.items()
-    }
+        is_known = is_known and all(map(_is_plausible, numbers))
+    if not is_known:
+        raise ValueError(f"Expected {name} as {annotation}, got {printable(repr(value), 80)}.")
+
+    if annotation in _ENUMS:
+        return _ENUMS[annotation](value)
+    return _harmless(name, value) if isinstance(value, str) else value
 
 
 def _is_plausible(number: object) -> bool:
@@ -234,11 +200,10 @@ def _is_plausible(number: object) -> bool:
 
 
 def _harmless(name: str, text: str) -> str:
-    """A text as it may be logged: one line, but for a stack, whose lines are indented and so cannot
-    pass for others.
-    """
+    """A text that may be logged: one line; those of a stack are indented and pass for no others."""
     if name != "stack" or not text:
         return printable(text, _MOST_CHARACTERS)
+
     lines = text[: 500 * _MOST_LINES].split("\n")[:_MOST_LINES]
     return "\n".join("  " + printable(line.strip(" ")) for line in lines)
 
@@ -258,6 +223,7 @@ def find_cause(
     """
     if not records:
         return None
+
     records = sorted(records, key=lambda record: record.rank)
     answered = [record for record in records if not record.has_left]
     needs_all = any(record.needs_all for record in answered)
@@ -266,12 +232,14 @@ def find_cause(
     lost = [record for record in records if record.failed_collective is not None]
     ended = [record for record in records if record.signal is not None]
     speaker = answered[0].rank if answered else records[0].rank
+
     if any(record.error is not None for record in records):
         return _own_errors(records, speaker)
     if absent:
         return _silence(absent, answered, speaker, is_hang)
     if ended and (lost or is_hang):
-        text = f"{_list(ended)} {'was' if len(ended) == 1 else 'were'} ended by {ended[0].signal}"
+        verb = "was" if len(ended) == 1 else "were"
+        text = f"{_names(ended)} {verb} ended by {ended[0].signal}"
         return _verdict(ExitCode.LOST_RANK, ended, text, speaker)
     if is_hang:
         hangs = any(record.is_stuck and not record.waits for record in answered)
@@ -281,14 +249,13 @@ def find_cause(
     if lost:
         besides = "the ranks' store has been lost too" if is_alone else "though all ranks answer"
         text = f"the connection of {lost[0].name} to another rank failed {lost[0].when}, {besides}"
-        return _verdict(ExitCode.LOST_RANK, lost, f"{text}: {lost[0].failed_collective}", speaker)
+        text += f": {lost[0].failed_collective}"
+        return _verdict(ExitCode.LOST_RANK, lost, text, speaker)
     return None
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error, or what led to it, is the failure of a collective, which another rank may
-    have caused.
-    """
+    """Whether an error, or what led to it, is a failed collective: perhaps another rank's fault."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
@@ -304,100 +271,62 @@ def is_peer_failure(error: BaseException) -> bool:
 def stack_of(frame: FrameType | None) -> Stack:
     """The stack whose innermost frame is this one."""
     frames = [
-        Frame(f.f_code.co_filename, line, f.f_code.co_name, is_marked(f.f_code))
-        for f, line in traceback.walk_stack(frame)
+        Frame(each.f_code.co_filename, line, each.f_code.co_name)
+        for each, line in traceback.walk_stack(frame)
     ]
     return tuple(reversed(frames))
 
 
-def waits_for_others(main: Stack, others: Iterable[Stack]) -> bool:
-    """Whether the main thread waits for other ranks: in a collective, or for a thread that is in
-    one.
-
-    Args:
-        main: its stack.
-        others: those of the process's other threads, without the watchdog's.
-    """
-    if not main:
-        return False
-    if _is_in_collective(main):
-        return True
-    return main[-1].file.endswith(_THREAD_WAITS) and any(
-        _is_in_collective(stack) for stack in others
-    )
-
-
 def place_of(stack: Stack) -> str:
-    """Where a thread is: the innermost frame of this project, and the innermost of all if that is
-    another.
-    """
+    """Where a thread is: the innermost frame of this project, and the innermost of all."""
     if not stack:
         return "an unknown place"
-    own = [
-        frame
-        for frame in stack
-        if "/megatron/" in frame.file and "/site-packages/" not in frame.file
-    ]
-    if not own or own[-1] == stack[-1]:
-        return str(stack[-1])
-    return f"{own[-1]}, {stack[-1]}"
 
-
-def _is_in_collective(stack: Stack) -> bool:
-    if not stack:
-        return False
-    leaf = stack[-1]
-    return (
-        any(frame.file.endswith(_COLLECTIVE_FILES) for frame in stack)
-        or leaf.file.endswith(_COLLECTIVE_LEAVES)
-        or leaf.waits
-    )
+    own = [f for f in stack if "/megatron/" in f.file and "/site-packages/" not in f.file]
+    return ", ".join(dict.fromkeys(map(str, (*own[-1:], stack[-1]))))
 
 
 def _verdict(
     code: ExitCode, culprits: Sequence[Record | Absent], text: str, speaker: int, stack: str = ""
 ) -> Verdict:
-    return Verdict(
-        code, tuple(culprit.rank for culprit in culprits), text, speaker, run_code=code, stack=stack
-    )
+    ranks = tuple(culprit.rank for culprit in culprits)
+    return Verdict(code, ranks, text, speaker, run_code=code, stack=stack)
 
 
 def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
     """The cause when ranks have failed by themselves: the first of them."""
-    failed = sorted(
-        (r for r in records if r.error is not None), key=lambda r: (r.error_order, r.rank)
-    )
-    first, text = failed[0], f"{failed[0].name} failed {failed[0].when}: {failed[0].error}"
+    failed = [record for record in records if record.error is not None]
+    failed.sort(key=lambda record: (record.error_order, record.rank))
+    first = failed[0]
+    text = f"{first.name} failed {first.when}: {first.error}"
     if failed[1:]:
         text += f" (so did {_numbers(failed[1:])})"
     verdict = _verdict(ExitCode.LOST_RANK, failed, text, speaker)
-    return dataclasses.replace(verdict, run_code=ExitCode(first.error_code))
+    return dataclasses.replace(verdict, run_code=first.error_code)
 
 
 def _silence(
     absent: Sequence[Absent], answered: Sequence[Record], speaker: int, is_hang: bool
 ) -> Verdict:
-    """The cause when ranks do not answer: those of which the worst is known."""
-    kinds = [kind for kind in Silence if any(one.silence is kind for one in absent)]
-    groups = [
-        sorted((one for one in absent if one.silence is kind), key=lambda one: one.rank)
-        for kind in kinds
-    ]
-    text = "; ".join(
-        f"{_list(group)} {kind.value[len(group) > 1]}"
-        for kind, group in zip(kinds, groups, strict=True)
-    )
+    """The cause when ranks do not answer: all of these, the most certain loss first."""
+    certainty = list(Silence).index
+    absent = sorted(absent, key=lambda one: (certainty(one.silence), one.rank))
+    parts = []
+    for silence, group in itertools.groupby(absent, key=lambda one: one.silence):
+        silent = list(group)
+        parts.append(f"{_names(silent)} {silence.value[len(silent) > 1]}")
+    text = "; ".join(parts)
+
     if answered:
         furthest = max(answered, key=_progress)
         text += f" (rank {furthest.rank} is {furthest.when})"
-    code = ExitCode.HANG if is_hang and kinds[0] is not Silence.GONE else ExitCode.LOST_RANK
-    return _verdict(code, [one for group in groups for one in group], text, speaker)
+    is_gone = absent[0].silence is Silence.GONE
+    code = ExitCode.HANG if is_hang and not is_gone else ExitCode.LOST_RANK
+    return _verdict(code, absent, text, speaker)
 
 
 def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
-    """The cause when some rank has made no progress for too long, and all that have not finished
-    answer.
-    """
+    """The cause when a rank has made no progress for too long, and all others answer."""
     longest = max(record.idle_seconds for record in answered)
     # A rank that moves is not the one that hangs, even if it is outside of any wait just now.
     suspects = [
@@ -408,39 +337,40 @@ def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
         and 2 * record.idle_seconds >= longest
     ]
     suspects = [record for record in suspects if not record.is_excused] or suspects
-    least = min(_progress(record) for record in answered)
-    if not suspects:
+
+    all_wait = not suspects
+    if all_wait:
+        least = min(_progress(record) for record in answered)
         suspects = [record for record in answered if _progress(record) == least]
-        if len(suspects) == len(answered) > 1:
-            text = f"all {len(answered)} ranks wait for one another, {suspects[0].when}, at {suspects[0].place}"
-            return _verdict(ExitCode.HANG, suspects, text, speaker, suspects[0].stack)
+
     first = suspects[0]
-    text = f"{first.name} has made no progress for {first.idle_seconds:.0f} s, {first.when}, at {first.place}"
-    if suspects[1:]:
-        text += f" (nor has {_numbers(suspects[1:])})"
+    where = f"{first.when}, at {first.place}"
+    if all_wait and len(suspects) == len(answered) > 1:
+        text = f"all {len(answered)} ranks wait for one another, {where}"
+    else:
+        text = f"{first.name} has made no progress for {first.idle_seconds:.0f} s, {where}"
+        text += f" (nor has {_numbers(suspects[1:])})" if suspects[1:] else ""
     return _verdict(ExitCode.HANG, suspects, text, speaker, first.stack)
 
 
 def _has_timed_out(record: Record) -> bool:
-    return (
-        record.failed_collective is not None
-        and _TIMEOUT.search(record.failed_collective) is not None
-    )
+    return _TIMEOUT.search(record.failed_collective or "") is not None
 
 
 def _progress(record: Record) -> tuple[int, int]:
     return record.iteration, record.num_marks
 
 
-def _list(culprits: Sequence[Record | Absent]) -> str:
-    names = ", ".join(culprit.name for culprit in culprits[:_LISTED])
-    more = len(culprits) - _LISTED
-    return names + (f" and {more} more" if more > 0 else "")
+def _names(culprits: Sequence[Record | Absent]) -> str:
+    return _list(culprit.name for culprit in culprits)
 
 
 def _numbers(culprits: Sequence[Record | Absent]) -> str:
-    numbers = ", ".join(str(culprit.rank) for culprit in culprits[:_LISTED])
-    more = len(culprits) - _LISTED
-    return f"rank{'s' if culprits[1:] else ''} {numbers}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+    return f"rank{'s' if culprits[1:] else ''} {_list(str(culprit.rank) for culprit in culprits)}"
+
+
+def _list(items: Iterable[str]) -> str:
+    """The first few, and how many there are besides."""
+    texts = list(items)
+    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return ", ".join(texts[:_LISTED]) + more

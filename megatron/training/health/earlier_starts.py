@@ -1,4 +1,4 @@
-"""What a job that is relaunched remembers of its earlier starts: read from its event log."""
+"""The memory that a relaunched job has of its earlier starts, read from its event log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
-from megatron.training.health.events import EVENTS_FILE, read_events
+from megatron.training.health.events import EVENTS_FILE, EventKind, read_events
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 1000  # of a reason that is told again
 
 @dataclass(frozen=True)
 class Memory:
-    """What the processes of this job, up to the last relaunch by hand, have found out.
+    """The findings of this job's processes since it was last launched by hand.
 
     Attributes:
         damaged: why checkpoints are damaged, by path.
@@ -38,21 +38,20 @@ class Memory:
     def read(cls, folder: str | Path) -> Memory:
         """From the events of the starts since the job was last launched by hand.
 
-        The log is as trusted as the folder of checkpoints that it lies in by default: whoever can
-        write it can also delete them. Lines that are torn or not JSON say nothing; a log that
-        cannot be read is a warning, as one that cannot be written, and is not worth a run.
+        The log is trusted like the folder of checkpoints that it is in by default: whoever can
+        write it can also delete them. Torn lines say nothing. A log that cannot be read is a
+        warning, like one that cannot be written: it is not worth a run.
 
         Raises:
             CheckpointError: for an event whose fields have other types than they are written with.
-                Without it a damaged checkpoint might be tried again, or a run relaunched for ever.
+                Ignoring it might try a damaged checkpoint again, or relaunch a run for ever.
         """
         source = f"{folder}/{EVENTS_FILE}"
         try:
             events = read_events(folder)
         except OSError as error:
-            logger.warning(
-                "Could not read the event log: %s. What this job has found out is forgotten.", error
-            )
+            text = "Could not read the event log: %s. What this job has found out is forgotten."
+            logger.warning(text, error)
             return cls()
 
         starts = [number for number, event in enumerate(events) if _is_first_start(event)]
@@ -62,14 +61,14 @@ class Memory:
 
         for event in events[starts[-1] if starts else 0 :]:
             kind = event.get("event")
-            if kind == "damaged":
+            if kind == EventKind.DAMAGED:
                 reason = printable(_text(event, "reason", source), _MOST_CHARACTERS)
                 damaged[_text(event, "checkpoint", source)] = reason
-            elif kind in ("save_published", "set_aside"):
-                # What is there now is another one, or nothing.
+            elif kind in (EventKind.SAVE_PUBLISHED, EventKind.SET_ASIDE):
+                # Another checkpoint is there now, or none.
                 damaged.pop(_text(event, "checkpoint", source), None)
-                has_saved |= kind == "save_published"
-            elif kind == "resume":
+                has_saved |= kind == EventKind.SAVE_PUBLISHED
+            elif kind == EventKind.RESUME:
                 iteration = event.get("iteration")
                 if type(iteration) is not int or iteration < 0:
                     raise _error(event, "iteration", "an integer >= 0", source)
@@ -82,14 +81,14 @@ class Memory:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Memory:
-        """What `to_plain` gave."""
+        """The inverse of `to_plain`."""
         return cls(**{**plain, "attempts": dict(plain["attempts"])})
 
 
 def _is_first_start(event: Mapping[str, Any]) -> bool:
     """Whether a job was launched by hand here. JSON's false is not 0."""
     restart = event.get("restart")
-    return event.get("event") == "start" and type(restart) is int and restart == 0
+    return event.get("event") == EventKind.START and type(restart) is int and restart == 0
 
 
 def _text(event: Mapping[str, Any], name: str, source: str) -> str:

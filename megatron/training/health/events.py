@@ -1,13 +1,13 @@
-"""What happens to a run, for operators and scripts: `events.jsonl`, a line for each event, and
-`heartbeat.json`.
+"""A run's history for operators and scripts: `events.jsonl` and `heartbeat.json`.
 
-docs/recovery.md lists the events and their fields. All ranks append to the one file, and a run that
-is started again goes on with it. Readers take what they understand: lines may be missing or torn,
-and fields may come to be added.
+docs/recovery.md lists the events and their fields. All ranks append to one file, and a run that is
+started again continues it. Readers take what they understand: lines may be missing or torn, and
+fields may be added.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import time
@@ -25,11 +25,33 @@ HEARTBEAT_FILE = "heartbeat.json"
 _MOST_HEARTBEAT_BYTES = 65536
 
 
+class EventKind(str, enum.Enum):
+    """The kinds of events. docs/recovery.md says when they are written, and their fields."""
+
+    START = "start"
+    RESUME = "resume"
+    DAMAGED = "damaged"
+    SET_ASIDE = "set_aside"
+    STEP = "step"
+    SAVE_BEGUN = "save_begun"
+    SAVE_PUBLISHED = "save_published"
+    SAVE_FAILED = "save_failed"
+    SAVE_SKIPPED = "save_skipped"
+    EVALUATION = "evaluation"
+    SKIP = "skip"
+    NAN = "nan"
+    SIGNAL = "signal"
+    LOST = "lost"
+    HANG = "hang"
+    INJECT = "inject"
+    EXIT = "exit"
+
+
 class EventLog:
     """Appends to a run's events. Without a folder, drops them.
 
-    Never raises and never ends a run: a disk that fails is one warning. Any thread may call it, and
-    a signal handler.
+    Never raises and never ends a run: a disk that fails is one warning. Any thread and any signal
+    handler may call it.
     """
 
     def __init__(
@@ -54,36 +76,25 @@ class EventLog:
         self._clock = clock
         self._has_warned = False
 
-    def write(self, kind: str, /, **fields: object) -> None:
-        """Appends {"time", "event": kind, "rank", "restart", **fields}; numbers that are not finite
-        become null.
-        """
+    def write(self, kind: EventKind, /, **fields: object) -> None:
+        """Appends {"time", "event", "rank", "restart", **fields}; NaN and infinity become null."""
         if self._lines is None:
             return
+        own = {"rank": self._rank, "restart": self._restart}
         try:
-            self._lines.append(
-                {
-                    "time": self._clock(),
-                    "event": kind,
-                    "rank": self._rank,
-                    "restart": self._restart,
-                    **fields,
-                }
-            )
+            self._lines.append({"time": self._clock(), "event": kind, **own, **fields})
         except Exception as error:  # whatever it is, it is not worth a run
             self._warn(self._lines.path, error)
 
     def beat(self, **fields: object) -> None:
-        """Replaces the heartbeat by {"time", "restart", **fields}. Readers see the old one or the
-        new one, whole.
-        """
+        """Replaces the heartbeat by {"time", "restart", **fields}, whole for whoever reads it."""
         if self._heartbeat is None:
             return
+
         temporary = temporary_path(self._heartbeat)
+        content = {"time": self._clock(), "restart": self._restart, **fields}
         try:
-            text = json.dumps(
-                finite({"time": self._clock(), "restart": self._restart, **fields}), default=str
-            )
+            text = json.dumps(finite(content), default=str)
             try:
                 self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
                 with temporary.open("x") as stream:
@@ -97,18 +108,14 @@ class EventLog:
     def _warn(self, path: Path, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "Could not write %s: %s. The run goes on; its events may be incomplete.",
-                path,
-                error,
-            )
+            text = "Could not write %s: %s. The run goes on; its events may be incomplete."
+            logger.warning(text, path, error)
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
     """A run's events, in the order in which they were written; none if there is no such file.
 
-    Lines that are no JSON objects, torn ones say, are passed over. OSError if it cannot be read, or
-    is no regular file.
+    Lines that are no JSON objects are skipped. OSError for a file that is unreadable or irregular.
     """
     return read_json_lines(Path(folder) / EVENTS_FILE)
 
@@ -116,6 +123,7 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
 def read_heartbeat(folder: str | Path) -> dict[str, Any] | None:
     """A run's heartbeat, or None if there is none that makes sense. OSError as `read_events`."""
     path = Path(folder) / HEARTBEAT_FILE
+
     try:
         return parse_object(read_regular(path, max_bytes=_MOST_HEARTBEAT_BYTES, what="a heartbeat"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What a process ends with: one exit code for each way to end, and how it leaves."""
+"""Exit codes, one for each way to end, and how a process leaves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from megatron.core.options import ConfigError
 
 
 class ExitCode(enum.IntEnum):
-    """How a run ended. Codes of 128 and more are the shell's: 128 + the signal that ended the
-    process.
-    """
+    """How a run ended. Codes from 128 on are the shell's: 128 + the signal that ended it."""
 
-    # trained to the end, or a planned stop (--exit-interval, --exit-duration-in-mins); the state is
-    # saved
+    # Trained to the end, or a planned stop (--exit-interval, --exit-duration-in-mins); saved.
     FINISHED = 0
     FAILED = 1  # an error nobody foresaw; its traceback is printed
     BAD_CONFIGURATION = 2  # a configuration that cannot be honoured, by this machine's memory say
@@ -31,21 +28,18 @@ class ExitCode(enum.IntEnum):
     LOST_RANK = 5  # another rank died or failed; this one is intact
     HANG = 6  # no progress within --hang-timeout-seconds
     NOT_SAVED = 7  # a state could not be saved, at the end or with --exit-on-save-failure
-    NO_PROGRESS = (
-        8  # relaunched --recover-retries times from one checkpoint without getting to the next
-    )
+    NO_PROGRESS = 8  # relaunched --recover-retries times without getting to the next checkpoint
     PREEMPTED = 75  # a signal; the state is saved. sysexits.h: EX_TEMPFAIL, try again
     PREEMPTED_UNSAVED = 76  # a signal; there was no time to save
 
 
 class ExitError(RuntimeError):
-    """Ends the run with a code of its own. The message is one line and says all there is to say: no
-    traceback.
+    """Ends the run with a code of its own. The message is one line that needs no traceback.
 
     Args:
         code: what the process is to end with.
         message: the one line.
-        is_reported: the line is in the log already, of this rank or of another one.
+        is_reported: whether a rank has logged the line already.
     """
 
     def __init__(self, code: ExitCode, message: str, *, is_reported: bool = False) -> None:
@@ -55,9 +49,7 @@ class ExitError(RuntimeError):
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The code of a run that this error ends. An interrupt from the keyboard and whatever else is
-    FAILED.
-    """
+    """The code of a run that this error ends. FAILED for an interrupt from the keyboard, too."""
     if isinstance(error, ExitError):
         return error.code
     if isinstance(error, (ConfigError, HostMemoryError, PinError)):
@@ -68,18 +60,15 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Whether the error's message is all that its reader needs, so that it is printed without a
-    traceback.
-    """
+    """Whether the message is all that its reader needs: it is printed without a traceback."""
     return isinstance(error, ExitError) or code_of(error) is not ExitCode.FAILED
 
 
 def process_status(code: ExitCode, is_elastic: bool) -> int:
-    """What the process itself ends with, 0 to 255.
+    """The exit status of the process itself, 0 to 255.
 
-    The agent of torchrun starts a rank again for every status but 0, at once and on the same
-    machine. That is wrong for a rank that was told to leave: it ends with 0, and the event log says
-    what happened.
+    For every status but 0, torchrun's agent restarts a rank at once, on the same machine. A rank
+    that was told to leave therefore ends with 0, and the event log says what happened.
     """
     is_preempted = code in (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
     return 0 if is_preempted and is_elastic else int(code)
@@ -88,20 +77,21 @@ def process_status(code: ExitCode, is_elastic: bool) -> int:
 def exit_process(status: int, patience_seconds: float | None = None) -> NoReturn:
     """Ends this process, from whichever thread, without the interpreter's finalisation.
 
-    gloo's threads outlive `destroy_process_group`. One that lets go of its last tensor while the
+    gloo's threads outlive `destroy_process_group`. One that drops its last tensor while the
     interpreter is being finalised ends in std::terminate: a run that went well would now and then
     exit with SIGABRT. Everything has been closed and saved by now. (Lanes are safe without this:
     [Note: the end of the program] in lanes.py.)
 
     Args:
         status: what the process ends with, 0 to 255.
-        patience_seconds: how long what was printed may take to get out; None: as long as it takes.
-            Another thread that is stuck in printing keeps the stream locked for ever.
+        patience_seconds: for flushing what was printed, since a thread that is stuck in printing
+            keeps the stream locked for ever; None: as long as it takes.
     """
     if patience_seconds is not None:
         impatience = threading.Timer(patience_seconds, os._exit, (status,))
         impatience.daemon = True
         impatience.start()
+
     for stream in (sys.stdout, sys.stderr):
         # Closed, or nobody reads it any more: no reason to stay.
         with contextlib.suppress(OSError, ValueError):

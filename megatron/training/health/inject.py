@@ -1,11 +1,11 @@
-"""Fault injection: a rank that dies, hangs, is slow, gets a NaN or a full disk, at a moment that a
-flag names.
+"""Fault injection: at a moment that a flag names, a rank dies, hangs, is slow, or gets a NaN or a
+full disk.
 
     --inject kill:rank=1,step=17,at=step,delay=0.004 disk-full:step=20
 
 For tests and drills. Nothing happens without the flag, and the flag is refused where a path looks
-like production (`looks_like_production`). Every injection is written to the event log, before it
-strikes, and told as a warning.
+like production (`looks_like_production`). Before a fault strikes, it is written to the event log
+and logged as a warning.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
-from megatron.training.health.events import EventLog
+from megatron.training.health.events import EventKind, EventLog
+from megatron.training.health.phases import Phase
 from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)
 
-# A run's phases, in order. Those of the start come once, whatever iteration it begins at.
-START_PHASES = ("build", "load", "data")
-PHASES = (*START_PHASES, "batch", "forward", "backward", "agree", "step", "evaluate", "save")
+# Where faults can strike: wherever the watchdog is told of a phase.
+PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 ANY = "any"
-# What each kind admits besides rank, step and restart.
+# The keys that each kind admits besides rank, step and restart.
 KINDS = {
     "kill": ("at", "delay"),
     "hang": ("at",),
@@ -57,16 +57,15 @@ class Injection:
     """One fault, as its specification `KIND:key=value,...` names it.
 
     Attributes:
-        kind: `kill` sends SIGKILL to the own process; `hang` sleeps for ever; `nan` makes the loss
-            NaN; `slow` sleeps `seconds` in each iteration from `step` on; `disk-full` fails what is
-            written of the checkpoint of `step`.
+        kind: `kill` sends SIGKILL to this process; `hang` sleeps for ever; `nan` makes the loss
+            NaN; `slow` sleeps `seconds` in each iteration from `step` on; `disk-full` fails the
+            writes of the checkpoint of `step`.
         rank: None: all.
         step: the iteration, as phases count it: the one being made in a step, those made in a save,
-            the one resumed from at the start. None, in phases of the start alone: whichever it is.
-        at: the phase that it strikes at the beginning of.
+            the one resumed from at the start. None: any; in phases of the start alone.
+        at: the phase at whose beginning it strikes.
         restart: how often the job has been restarted when it strikes; None: however often.
-        delay: seconds from the beginning of the phase, so that it strikes in the middle of what
-            comes then.
+        delay: seconds from the beginning of the phase, to strike in the middle of it.
         seconds: for `slow`.
         times: for `slow`: in so many iterations; None: to the end.
     """
@@ -75,7 +74,7 @@ class Injection:
     kind: str
     rank: int | None = 0
     step: int | None = None
-    at: str = "forward"
+    at: Phase = Phase.FORWARD
     restart: int | None = 0
     delay: float = 0.0
     seconds: float = 0.0
@@ -83,11 +82,10 @@ class Injection:
 
     @classmethod
     def parse(cls, spec: str) -> Injection:
-        """ConfigError, with what was expected, for whatever is unknown, missing or out of
-        bounds.
-        """
+        """ConfigError, with what was expected, for what is unknown, missing or out of bounds."""
         kind, _, rest = spec.partition(":")
         _expect(kind in KINDS, f"KIND:key=value,... with a kind among {', '.join(KINDS)}", spec)
+
         known = (*_COMMON, *KINDS[kind])
         values: dict[str, Any] = {}
         for item in rest.split(",") if rest else ():
@@ -95,33 +93,30 @@ class Injection:
             _expect(key in known, f"keys among {', '.join(known)} for {kind}", spec)
             _expect(key not in values, f"{key} once", spec)
             values[key] = _convert(key, text, spec)
+
         injection = cls(spec, kind, **values)
         injection._check()
         return injection
 
-    def is_due(self, phase: str, iteration: int) -> bool:
+    def is_due(self, phase: Phase, iteration: int) -> bool:
         """Whether this is its moment; of a `slow` one, whether the moment has come or gone."""
-        is_step = (
-            self.step is None
-            or iteration == self.step
-            or (self.kind == "slow" and iteration > self.step)
-        )
-        return phase == self.at and is_step
+        if self.step is None or self.kind == "slow":
+            is_step = iteration >= (self.step or 0)
+        else:
+            is_step = iteration == self.step
+        return phase is self.at and is_step
 
     def _check(self) -> None:
-        at_start = self.at in START_PHASES
+        at_start = self.at.is_of_start
         _expect(self.step is not None or at_start, "step=, the iteration to strike in", self.spec)
         if self.step is not None:
-            least = 0 if at_start or self.at == "evaluate" else 1
+            least = 0 if at_start or self.at is Phase.EVALUATE else 1
             _expect(self.step >= least, f"step= of at least {least} at {self.at}", self.spec)
-            _expect(
-                self.step == 0 or self.at != "build",
-                "step=0 at build, where no iteration is known yet",
-                self.spec,
-            )
-        _expect(
-            self.kind != "slow" or self.seconds > 0, "seconds=, more than 0, for slow", self.spec
-        )
+            is_known = self.step == 0 or self.at is not Phase.BUILD
+            _expect(is_known, "step=0 at build, where no iteration is known yet", self.spec)
+
+        is_timed = self.kind != "slow" or self.seconds > 0
+        _expect(is_timed, "seconds=, more than 0, for slow", self.spec)
         _expect(self.times is None or self.times >= 1, "times= of at least 1", self.spec)
 
 
@@ -153,27 +148,28 @@ class _Armed:
     num_taken: int = 0
     last_iteration: int | None = None
 
-    def take(self, phase: str, iteration: int) -> bool:
-        """Whether to strike now: once, or if it slows down, once in each iteration, so many
-        times.
-        """
+    def take(self, phase: Phase, iteration: int) -> bool:
+        """Whether to strike now: once, or for `slow` once in each of so many iterations."""
         limit = self.injection.times if self.injection.kind == "slow" else 1
-        is_spent = iteration == self.last_iteration or (
-            limit is not None and self.num_taken >= limit
-        )
-        if is_spent or not self.injection.is_due(phase, iteration):
+        is_spent = limit is not None and self.num_taken >= limit
+        if (
+            is_spent
+            or iteration == self.last_iteration
+            or not self.injection.is_due(phase, iteration)
+        ):
             return False
+
         self.num_taken += 1
         self.last_iteration = iteration
         return True
 
 
 class Injections:
-    """What is to go wrong on this rank, in this restart of the job."""
+    """The faults of this rank, in this restart of the job."""
 
     def __init__(self, config: InjectConfig, *, rank: int, restart: int, events: EventLog) -> None:
         self._events = events
-        self._now = ("", 0)  # the phase that the main thread is in, and the iteration
+        self._now = (Phase.START, 0)  # the phase that the main thread is in, and the iteration
         self._armed = [
             _Armed(injection)
             for injection in config.injections
@@ -182,7 +178,7 @@ class Injections:
         for armed in self._armed:
             logger.warning("a fault is to be injected: %s", armed.injection.spec)
 
-    def at(self, phase: str, iteration: int) -> None:
+    def at(self, phase: Phase, iteration: int) -> None:
         """The beginning of a phase: what is due now strikes, or begins to count its delay."""
         self._now = (phase, iteration)
         for armed in self._armed:
@@ -190,20 +186,18 @@ class Injections:
                 self._strike(armed.injection, is_first=armed.num_taken == 1)
 
     def forward_step(self, forward_step: ForwardStep, iteration: int) -> ForwardStep:
-        """The function for the microbatches of an iteration: the given one, or one whose loss is
-        NaN.
-        """
+        """The function for an iteration's microbatches: the given one, or one whose loss is NaN."""
         due = [
-            a.injection
-            for a in self._armed
-            if a.injection.kind == "nan" and a.take("forward", iteration)
+            armed.injection
+            for armed in self._armed
+            if armed.injection.kind == "nan" and armed.take(Phase.FORWARD, iteration)
         ]
         if not due:
             return forward_step
 
         def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor:
             while due:
-                self._tell(due.pop(), "forward", iteration)
+                self._tell(due.pop(), Phase.FORWARD, iteration)
             return forward_step(model, batch) * math.nan
 
         return poisoned
@@ -235,52 +229,41 @@ class Injections:
         self._tell(injection, *self._now)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _tell(self, injection: Injection, phase: str, iteration: int) -> None:
-        self._events.write("inject", spec=injection.spec, iteration=iteration, phase=phase)
+    def _tell(self, injection: Injection, phase: Phase, iteration: int) -> None:
+        self._events.write(EventKind.INJECT, spec=injection.spec, iteration=iteration, phase=phase)
         logger.warning("injected %s, in %s of iteration %d", injection.spec, phase, iteration)
 
 
 def hang_for_ever() -> NoReturn:
-    """What a rank does that hangs by injection. A name of its own, since reports of a hang
-    name it.
-    """
+    """Where a rank hangs by injection. Reports of the hang show this name."""
     while True:
         time.sleep(3600.0)
 
 
 def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
-    """ConfigError if faults are to be injected into a run one of whose paths looks like
-    production.
-    """
+    """ConfigError if faults are to be injected and one of the paths looks like production."""
+    words = ", ".join(sorted(_PRODUCTION))
+    expected = f"local paths without {words} among the words of their folders"
     for path in paths if config.inject else ():
-        expect(
-            not looks_like_production(path),
-            _FLAG,
-            f"local paths without {', '.join(sorted(_PRODUCTION))} among the words of their "
-            "folders",
-            path,
-        )
+        expect(not looks_like_production(path), _FLAG, expected, path)
 
 
 def looks_like_production(path: str) -> bool:
     """Whether no fault may be injected into a run that reads or writes there.
 
-    So it is on a remote store, whatever its name ("s3://bucket/try"), and where a word of a folder
-    or of the file is prod, production, release or live, in any case. Words are runs of letters:
-    "/data/prod-2" and "/data/GPT_Live1" look like production, "/data/products" and "/data/alive" do
-    not.
+    That holds for every remote store ("s3://bucket/try"), and where a word of the path is prod,
+    production, release or live, in any case. Words are runs of letters: "/data/prod-2" and
+    "/data/GPT_Live1" look like production, "/data/products" and "/data/alive" do not.
     """
     words = {word.lower() for word in re.split(r"[^A-Za-z]+", path)}
     return "://" in path or not words.isdisjoint(_PRODUCTION)
 
 
 class _FullStore:
-    """A store whose disk is full while the checkpoint of one iteration is written. All else is the
-    given store's.
-    """
+    """A store whose disk is full while the checkpoint of one iteration is written."""
 
     def __init__(
-        self, store: Store, injection: Injection, tell: Callable[[Injection, str, int], None]
+        self, store: Store, injection: Injection, tell: Callable[[Injection, Phase, int], None]
     ) -> None:
         assert injection.step is not None, "Injection.parse has seen to that"
         self._store = store
@@ -301,16 +284,12 @@ class _FullStore:
 
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
-        return (
-            cast(DataSink, _FullSink(sink, lambda: self._error(path)))
-            if self._is_of_draft(path)
-            else sink
-        )
+        if not self._is_of_draft(path):
+            return sink
+        return cast(DataSink, _FullSink(sink, lambda: self._error(path)))
 
     def _is_of_draft(self, path: str) -> bool:
-        """Drafts are named like the checkpoint, alone or with a token behind a dot. See
-        `Store.draft_name`.
-        """
+        """Drafts have the checkpoint's name, or a token behind a dot (`Store.draft_name`)."""
         found = parse_folder(path.partition("/")[0])
         return found is not None and found.iteration == self._iteration
 
@@ -318,7 +297,7 @@ class _FullStore:
         with self._lock:
             is_first, self._is_told = not self._is_told, True
         if is_first:
-            self._tell(self._injection, "save", self._iteration)
+            self._tell(self._injection, Phase.SAVE, self._iteration)
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self._store.root}/{path}")
 
 
@@ -340,14 +319,13 @@ def _convert(key: str, text: str, spec: str) -> Any:
     """A key's value as `Injection` has it."""
     if key == "at":
         _expect(text in PHASES, f"at= one of {', '.join(PHASES)}", spec)
-        return text
+        return Phase(text)
     if key in ("rank", "restart") and text == ANY:
         return None
     if key in ("delay", "seconds"):
         number = _number(text)
-        _expect(
-            math.isfinite(number) and number >= 0, f"{key}= a number of seconds, 0 or more", spec
-        )
+        is_duration = math.isfinite(number) and number >= 0
+        _expect(is_duration, f"{key}= a number of seconds, 0 or more", spec)
         return number
     or_any = f", or {ANY}" if key in ("rank", "restart") else ""
     _expect(text.isascii() and text.isdigit(), f"{key}= a whole number, 0 or more{or_any}", spec)

@@ -1,18 +1,18 @@
-"""The secret that the ranks of a job share, and what they sign with it.
+"""The secret that the ranks of a job share, and the records that they sign with it.
 
-torchrun's store listens on all interfaces and asks nobody who they are. What the ranks tell each
-other through it, who starts with whom and why a run is to end, is therefore signed: a record that
-was not made with the job's secret, or was made for another key, rank or start, is not acted upon.
+torchrun's store listens on all interfaces and authenticates nobody. What the ranks tell each other
+through it, who starts with whom and why a run is to end, is therefore signed: a record that was not
+made with the job's secret, or was made for another key, rank or start, is ignored.
 
 [Note: where the secret comes from]
 
     MEGATRON_JOB_SECRET       the secret itself; torchrun passes the environment on to its ranks
     MEGATRON_JOB_SECRET_FILE  a file with it, which nobody but its owner may read
-    neither, one machine      a file in a folder of the user's own beside the temporary files, made when it is missing
+    neither, one machine      a file in a folder of the user's own under tempfile.gettempdir()
     neither, several          none: records are not signed, which is one warning
 
-Machines cannot share a secret that the job makes up by itself, since the store is all they have in
-common. A guess that they share a file system would make jobs fail to start where they do not.
+Several machines cannot share a secret that the job makes up, since the store is all they have in
+common. Guessing that they share a file system would keep jobs from starting where they do not.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class Signer:
     """Signs the records of one start of a job, and tells them from others.
 
     Args:
-        secret: that the ranks share. Empty: records are checked for their form, but whoever knows
-            it can make them.
-        scope: the start's name, so that a record of another start is none of this one.
+        secret: that the ranks share. If it is empty, anybody can make records of the right form.
+        scope: the start's name. Records of another start are refused.
     """
 
     def __init__(self, secret: bytes = b"", scope: str = "") -> None:
@@ -59,9 +58,7 @@ class Signer:
         self._scope = scope
 
     def sign(self, key: str, rank: int, content: Mapping[str, Any]) -> str:
-        """The text to store under `key`: a signature, the rank that has made it, and the content as
-        JSON.
-        """
+        """A record to store under `key`: a signature, this rank, and the content as JSON."""
         text = json.dumps(content, allow_nan=False)
         return f"{self._mac(key, rank, text)} {rank} {text}"
 
@@ -76,28 +73,30 @@ class Signer:
                 this start.
         """
         if len(record) > _MOST_RECORD_BYTES:
-            raise BadRecordError(
-                f"Expected a record of at most {_MOST_RECORD_BYTES} bytes, got {len(record)}."
-            )
+            most = f"at most {_MOST_RECORD_BYTES} bytes"
+            raise BadRecordError(f"Expected a record of {most}, got {len(record)}.")
+
         try:
             mac, maker, text = record.decode().split(" ", 2)
             is_known = len(maker) < 10 and maker.isdecimal() and len(mac) == _MAC_LENGTH
         except ValueError:  # not UTF-8 either
             is_known = False
 
-        # Nothing in it is parsed before this.
-        if not is_known or not hmac.compare_digest(
-            mac.encode(), self._mac(key, int(maker), text).encode()
-        ):
+        # The content is parsed only once it is known to be from a rank.
+        if not is_known or not self._is_signed(mac, key, int(maker), text):
             raise BadRecordError(
                 f"Expected a record signed with this job's secret ({SECRET_VARIABLE}), got another."
             )
+
         content = parse_object(text.encode())
         if content is None or rank not in (None, int(maker)):
             raise BadRecordError(
                 f"Expected a JSON object of rank {rank}, got another of rank {maker}."
             )
         return content
+
+    def _is_signed(self, mac: str, key: str, maker: int, text: str) -> bool:
+        return hmac.compare_digest(mac.encode(), self._mac(key, maker, text).encode())
 
     def _mac(self, key: str, rank: int, text: str) -> str:
         # As a JSON list, in which no part can pass for another's beginning or end.
@@ -116,22 +115,20 @@ def job_secret(*, is_one_machine: bool) -> bytes | None:
         OSError: if there is no room for a secret of this machine's own.
     """
     value, file = os.environ.get(SECRET_VARIABLE), os.environ.get(FILE_VARIABLE)
+
     if value is not None:
         return _checked(os.fsencode(value), SECRET_VARIABLE)
     if file is not None:
         try:
             return _checked(_read_private(Path(file)), FILE_VARIABLE)
         except OSError as error:
-            raise ConfigError(
-                f"{FILE_VARIABLE}: expected a file that can be read, got {error}."
-            ) from None
+            expected = "expected a file that can be read"
+            raise ConfigError(f"{FILE_VARIABLE}: {expected}, got {error}.") from None
     return _secret_of_this_machine() if is_one_machine else None
 
 
 def _secret_of_this_machine() -> bytes:
-    """The secret that all jobs of this user on this machine share; the first that needs it makes
-    it.
-    """
+    """The secret that this user's jobs on this machine share, made by the first to need it."""
     folder = Path(tempfile.gettempdir()) / f"megatron-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     # Anybody can make a folder of this name among the temporary files, or a link.
@@ -139,9 +136,8 @@ def _secret_of_this_machine() -> bytes:
     if not stat.S_ISDIR(status.st_mode) or _is_open_to_others(status):
         raise ConfigError(
             f"Expected {folder} to be a folder that nobody but user {os.geteuid()} owns or may "
-            "enter, got mode "
-            f"{stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it, or set "
-            f"{SECRET_VARIABLE}."
+            f"enter, got mode {stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it, "
+            f"or set {SECRET_VARIABLE}."
         )
 
     path = folder / "job_secret"
@@ -151,9 +147,7 @@ def _secret_of_this_machine() -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Makes the file, unless another rank was faster. It has all its bytes as soon as it has its
-    name.
-    """
+    """Makes the file, whole from the start, unless another rank was faster."""
     temporary = temporary_path(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -168,9 +162,7 @@ def _make_secret(path: Path) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    """The content of a file without white space around it. ConfigError if others can read or write
-    it.
-    """
+    """A file's content without white space around it. ConfigError if it is open to others."""
     with open_regular(path, "a file with a job's secret") as stream:
         status = os.fstat(stream.fileno())
         if _is_open_to_others(status):
@@ -190,7 +182,7 @@ def _checked(secret: bytes, where: str) -> bytes:
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
             f"{where}: expected a secret of {_LEAST_BYTES} to {_MOST_BYTES} bytes, got one of "
-            f"{len(secret)}. "
-            "`openssl rand -hex 32` makes one; a file that this project made may be removed."
+            f"{len(secret)}. `openssl rand -hex 32` makes one; a file that this project made may "
+            "be removed."
         )
     return secret

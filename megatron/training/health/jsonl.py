@@ -1,8 +1,7 @@
-"""Files of one JSON object a line that several processes append to, and that a kill at any moment
-leaves readable.
+"""Files of one JSON object a line, for several processes to append to; readable after any kill.
 
-They may stand in a folder that others can write to, so a line may hold anything and be of any
-length. What is read is bounded, and lines that are not plausible are passed over like torn ones.
+They may be in a folder that others can write to, so a line may hold anything and be of any length.
+What is read is bounded, and implausible lines are skipped like torn ones.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ _MOST_DIGITS = 1000  # of an integer; a float has no more than 309 before its po
 class JsonLines:
     """Appends to such a file. Makes the file and its folder if need be.
 
-    A line is one write(2) to a descriptor in append mode, so that lines of several ranks do not mix
-    on a local file system. A process that was killed, or a disk that was full, may leave half a
-    line at the end: whoever appends next closes it off with a newline first, so that nothing but
-    that line is lost. No lock and no descriptor is kept between two lines: threads may append side
-    by side, and a signal handler in the middle of an append.
+    A line is one write(2) to a descriptor in append mode, which on a local file system keeps lines
+    of several ranks apart. A kill or a full disk may leave half a line at the end: the next append
+    closes it off with a newline, and only that line is lost. No lock or descriptor is kept between
+    two lines, so threads may append side by side, and a signal handler in the middle of an append.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,12 +52,11 @@ class JsonLines:
         finally:
             os.close(descriptor)
         if num_written < len(line):
-            raise OSError(
-                f"Expected to append {len(line)} bytes to {self.path}, got {num_written} written."
-            )
+            wanted = f"to append {len(line)} bytes to {self.path}"
+            raise OSError(f"Expected {wanted}, got {num_written} written.")
 
     def touch(self) -> None:
-        """Makes the file, if there is none yet. OSError if it cannot be written."""
+        """Makes the file if there is none yet. OSError if it cannot be written."""
         os.close(self._open())
 
     def _open(self) -> int:
@@ -75,13 +72,9 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects in such a file, in order; none if there is no file. Lines that are no JSON object
-    are passed over.
+    """The objects in such a file, in order; none if there is no file. Other lines are skipped.
 
-    Of a file larger than 16 MiB only the end is read.
-
-    Raises:
-        OSError: if the file cannot be read, or is not a regular one.
+    Of a file larger than 16 MiB only the end is read. OSError if it is unreadable or irregular.
     """
     try:
         with open_regular(path, "a regular file of JSON lines") as stream:
@@ -92,15 +85,13 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
     lines = content.split(_NEWLINE)
     if size > _MOST_BYTES:
-        del lines[0]  # whose beginning is missing
+        del lines[0]  # its beginning is missing
     objects = (parse_object(line) for line in lines)
     return [each for each in objects if each is not None]
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` is; None if it is none, or too long, too deep or with too large
-    an integer.
-    """
+    """The JSON object that `text` is, or None. One too long, too deep or too large is none."""
     if len(text) > _MOST_LINE_BYTES:
         return None
     try:
@@ -122,18 +113,14 @@ def _end_of(stream: FileIO, size: int) -> bytes:
 
 
 def _bounded_int(text: str) -> int:
-    """ValueError for so many digits that converting them takes long; not all versions of Python
-    refuse them.
-    """
+    """ValueError for very many digits, which take long to convert and not all Pythons refuse."""
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"Expected an integer of at most {_MOST_DIGITS} digits, got {len(text)}.")
     return int(text)
 
 
 def _is_shallow(value: object, depth: int) -> bool:
-    """Whether lists and objects in `value` are nested at most so deep. What is deeper has no
-    readable `str`.
-    """
+    """Whether `value` is nested at most so deep. What is deeper has no readable `str`."""
     if isinstance(value, dict):
         return depth > 0 and all(_is_shallow(each, depth - 1) for each in value.values())
     if isinstance(value, list):
@@ -148,9 +135,7 @@ def _has_open_line(descriptor: int) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """`value`, plain data, with None for every float in it that is not finite, and lists for
-    tuples.
-    """
+    """Plain data with None for floats that are not finite, and lists for tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

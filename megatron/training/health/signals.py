@@ -1,8 +1,9 @@
 """Signals for a thread that is not the main one.
 
-Python runs signal handlers in the main thread alone, and only once that has come back from what it
-calls: never, if it sits in a collective whose peer is dead. But the bytes that
-`signal.set_wakeup_fd` has it write come at once.
+Python runs signal handlers in the main thread alone, and only once that returns from what it calls:
+never, if it sits in a collective whose peer is dead. But the bytes that `signal.set_wakeup_fd` has
+it write come at once. (`signal.sigtimedwait` gets only signals that every thread of the process
+blocks; gloo's and OpenMP's threads were there before, and do not.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# What schedulers and launchers end processes with.
+# Schedulers and launchers end processes with these.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender
 
@@ -29,7 +30,7 @@ class SignalSocket:
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Forked processes, data workers say, write of their own signals into the same socket.
+        # Forked processes, such as data workers, report their own signals to the same socket.
         self._tells_sender = hasattr(socket, "SO_PASSCRED")
         if self._tells_sender:
             self._reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -44,11 +45,11 @@ class SignalSocket:
         """Signals reach the socket from now on. Outside of the main thread nothing is installed.
 
         Args:
-            is_watching: whether somebody waits for them. In a process that is forked later nobody
-                does.
+            is_watching: whether a thread waits for them. In a process forked later, there is none.
         """
         if threading.current_thread() is not threading.main_thread():
             return
+
         self._is_watching = is_watching
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -61,13 +62,14 @@ class SignalSocket:
         _installed.discard(self)
         if self._previous_fd is None:
             return
+
         signal.set_wakeup_fd(self._previous_fd)
         self._previous_fd = None
         if self.is_own(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._previous_handler)
 
     def close(self) -> None:
-        """Once nobody waits any more."""
+        """For when nobody waits any more."""
         self._reader.close()
         self._writer.close()
 
@@ -81,33 +83,26 @@ class SignalSocket:
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """The signals of interest that have come, in order; waits so long for the first one, or for
-        a `wake`.
-        """
+        """The signals that have come, in order. Waits for the first one, or for a `wake`."""
         self._poll.poll(1000 * seconds)
         numbers: list[int] = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, extra, *_ = self._reader.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-                if not self._tells_sender or any(
-                    _CREDENTIALS.unpack(item)[0] == os.getpid() for *_, item in extra
-                ):
+                senders = [_CREDENTIALS.unpack(item)[0] for *_, item in extra]
+                if not self._tells_sender or os.getpid() in senders:
                     numbers.extend(data)
         return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
     def forget(self) -> None:
-        """In a process that was forked: its signals are none of ours, and end it as they would any
-        other.
-        """
+        """For a forked process: its signals are not ours, and end it as they would any other."""
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.set_wakeup_fd(-1)
             if self.is_own(signal.SIGTERM):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread: leaves the signal to the watching thread, or handles it as if there
-        were none.
-        """
+        """In the main thread: leaves the signal to the watching thread, if there is one."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -116,11 +111,11 @@ class SignalSocket:
 _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
 
 
-# A signal that comes to a forked process before it has forgotten would be lost: Python drops what
-# it had noted by then, and the handler would leave it to a thread that is not there. So it waits
-# until after that.
+# A signal that reached a forked process before its `forget` would be lost: Python drops what it has
+# noted by then, and the handler would leave it to a thread that is not there. So signals are held
+# back until then.
 class _Fork(threading.local):
-    """What a thread had blocked before it began to fork; None: nothing was changed."""
+    """The signals that a thread had blocked before it forked; None: nothing was changed."""
 
     mask: set[signal.Signals | int] | None = None
 

@@ -1,21 +1,22 @@
-"""The watchdog: a thread that sees to it that a rank ends when its run cannot go on, and says why.
+"""The watchdog: a thread that ends a rank whose run cannot go on, and says why.
 
 A rank whose peer is dead, or hangs, may sit in a collective for minutes, where it runs no Python:
 no signal handler and no exception helps. So a thread of its own looks once a second, and at once
 when something happens, whether
 
-- the main thread has marked progress within the time allowed (`mark`);
+- the main thread has marked progress within the time allowed (`progress.py`);
 - another rank has called the roll (`roll_call.py`);
 - the backend has found the failure of a collective, which the main thread may never be told of
   (`process_groups.py`);
-- a signal has come: `signal.set_wakeup_fd` tells the thread even while the main thread is inside a
-  collective;
+- a signal has come (`signals.py`);
 - torchrun's agent, the parent of the rank, is still alive.
 
-The roll call gives the same cause on all ranks (`cause.py`); the lowest that answers tells the log
+The roll call gives the same cause on all ranks (`cause.py`). The lowest that answers tells the log
 and the event log; then each ends, with the code that docs/recovery.md lists, and the launcher
 starts the job anew. The main thread takes part by `explain(error)`, which it calls for an exception
 that it did not expect.
+
+Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0031.
 """
 
 from __future__ import annotations
@@ -27,25 +28,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from megatron.core import issued_collectives
-from megatron.core.issued_collectives import IssuedCollectives, Outstanding
+from megatron.core.issued_collectives import IssuedCollectives
 from megatron.core.log import printable
-from megatron.training.health.cause import (
-    Record,
-    Verdict,
-    is_peer_failure,
-    place_of,
-    stack_of,
-    waits_for_others,
-)
-from megatron.training.health.events import EventLog
+from megatron.core.rank_waits import rank_wait
+from megatron.training.health.cause import Record, Verdict, is_peer_failure, place_of, stack_of
+from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import (
     ExitCode,
     ExitError,
@@ -55,7 +49,11 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.health.job_secret import Signer
-from megatron.training.health.roll_call import RollCall, StoreLostError
+from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Progress
+from megatron.training.health.rank_store import StoreLostError
+from megatron.training.health.reports import REPORT_SECONDS, Heartbeat, Reports
+from megatron.training.health.roll_call import RollCall
 from megatron.training.health.signals import SignalSocket
 from megatron.training.launch import Launch
 
@@ -63,22 +61,11 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _FIRST_TICK_SECONDS = 0.1  # until all ranks are there
-_BEAT_SECONDS = 5.0
-# A look that comes later than so many ticks after the last one was kept from it: the process was
-# stopped, or starved. The rest of the time does not count as idle, since the main thread could not
-# use it either.
-_LONGEST_WAIT_TICKS = 2.0
 _EXPLAIN_SECONDS = 10.0  # that `explain` waits for the roll call at most
 _LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the cause
-_REPORT_SECONDS = 1.0  # for a line in the log or the event log, whose disk may hang
 _FLUSH_SECONDS = 2.0
-# After a signal, an iteration that takes longer than this may be waiting for a rank that is no
-# more.
+# After a signal, an iteration that takes longer may be waiting for a rank that is dead.
 _SIGNALLED_IDLE_SECONDS = 10.0
-# Phases whose length depends on the size of the data or the state. The first iterations take long
-# too: they compile.
-_LONG_PHASES = ("start", "build", "load", "data", "save")
-_NUM_LONG_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -91,14 +78,11 @@ class Cause:
     is_own: bool  # an error of this rank's own: its traceback is worth printing
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """The main thread's last sign of progress."""
+class _Wait(NamedTuple):
+    """Whether a rank waits for others, and in what."""
 
-    phase: str = "start"
-    iteration: int = 0
-    num_marks: int = 0  # since the iteration began
-    num_steps: int = 0  # marks of the phase `step` so far
+    is_for_ranks: bool
+    text: str  # empty if nothing is known
 
 
 def _leave(status: int) -> NoReturn:
@@ -106,10 +90,8 @@ def _leave(status: int) -> NoReturn:
 
 
 class Watchdog:
-    """Watches over this rank; a context manager, entered by the main thread as soon as the process
-    group is there.
-
-    Leaving the context without an exception says that the rank has finished.
+    """Watches over this rank. A context manager, entered by the main thread as soon as the process
+    group is there; leaving it without an exception says that the rank has finished.
 
     Args:
         launch: where this process stands among the ranks.
@@ -143,40 +125,34 @@ class Watchdog:
         failed_collective: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._launch = launch
-        self._events = events
-        self._hang_timeout = hang_timeout_seconds
-        self._long_timeout = long_timeout_seconds
         self._grace = grace_seconds
         self._exit_process = exit_process
         self._tick = tick_seconds
         self._collectives = collectives
         self._find_failure = failed_collective
-        self._roll_call = RollCall(store, launch, signer or Signer(), self._report)
+        self._reports = Reports(events)
+        self._heartbeat = Heartbeat(events, self._describe)
+        self._roll_call = RollCall(store, launch, signer or Signer(), self._reports.warn)
+        self._progress = Progress(hang_timeout_seconds, long_timeout_seconds, tick_seconds)
         self._main = threading.get_ident()
         self._parent = os.getppid()
-        # Written by the main thread, read by the watchdog's; each is one assignment, so that no
-        # lock is needed.
-        self._mark = _Mark()
+
+        # Written by the main thread, read by the watchdog's, as in `Progress`:
         self._status: dict[str, object] = {}
-        self._takes_long: Callable[[], bool] = bool  # False
         self._failure: BaseException | None = None
         self._is_ending = False
+
         # The watchdog's thread alone:
-        self._seen_mark = self._mark
-        self._idle = 0.0
-        self._last_look = 0.0
-        self._took_long = False
         self._signalled: tuple[signal.Signals, float] | None = None
         self._has_asked_after_signal = False
         self._failed_collective: str | None = None
-        self._has_warned = False
         self._error_order: int | None = None
+
         # From it to the main thread:
         self._cause: Cause | None = None
         self._is_explained = threading.Event()
         self._signals = SignalSocket()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._heart = threading.Thread(target=self._beat, name="watchdog heart", daemon=True)
         self._has_ended = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -184,19 +160,14 @@ class Watchdog:
             self._roll_call.join()
         except StoreLostError as error:
             logger.warning("the watchdog cannot reach the other ranks: %s", error)
-        self._last_look = time.monotonic()
+        self._progress.start_clock()
         self._signals.install(self._is_watching)
         self._thread.start()
         if self._launch.rank == 0:
-            self._heart.start()
+            self._heartbeat.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None and self._cause is None:
             if is_foreseen(error):
                 self._say_last_words(self._record(error))
@@ -204,37 +175,32 @@ class Watchdog:
                 self.explain(error)
         elif error is None:
             self._say_last_words(None)
+
         self._is_ending = True
         self._has_ended.set()
         self._signals.wake()
-        for thread in (self._thread, self._heart):
-            if thread.ident is not None:
-                thread.join(_REPORT_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(REPORT_SECONDS)
+        self._heartbeat.stop()
         self._signals.uninstall()
         if not self._thread.is_alive():
             self._signals.close()
         self._roll_call.close()
 
-    def mark(self, phase: str, iteration: int) -> None:
-        """Progress: a phase of an iteration begins. For the main thread; costs nothing to
-        speak of.
-        """
-        last = self._mark
-        num_marks = last.num_marks + 1 if iteration == last.iteration else 0
-        self._mark = _Mark(phase, iteration, num_marks, last.num_steps + (phase == "step"))
+    def mark(self, phase: Phase, iteration: int) -> None:
+        """Progress: a phase of an iteration begins. For the main thread; costs next to nothing."""
+        self._progress.begin(phase, iteration)
 
     def takes_long_while(self, condition: Callable[[], bool]) -> None:
-        """While it answers True, `long_timeout_seconds` holds: a save that steps wait for, say.
-        Asked on any thread.
-        """
-        self._takes_long = condition
+        """While it answers True, on any thread, `long_timeout_seconds` holds: in a save, say."""
+        self._progress.takes_long = condition
 
     def status(self, **fields: object) -> None:
-        """What the heartbeat says besides; stays until it is given anew."""
+        """Adds fields to the heartbeat, where they stay until they are given anew."""
         self._status = {**self._status, **fields}
 
     def explain(self, error: BaseException) -> Cause:
-        """Whose fault an exception of the main thread is. Takes a few seconds at most.
+        """Finds the cause of an exception of the main thread. Takes a few seconds at most.
 
         The other ranks learn of it before this returns. One rank, the lowest that answers, has then
         written the cause to the log and, with the exit, to the event log. The main thread is to
@@ -247,6 +213,12 @@ class Watchdog:
                 self._cause = self._cause or self._cause_of(error, None)
         return self._cause or self._cause_of(error, None)
 
+    def _describe(self) -> Mapping[str, object]:
+        """The fields of the heartbeat."""
+        mark = self._progress.mark
+        fields = {"pid": os.getpid(), "host": socket.gethostname(), "phase": mark.phase}
+        return {**fields, "iteration": mark.iteration, **self._status}
+
     # Below, the watchdog's thread.
 
     def _is_watching(self) -> bool:
@@ -255,25 +227,28 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_ending:
             try:
-                received = self._signals.wait(
-                    self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS
-                )
+                tick = self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS
+                received = self._signals.wait(tick)
                 if not self._is_ending:
                     self._look(received)
-            except Exception as error:  # whatever it is, training is not to end by it
-                self._warn(f"the watchdog has failed, and goes on: {type(error).__name__}: {error}")
+            except Exception as error:  # whatever it is, it must not end the training
+                self._reports.warn_once(
+                    f"the watchdog has failed, and goes on: {type(error).__name__}: {error}"
+                )
 
     def _look(self, received: list[signal.Signals]) -> None:
         """One look at everything; ends the process if there is reason to."""
-        self._count_idle_time()
+        self._progress.look()
         if self._launch.is_elastic and os.getppid() != self._parent:
             self._end_orphan()
         for number in received:
             self._on_signal(number)
+
         if self._failure is not None:
             if self._cause is None:
                 self._take_part()
             return
+
         self._check_grace()
         if (
             self._is_called()
@@ -283,17 +258,8 @@ class Watchdog:
         ):
             self._take_part()
 
-    def _count_idle_time(self) -> None:
-        now = time.monotonic()
-        passed, self._last_look = now - self._last_look, now
-        took_long, self._took_long = self._took_long, self._takes_long()
-        if self._mark is self._seen_mark and (self._took_long or not took_long):
-            self._idle += min(passed, _LONGEST_WAIT_TICKS * self._tick)
-        else:
-            self._seen_mark, self._idle = self._mark, 0.0
-
     def _is_called(self) -> bool:
-        """Whether another rank calls the roll. A store that is lost is one warning."""
+        """Whether another rank calls the roll."""
         if not self._roll_call.has_peers:
             return False
         try:
@@ -305,33 +271,19 @@ class Watchdog:
             return False
 
     def _is_stuck(self) -> bool:
-        return self._is_late() and not self._is_excused(self._waits(self._collectives.oldest()))
+        return self._progress.is_late and not self._is_excused(self._wait())
 
-    def _is_late(self) -> bool:
-        """Whether the main thread has been without progress for longer than its phase may take."""
-        mark = self._seen_mark
-        if self._hang_timeout is None:
-            return False
-        is_long = mark.phase in _LONG_PHASES or mark.num_steps < _NUM_LONG_STEPS
-        limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
-        return self._idle > limit
+    def _is_excused(self, wait: _Wait) -> bool:
+        """Whether the main thread waits for what may take long, and not for another rank."""
+        return self._progress.is_excused and not wait.is_for_ranks
 
-    def _is_excused(self, waits: bool) -> bool:
-        """Whether the main thread waits for what may take long, and not for another rank as `waits`
-        says.
-        """
-        return self._took_long and self._idle <= self._long_timeout and not waits
-
-    def _waits(self, outstanding: Outstanding | None) -> bool:
-        """Whether this rank waits for others: in a collective on its device, or else by where its
-        threads stand.
-        """
+    def _wait(self) -> _Wait:
+        # The device comes first: where the host of a busy device stands says nothing.
+        outstanding = self._collectives.oldest()
         if outstanding is not None:
-            return outstanding.has_begun
-        frames = sys._current_frames()
-        watching = {self._thread.ident, self._heart.ident, self._main}
-        others = [stack_of(frame) for ident, frame in frames.items() if ident not in watching]
-        return waits_for_others(stack_of(frames.get(self._main)), others)
+            return _Wait(outstanding.has_begun, str(outstanding))
+        name = rank_wait(self._main)
+        return _Wait(name is not None, "" if name is None else f"waiting in the {name}")
 
     def _has_failed_collective(self) -> bool:
         """Whether the backend has found the failure of a collective; it is found once."""
@@ -340,30 +292,26 @@ class Watchdog:
         return self._failed_collective is not None
 
     def _may_wait_in_vain(self) -> bool:
-        """Whether this rank was signalled, perhaps since another one is dead, and has not moved
-        since; asked once.
-        """
-        if (
-            self._signalled is None
-            or self._has_asked_after_signal
-            or self._idle < _SIGNALLED_IDLE_SECONDS
-        ):
+        """Whether this rank has not moved since a signal, as if a peer were dead; asked once."""
+        is_due = self._signalled is not None and not self._has_asked_after_signal
+        if not is_due or self._progress.idle_seconds < _SIGNALLED_IDLE_SECONDS:
             return False
         self._has_asked_after_signal = True
         return True
 
     def _take_part(self) -> None:
-        """Holds a roll call. If that finds a cause the process ends, by the main thread if it
-        asked, else from here.
-        """
+        """Holds a roll call. A cause ends the process, by the main thread if it asked for it."""
         asked = self._failure
         verdict = self._roll_call.hold(self._record(asked))
         if self._is_ending:
             return
+
         if verdict is None and asked is None:
             if self._is_stuck():
-                self._idle = 0.0  # others have their reasons: the time begins anew
+                # The others have their reasons: the time begins anew.
+                self._progress.idle_seconds = 0.0
             return
+
         if verdict is not None:
             self._announce(verdict)
         error = self._failure  # it may have come in the meantime
@@ -376,106 +324,93 @@ class Watchdog:
         self._exit_process(process_status(cause.code, self._launch.is_elastic))
 
     def _cause_of(self, error: BaseException | None, verdict: Verdict | None) -> Cause:
-        """What a verdict means for this rank; without one, what its error alone says."""
+        """The cause as this rank is concerned: by the verdict, or else by its own error alone."""
         if error is not None and not is_peer_failure(error):
-            code, text = code_of(error), _in_one_line(error)
             ranks = (self._launch.rank,) if verdict is None else verdict.ranks
-            return Cause(code, ranks, text if verdict is None else verdict.text, is_own=True)
+            text = _in_one_line(error) if verdict is None else verdict.text
+            return Cause(code_of(error), ranks, text, is_own=True)
         if verdict is not None:
             return Cause(verdict.code, verdict.ranks, verdict.text, is_own=False)
-        return Cause(
-            ExitCode.LOST_RANK, (), f"another rank failed: {_in_one_line(error)}", is_own=False
-        )
+        text = f"another rank failed: {_in_one_line(error)}"
+        return Cause(ExitCode.LOST_RANK, (), text, is_own=False)
 
     def _record(self, error: BaseException | None) -> Record:
-        """What this rank says of itself."""
-        mark, main = self._mark, stack_of(sys._current_frames().get(self._main))
-        # Asked once, since the others wait for this record.
-        outstanding = self._collectives.oldest()
-        waits = self._waits(outstanding)
-        is_excused = self._is_excused(waits)
-        is_stuck = self._is_late() and not is_excused
-        is_own = error is not None and not is_peer_failure(error)
-        failed = (
-            _in_one_line(error) if error is not None and not is_own else self._failed_collective
-        )
+        """This rank's report on itself."""
+        main = stack_of(sys._current_frames().get(self._main))
+        # Asked once: it may take a second, and the others wait for this record.
+        wait = self._wait()
+        is_excused = self._is_excused(wait)
+        is_stuck = self._progress.is_late and not is_excused
+
+        # Only a failed collective may be another rank's fault.
+        failed, is_own = self._failed_collective, False
+        if error is not None:
+            is_own = not is_peer_failure(error)
+            failed = None if is_own else _in_one_line(error)
         if is_own and self._error_order is None:
             self._error_order = self._roll_call.error_order()
-        return Record(
-            rank=self._launch.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            phase=mark.phase,
-            iteration=mark.iteration,
-            num_marks=mark.num_marks,
-            idle_seconds=self._idle,
+
+        waits_in_vain = wait.is_for_ranks and self._has_asked_after_signal
+        return replace(
+            self._identity(),
+            num_marks=self._progress.mark.num_marks,
+            idle_seconds=self._progress.idle_seconds,
             is_stuck=is_stuck,
-            waits=waits,
+            waits=wait.is_for_ranks,
             is_excused=is_excused,
-            place=place_of(main) if outstanding is None else f"{place_of(main)} ({outstanding})",
+            place=f"{place_of(main)} ({wait.text})" if wait.text else place_of(main),
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
             error=_in_one_line(error) if is_own else None,
-            error_code=int(code_of(error))
-            if error is not None and is_own
-            else int(ExitCode.FAILED),
+            error_code=ExitCode.FAILED if error is None else code_of(error),
             error_order=self._error_order or 0,
-            failed_collective=None if is_own else failed,
-            needs_all=is_stuck
-            or error is not None
-            or failed is not None
-            or (waits and self._has_asked_after_signal),
+            failed_collective=failed,
+            needs_all=is_stuck or error is not None or failed is not None or waits_in_vain,
         )
+
+    def _identity(self) -> Record:
+        """A report with this rank's name and position alone."""
+        mark = self._progress.mark
+        host, pid = socket.gethostname(), os.getpid()
+        return Record(self._launch.rank, host, pid, mark.phase, mark.iteration)
 
     def _announce(self, verdict: Verdict) -> None:
         """Tells the log and the event log the cause, if it is this rank that is to."""
         if verdict.speaker != self._launch.rank:
             return
 
-        def tell() -> None:
-            logger.error("%s", verdict.text)
-            if verdict.stack:
-                logger.error(
-                    "the stack of rank %d, innermost last:\n%s", verdict.ranks[0], verdict.stack
-                )
+        texts = [verdict.text]
+        if verdict.stack:
+            texts.append(f"the stack of rank {verdict.ranks[0]}, innermost last:\n{verdict.stack}")
+        self._reports.error(*texts)
 
-        def record() -> None:
-            kind = "hang" if verdict.code is ExitCode.HANG else "lost"
-            if kind == "hang" or self._launch.world_size > 1:
-                self._events.write(kind, ranks=list(verdict.ranks), cause=verdict.text)
-            self._write_exit(verdict.run_code, verdict.run_code.name, verdict.text)
-
-        _within(_REPORT_SECONDS, tell)
-        _within(_REPORT_SECONDS, record)
+        kind = EventKind.HANG if verdict.code is ExitCode.HANG else EventKind.LOST
+        if kind is EventKind.HANG or self._launch.world_size > 1:
+            self._reports.event(kind, ranks=list(verdict.ranks), cause=verdict.text)
+        self._write_exit(verdict.run_code, verdict.run_code.name, verdict.text)
         self._roll_call.linger()
 
     def _write_exit(self, status: int, name: str, reason: str) -> None:
-        self._events.write(
-            "exit", code=int(status), name=name, reason=reason, iteration=self._seen_mark.iteration
+        iteration = self._progress.seen.iteration
+        self._reports.event(
+            EventKind.EXIT, code=int(status), name=name, reason=reason, iteration=iteration
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """A signal that schedulers end jobs with, which is often the news that another rank is
-        dead.
-        """
+        """Schedulers end jobs with these signals; often they are the news that a rank is dead."""
         if self._signalled is None:
             self._signalled = (number, time.monotonic())
-            iteration = self._seen_mark.iteration
-            _within(
-                _REPORT_SECONDS,
-                lambda: self._events.write("signal", signal=number.name, iteration=iteration),
-            )
+            iteration = self._progress.seen.iteration
+            self._reports.event(EventKind.SIGNAL, signal=number.name, iteration=iteration)
         if self._failure is not None:
             return
+
         if self._roll_call.has_peers:
             self._take_part()
         if self._signals.is_own(number):
             # Nobody else handles it: the process ends as it would have without the watchdog.
-            self._say_last_words(self._record_of_signal(number))
+            self._say_last_words(replace(self._identity(), signal=number.name))
             if self._launch.rank == 0:
-                _within(
-                    _REPORT_SECONDS,
-                    lambda: self._write_exit(128 + number, number.name, "it is not handled"),
-                )
+                self._write_exit(128 + number, number.name, "it is not handled")
             self._exit_process(128 + number)
 
     def _check_grace(self) -> None:
@@ -485,18 +420,16 @@ class Watchdog:
         number, when = self._signalled
         if time.monotonic() - when < self._grace:
             return
-        mark, saved = self._mark, self._status.get("saved_iteration")
-        is_saved = saved == mark.iteration
-        text = f"the {self._grace:g} s after {number.name} are over in iteration {mark.iteration}, {mark.phase}, "
-        text += "whose state is saved" if is_saved else "whose state was not saved"
+
+        own = self._identity()
+        is_saved = self._status.get("saved_iteration") == own.iteration
         code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
+        text = f"the {self._grace:g} s after {number.name} are over {own.when}, "
+        text += "whose state is saved" if is_saved else "whose state was not saved"
 
-        def tell() -> None:
-            logger.error("rank %d: %s", self._launch.rank, text)
-            self._write_exit(code, code.name, text)
-
-        _within(_REPORT_SECONDS, tell)
-        self._say_last_words(self._record_of_signal(number))
+        self._reports.error(f"rank {self._launch.rank}: {text}")
+        self._write_exit(code, code.name, text)
+        self._say_last_words(replace(own, signal=number.name))
         self._exit_process(process_status(code, self._launch.is_elastic))
 
     def _end_orphan(self) -> NoReturn:
@@ -505,52 +438,18 @@ class Watchdog:
         self._say_last_words(self._record(ExitError(ExitCode.LOST_RANK, text)))
         self._roll_call.call()
 
-        def tell() -> None:
-            logger.error("rank %d ends, since %s", rank, text)
-            self._events.write("lost", ranks=[rank], cause=f"rank {rank}: {text}")
-
-        _within(_REPORT_SECONDS, tell)
+        self._reports.error(f"rank {rank} ends, since {text}")
+        self._reports.event(EventKind.LOST, ranks=[rank], cause=f"rank {rank}: {text}")
         self._exit_process(int(ExitCode.LOST_RANK))
-
-    def _record_of_signal(self, number: signal.Signals) -> Record:
-        mark = self._seen_mark
-        return Record(
-            self._launch.rank, socket.gethostname(), os.getpid(), mark.phase, mark.iteration, signal=number.name
-        )  # fmt: skip
 
     def _say_last_words(self, record: Record | None) -> None:
         """Leaves word in the store that this rank ends, and why; None: it has finished."""
         if not self._roll_call.has_peers:
             return
         try:
-            self._roll_call.leave(None if record is None else _last(record))
+            self._roll_call.leave(None if record is None else replace(record, has_left=True))
         except StoreLostError as error:
             logger.debug("could not leave word: %s", error)
-
-    def _beat(self) -> None:
-        """Rank 0's heartbeat, in a thread of its own, since a disk may hang."""
-        is_last = False
-        while True:
-            mark = self._mark
-            fields: dict[str, Any] = {"iteration": mark.iteration, **self._status}
-            self._events.beat(
-                pid=os.getpid(), host=socket.gethostname(), phase=mark.phase, **fields
-            )
-            if is_last:
-                return
-            is_last = self._has_ended.wait(_BEAT_SECONDS)
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._report(text)
-
-    def _report(self, text: str) -> None:
-        _within(_REPORT_SECONDS, lambda: logger.warning("%s", text))
-
-
-def _last(record: Record) -> Record:
-    return Record(**{**record.to_json(), "has_left": True})
 
 
 def _in_one_line(error: BaseException | None) -> str:
@@ -560,12 +459,3 @@ def _in_one_line(error: BaseException | None) -> str:
     name = "" if isinstance(error, ExitError) else type(error).__name__
     # It may quote a file, or a name in one.
     return printable(": ".join(part for part in (name, text) if part), 1000)
-
-
-def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Does something that may hang, a line in a log say, whose lock a stuck thread may hold; waits
-    only so long.
-    """
-    thread = threading.Thread(target=work, name="watchdog report", daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -16,6 +16,7 @@ from megatron.core import issued_collectives
 from megatron.core.device import Device
 from megatron.core.issued_collectives import IssuedCollectives, Outstanding, issuing
 from megatron.core.lanes import Event, ThreadEvent
+from megatron.core.rank_waits import rank_wait
 
 
 class HandMoved(Device):
@@ -182,11 +183,11 @@ def test_a_run_of_any_length_keeps_a_bounded_number_of_records(device):
     collectives._records.clear()
 
 
-def test_collectives_of_the_cpu_leave_no_record():
-    """There they block, and the stack shows it."""
+def test_collectives_of_the_cpu_leave_no_record_but_state_that_the_thread_waits():
     before = len(issued_collectives.OF_THIS_PROCESS._records)
     with issuing("all-reduce", torch.ones(1)):
-        pass
+        assert rank_wait(threading.get_ident()) == "all-reduce"
+    assert rank_wait(threading.get_ident()) is None
     assert len(issued_collectives.OF_THIS_PROCESS._records) == before
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.issued_collectives import issuing
-from megatron.core.rank_waits import waits_for_ranks
+from megatron.core.rank_waits import waiting_for_ranks
 
 # torch 2.13 renamed them and warns about the old names; torch 2.11 has only those.
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -103,17 +103,15 @@ def all_gather(
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
-    _finish(works)
+    _finish(works, f"all-gather of {out.numel()} elements")
 
 
-@waits_for_ranks
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
     """All-reduces a small tensor in place, by sum or, element by element, by maximum."""
     with issuing(f"all-reduce of {tensor.numel()} elements", tensor):
         dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
 
 
-@waits_for_ranks
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Overwrites `tensor` with the one of the group's first rank."""
     with issuing(f"broadcast of {tensor.numel()} elements", tensor):
@@ -200,7 +198,7 @@ def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
         for received, peer in zip(theirs, others, strict=True)
     ]
     works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
-    _finish(works)
+    _finish(works, "exchange of notes")
 
     for received, peer in zip(theirs, others, strict=True):
         if not torch.equal(received, own):
@@ -268,13 +266,14 @@ def _exchange_and_add(
         for peer in others
     ]
 
+    name = f"reduce-scatter of {out.numel() * len(parts)} elements"
     for number, begin in enumerate(begins):
-        _finish(works)
+        _finish(works, name)
         works = receive(number + 1)
         size = min(length, out.numel() - begin)
         own = parts[rank][begin : begin + size]
         _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
-    _finish(sends)
+    _finish(sends, name)
 
 
 def _reduce_scatter_with_backend(
@@ -316,8 +315,9 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
             result.copy_(total)
 
 
-@waits_for_ranks
-def _finish(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+def _finish(works: Sequence[dist.Work | None], name: str) -> None:
+    """Waits until messages have been exchanged; `name` completes "waiting in the ..."."""
+    with waiting_for_ranks(name):
+        for work in works:
+            if work is not None:
+                work.wait()

@@ -24,7 +24,6 @@ from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event
-from megatron.core.rank_waits import waits_for_ranks
 
 # Numbers contexts, alike on all ranks: notes of different contexts must differ.
 _numbers = itertools.count()
@@ -337,7 +336,6 @@ class FsdpContext:
 
     # Agreement
 
-    @waits_for_ranks
     def check_agreement(self, process_group: dist.ProcessGroup | None = None) -> None:
         """RuntimeError, on all ranks, unless all have issued the same collectives, of the same
         gradients.
@@ -393,7 +391,6 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@waits_for_ranks
 def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
     """ValueError unless ranks along axes that do not cut main weights hold the same ones."""
     axes = {

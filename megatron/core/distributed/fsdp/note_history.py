@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.issued_collectives import issuing
-from megatron.core.rank_waits import waits_for_ranks
 
 # A number of this size survives a sum in fp64, where the other ranks contribute zeros.
 _DIGEST_BYTES = 6
@@ -54,7 +53,6 @@ class NoteHistory:
         """A number below 2^48, the same for the same notes and most likely for no others."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    @waits_for_ranks
     def first_difference(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> list[tuple[int, ...]]:

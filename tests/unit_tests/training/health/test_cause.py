@@ -1,39 +1,15 @@
 from __future__ import annotations
 
-import ast
 import itertools
 import json
-import os
-import queue
-import re
-import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.distributed.fsdp import collectives
-from megatron.core.mesh import build_mesh
-from megatron.core.optimizer.clip_grads import global_grad_norm
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
-from megatron.core.rank_waits import waits_for_ranks
-from megatron.training import pretrain, step
-from megatron.training.health import cause
 from megatron.training.health.cause import (
     Absent,
     Frame,
@@ -43,14 +19,10 @@ from megatron.training.health.cause import (
     find_cause,
     is_peer_failure,
     place_of,
-    stack_of,
-    waits_for_others,
 )
 from megatron.training.health.exits import ExitCode
-from megatron.training.launch import Launch
-from tests.ranks import run_ranks
+from megatron.training.health.phases import Phase
 
-ROOT = Path(__file__).resolve().parents[4]
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."
 )
@@ -61,7 +33,9 @@ LATE = (
 
 
 def rank(number: int, **fields: object) -> Record:
-    return replace(Record(number, "host", 100 + number, "agree", 17, 2, 0.1, waits=True), **fields)
+    return replace(
+        Record(number, "host", 100 + number, Phase.AGREE, 17, 2, 0.1, waits=True), **fields
+    )
 
 
 def stuck(number: int, **fields: object) -> Record:
@@ -76,7 +50,7 @@ def absent(number: int, silence: Silence) -> Absent:
     return Absent(number, silence, "host", 100 + number)
 
 
-OWN = rank(2, phase="forward", error="ValueError: boom", error_order=1, waits=False)
+OWN = rank(2, phase=Phase.FORWARD, error="ValueError: boom", error_order=1, waits=False)
 CASES = [
     # records, absent, code, ranks, text
     (
@@ -171,7 +145,7 @@ CASES = [
         ),
     ),
     (  # all wait, and one has got less far
-        [stuck(0), stuck(1, num_marks=1, phase="backward", place="b"), stuck(2)],
+        [stuck(0), stuck(1, num_marks=1, phase=Phase.BACKWARD, place="b"), stuck(2)],
         [],
         (
             ExitCode.HANG,
@@ -330,166 +304,10 @@ def test_other_errors_are_a_ranks_own(error):
     assert not is_peer_failure(error)
 
 
-def _stack_in(function) -> tuple[Frame, ...]:
-    """The stack of a thread that has been inside `function` for a moment."""
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    time.sleep(0.2)
-    return stack_of(sys._current_frames()[thread.ident])
-
-
 COLLECTIVE = (
     Frame("/x/megatron/a.py", 1, "f"),
     Frame("/y/torch/distributed/distributed_c10d.py", 2, "all_reduce"),
 )
-
-
-def test_a_thread_that_waits_for_another_waits_for_other_ranks_only_if_that_one_does():
-    waiting = _stack_in(lambda: threading.Event().wait(5.0))
-    working = _stack_in(lambda: time.sleep(5.0))
-    assert waits_for_others(waiting, [working, COLLECTIVE])
-    assert not waits_for_others(waiting, [working])
-    assert not waits_for_others(working, [COLLECTIVE])
-    assert waits_for_others(COLLECTIVE, [])
-    assert not waits_for_others((), [COLLECTIVE])
-
-
-def test_a_function_that_is_marked_waits_for_other_ranks_where_it_is_the_innermost_frame():
-    reader, writer = os.pipe()
-
-    def compute() -> None:
-        os.read(reader, 1)
-
-    @waits_for_ranks
-    def agree(function=lambda: os.read(reader, 1)) -> None:
-        function()
-
-    @waits_for_ranks
-    def read_result() -> None:
-        os.read(reader, 1)
-
-    assert waits_for_others(_stack_in(read_result), [])
-    assert not waits_for_others(_stack_in(compute), [])
-    assert not waits_for_others(_stack_in(agree), []), (
-        "it computes, in a function that it has called"
-    )
-    os.write(writer, b"123")
-
-
-def test_only_plain_functions_can_be_marked():
-    with pytest.raises(TypeError, match="Expected a plain function to mark, got"):
-        waits_for_ranks(staticmethod(_stack_in))
-
-
-def _is_collective(node: ast.AST) -> bool:
-    """Whether this is a call of a collective, `dist.all_reduce(...)` say, that returns when it is
-    done.
-    """
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "dist"
-        and re.match(r"all_|broadcast|reduce|gather|scatter|barrier|send|recv", node.func.attr)
-        is not None
-    )
-
-
-def test_every_function_that_calls_a_collective_is_marked_since_on_a_gpu_it_may_wait_there_itself():
-    found = {
-        f"{path.relative_to(ROOT)}: {function.name}": [
-            ast.unparse(d) for d in function.decorator_list
-        ]
-        for path in sorted((ROOT / "megatron").rglob("*.py"))
-        if "dist." in path.read_text()
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef) and any(map(_is_collective, ast.walk(function)))
-    }
-    assert len(found) >= 7
-    assert [name for name, marks in found.items() if marks[-1:] != ["waits_for_ranks"]] == []
-
-
-def test_the_files_that_a_stack_is_searched_for_exist_in_this_version_of_torch_and_python():
-    packages = Path(torch.__file__).parents[1]
-    roots = [packages, packages / "torch/cuda", Path(threading.__file__).parent]
-    for name in (*cause._COLLECTIVE_FILES, *cause._COLLECTIVE_LEAVES, *cause._THREAD_WAITS):
-        assert any((root / name[1:]).is_file() for root in roots), name
-    assert "_engine_run_backward" in vars(torch.autograd.graph), (
-        "where a backward waits for its threads"
-    )
-
-
-def _norm(mesh: DeviceMesh) -> None:
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
-    parameter.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-    global_grad_norm([parameter])
-
-
-def _ways_to_wait(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
-    """A call of each function in which a rank waits for others, by the function's name."""
-    group, loss = mesh.get_group(), torch.ones((), dtype=torch.float64)
-    own, whole = torch.ones(2), torch.ones(4)
-    how = collectives.Reduction(is_average=False)
-    return {
-        "all_gather": lambda: collectives.all_gather(torch.empty(4), own, group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(torch.empty(2), whole, group, how),
-        "all_reduce": lambda: collectives.all_reduce(torch.empty(4), whole, group, how),
-        "compare_notes": lambda: collectives.compare_notes([1], group),
-        "_agree": lambda: step._agree(loss, [], [0.0], mesh),
-        "_ranks_with_bad_loss": lambda: step._ranks_with_bad_loss(loss, mesh),
-        "_sum_over_ranks": lambda: step._sum_over_ranks(loss, mesh),
-        "check_memory_on_all_ranks": lambda: check_memory_on_all_ranks([], 1, mesh),
-        "_agreed_restart_count": lambda: pretrain._agreed_restart_count(Launch(), Device("cpu")),
-        "on_first_rank": lambda: on_first_rank(lambda: None, "looking"),
-        "on_all_ranks": lambda: on_all_ranks(lambda: None),
-        "global_grad_norm": lambda: _norm(mesh),
-        "barrier": dist.barrier,
-        "wait_tensor": lambda: wait_tensor(all_gather_tensor(own, 0, group)),
-    }
-
-
-def _ways_that_show() -> list[str]:
-    """Rank 0 goes each way alone, and rank 1 follows once rank 0's stack is that of a rank that
-    waits there.
-    """
-    mesh, store, seen = build_mesh("cpu", 2), _get_default_store(), []
-    main = threading.get_ident()
-
-    def look(name: str) -> None:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            stack = stack_of(sys._current_frames()[main])
-            if waits_for_others(stack, []) and name in [frame.function for frame in stack]:
-                seen.append(name)
-                store.set(f"{name} shows", "")
-                return
-            time.sleep(0.002)
-
-    for name, enter in _ways_to_wait(mesh).items():
-        if dist.get_rank() == 0:
-            looking = threading.Thread(target=look, args=(name,))
-            looking.start()
-            enter()
-            looking.join()
-        else:
-            store.wait([f"{name} shows"], timedelta(seconds=20))
-            store.delete_key(f"{name} shows")
-            enter()
-    return seen
-
-
-def test_a_rank_inside_any_collective_of_the_project_shows_as_one_that_waits():
-    seen, _ = run_ranks(2, _ways_that_show)
-    assert len(seen) == 14
-
-
-def test_a_batch_that_does_not_come_is_no_wait_for_other_ranks():
-    batches: queue.Queue[None] = queue.Queue()
-    reader, writer = os.pipe()
-    waiting = _stack_in(batches.get)
-    reading = _stack_in(lambda: os.read(reader, 1))
-    assert not waits_for_others(waiting, [reading])
-    batches.put(None)
-    os.write(writer, b"1")
 
 
 def test_a_place_is_named_without_the_folders_of_a_machine():
@@ -501,7 +319,7 @@ def test_a_place_is_named_without_the_folders_of_a_machine():
     assert place_of(()) == "an unknown place"
 
 
-SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase="step")
+SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase=Phase.STEP)
 
 
 @pytest.mark.parametrize(

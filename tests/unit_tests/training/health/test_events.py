@@ -14,6 +14,7 @@ import pytest
 from megatron.training.health.events import (
     EVENTS_FILE,
     HEARTBEAT_FILE,
+    EventKind,
     EventLog,
     read_events,
     read_heartbeat,
@@ -30,8 +31,8 @@ def shown(caplog, monkeypatch):
 
 def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
     events = EventLog(tmp_path / "run", rank=3, restart=2, clock=lambda: 1e9 + 0.25)
-    events.write("resume", iteration=7, checkpoint=None, seconds=0.1 + 0.2)
-    events.write("start", command=("a", "b"))
+    events.write(EventKind.RESUME, iteration=7, checkpoint=None, seconds=0.1 + 0.2)
+    events.write(EventKind.START, command=("a", "b"))
     assert read_events(tmp_path / "run") == [
         {
             "time": 1e9 + 0.25,
@@ -47,7 +48,7 @@ def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
 
 
 def test_fields_may_be_called_like_the_parameters(tmp_path):
-    EventLog(tmp_path).write("set_aside", kind="x", name="iter_0000001.ab.damaged", self=1)
+    EventLog(tmp_path).write(EventKind.SET_ASIDE, kind="x", name="iter_0000001.ab.damaged", self=1)
     (event,) = read_events(tmp_path)
     assert (event["event"], event["kind"], event["name"]) == (
         "set_aside",
@@ -58,7 +59,7 @@ def test_fields_may_be_called_like_the_parameters(tmp_path):
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     events = EventLog(tmp_path, clock=lambda: 1.0)
-    events.write("skip", grad_norm=math.nan)
+    events.write(EventKind.SKIP, grad_norm=math.nan)
     events.beat(loss=math.inf)
     lines = (tmp_path / EVENTS_FILE).read_text(), (tmp_path / HEARTBEAT_FILE).read_text()
     assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
@@ -70,17 +71,17 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
     monkeypatch.chdir(tmp_path)
     events = EventLog(None)
-    events.write("start")
+    events.write(EventKind.START)
     events.beat()
     assert list(tmp_path.iterdir()) == []
     assert shown.records == []
 
 
 def test_a_run_that_is_started_again_goes_on_with_the_file_after_a_torn_line(tmp_path):
-    EventLog(tmp_path).write("start")
+    EventLog(tmp_path).write(EventKind.START)
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 17.0, "event": "save_b')
-    EventLog(tmp_path, restart=1).write("start")
+    EventLog(tmp_path, restart=1).write(EventKind.START)
     assert [(event["event"], event["restart"]) for event in read_events(tmp_path)] == [
         ("start", 0),
         ("start", 1),
@@ -143,7 +144,7 @@ def test_a_disk_that_is_full_is_one_warning_and_no_end(tmp_path, monkeypatch, sh
     monkeypatch.setattr(os, "write", full_disk)
     monkeypatch.setattr(Path, "replace", full_disk)
     for _ in range(3):
-        events.write("start")
+        events.write(EventKind.START)
         events.beat(iteration=1)
     (line,) = shown.messages
     assert line.startswith(
@@ -151,7 +152,7 @@ def test_a_disk_that_is_full_is_one_warning_and_no_end(tmp_path, monkeypatch, sh
     )
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
     monkeypatch.undo()
-    events.write("exit")
+    events.write(EventKind.EXIT)
     assert [event["event"] for event in read_events(tmp_path)] == ["exit"], "it is tried again"
 
 
@@ -164,7 +165,7 @@ def test_a_heartbeat_that_fails_leaves_no_file_behind(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_is_one_warning(tmp_path, shown):
     (tmp_path / "run").write_text("a file in the folder's place")
     events = EventLog(tmp_path / "run")
-    events.write("start")
+    events.write(EventKind.START)
     events.beat()
     assert len(shown.messages) == 1
 
@@ -178,7 +179,7 @@ def test_whatever_is_wrong_with_the_fields_does_not_raise(tmp_path, shown):
     loop.append(loop)
     events = EventLog(tmp_path)
     for value in (Unprintable(), loop, {(1, 2): 3}):
-        events.write("start", value=value)
+        events.write(EventKind.START, value=value)
         events.beat(value=value)
     assert read_events(tmp_path) == []
     assert len(shown.messages) == 1
@@ -193,10 +194,12 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path, monkeypat
         signal.raise_signal(signal.SIGUSR1)
         return write(descriptor, line)
 
-    previous = signal.signal(signal.SIGUSR1, lambda *_: events.write("signal", signal="SIGUSR1"))
+    previous = signal.signal(
+        signal.SIGUSR1, lambda *_: events.write(EventKind.SIGNAL, signal="SIGUSR1")
+    )
     try:
         monkeypatch.setattr(os, "write", interrupted)
-        events.write("start")
+        events.write(EventKind.START)
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert [event["event"] for event in read_events(tmp_path)] == ["signal", "start"]
@@ -208,8 +211,8 @@ def test_an_event_log_that_is_a_link_is_one_warning_and_the_run_goes_on(tmp_path
     (tmp_path / EVENTS_FILE).symlink_to(target)
     (tmp_path / HEARTBEAT_FILE).symlink_to(target)
     events = EventLog(tmp_path)
-    events.write("step", iteration=1)
-    events.write("step", iteration=2)
+    events.write(EventKind.STEP, iteration=1)
+    events.write(EventKind.STEP, iteration=2)
     events.beat(iteration=2)
     assert target.read_text() == "theirs"
     assert read_heartbeat(tmp_path)["iteration"] == 2, "the link has been replaced, not followed"

@@ -30,6 +30,7 @@ from megatron.training.health.inject import (
     check_paths,
     looks_like_production,
 )
+from megatron.training.health.phases import Phase
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -173,7 +174,7 @@ def test_a_rank_is_killed_once_at_the_beginning_of_its_phase_and_in_no_other(
 
 
 def test_a_phase_of_the_start_without_an_iteration_is_any_start(tmp_path, struck):
-    injections(tmp_path, "hang:at=data,restart=1", restart=1).at("data", 40)
+    injections(tmp_path, "hang:at=data,restart=1", restart=1).at(Phase.DATA, 40)
     assert struck == ["hang"]
     assert told(tmp_path) == [("hang:at=data,restart=1", "data", 40)]
 
@@ -183,14 +184,14 @@ def test_a_phase_of_the_start_without_an_iteration_is_any_start(tmp_path, struck
 )
 def test_a_fault_strikes_in_its_restart_alone(tmp_path, struck, key, strikes):
     for restart in range(3):
-        injections(tmp_path, f"kill:step=1{key}", restart=restart).at("forward", 1)
+        injections(tmp_path, f"kill:step=1{key}", restart=restart).at(Phase.FORWARD, 1)
     assert [event["restart"] for event in read_events(tmp_path)] == strikes
     assert struck == [KILLED] * len(strikes)
 
 
 def test_any_rank_is_every_rank(tmp_path, struck):
     for rank in range(3):
-        injections(tmp_path, "kill:rank=any,step=1", rank=rank).at("forward", 1)
+        injections(tmp_path, "kill:rank=any,step=1", rank=rank).at(Phase.FORWARD, 1)
     assert [event["rank"] for event in read_events(tmp_path)] == [0, 1, 2]
     assert len(struck) == 3
 
@@ -206,9 +207,9 @@ def test_a_delay_strikes_from_a_thread_in_the_middle_of_what_follows(tmp_path, m
     monkeypatch.setattr(inject.os, "kill", kill)
     spec = "kill:step=1,at=step,delay=0.05"
     doomed = injections(tmp_path, spec)
-    doomed.at("step", 1)
+    doomed.at(Phase.STEP, 1)
     assert not has_struck.is_set()
-    doomed.at("batch", 2)
+    doomed.at(Phase.BATCH, 2)
     assert has_struck.wait(10)
     assert threads != [threading.main_thread()]
     assert told(tmp_path) == [(spec, "batch", 2)]
@@ -217,7 +218,7 @@ def test_a_delay_strikes_from_a_thread_in_the_middle_of_what_follows(tmp_path, m
 def test_a_slow_rank_sleeps_once_in_every_iteration_from_the_first_on(tmp_path, struck):
     slow = injections(tmp_path, "slow:step=2,seconds=0.5,at=backward")
     for iteration in (1, 2, 3):
-        for phase in ("forward", "backward", "forward", "backward"):
+        for phase in (Phase.FORWARD, Phase.BACKWARD) * 2:
             slow.at(phase, iteration)
     assert struck == ["sleep 0.5"] * 2
     assert told(tmp_path) == [("slow:step=2,seconds=0.5,at=backward", "backward", 2)], (
@@ -228,7 +229,7 @@ def test_a_slow_rank_sleeps_once_in_every_iteration_from_the_first_on(tmp_path, 
 def test_a_slow_rank_may_be_slow_for_so_many_iterations(tmp_path, struck):
     slow = injections(tmp_path, "slow:step=2,seconds=0.5,times=2")
     for iteration in range(1, 7):
-        slow.at("forward", iteration)
+        slow.at(Phase.FORWARD, iteration)
     assert struck == ["sleep 0.5"] * 2
 
 
@@ -237,7 +238,7 @@ def test_several_faults_are_each_their_own(tmp_path, struck):
         tmp_path, "slow:step=1,seconds=0.5,times=1", "kill:step=2", "kill:step=2,at=save"
     )
     for iteration in (1, 2):
-        both.at("forward", iteration)
+        both.at(Phase.FORWARD, iteration)
     assert struck == ["sleep 0.5", KILLED]
 
 
@@ -248,8 +249,9 @@ PROGRAM = (
     "import sys\n"
     "from megatron.training.health.events import EventLog\n"
     "from megatron.training.health.inject import InjectConfig, Injections\n"
+    "from megatron.training.health.phases import Phase\n"
     "config = InjectConfig((sys.argv[2],))\n"
-    "Injections(config, rank=0, restart=0, events=EventLog(sys.argv[1])).at('forward', 1)\n"
+    "Injections(config, rank=0, restart=0, events=EventLog(sys.argv[1])).at(Phase.FORWARD, 1)\n"
 )
 
 

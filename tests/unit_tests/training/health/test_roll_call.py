@@ -14,16 +14,20 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megatron.training.health import roll_call
+from megatron.training.health import member as member_module
+from megatron.training.health import rank_store
 from megatron.training.health.cause import Record, Silence, Verdict
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.job_secret import Signer
-from megatron.training.health.roll_call import BoundedStore, Member, RollCall, StoreLostError
+from megatron.training.health.member import Member
+from megatron.training.health.phases import Phase
+from megatron.training.health.rank_store import BoundedStore, StoreLostError
+from megatron.training.health.roll_call import RollCall
 from megatron.training.launch import Launch
 
 
 def well(rank: int) -> Record:
-    return Record(rank, "host", 100 + rank, "agree", 3, waits=True)
+    return Record(rank, "host", 100 + rank, Phase.AGREE, 3, waits=True)
 
 
 def stuck(rank: int, **fields: object) -> Record:
@@ -173,7 +177,7 @@ class BrokenStore:
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_store_that_fails_or_never_answers_is_given_up_at_once(monkeypatch, blocks):
-    monkeypatch.setattr(roll_call, "_STORE_SECONDS", 0.2)
+    monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
     broken = BrokenStore(blocks)
     store = BoundedStore(broken)
     begin = time.monotonic()
@@ -218,7 +222,7 @@ def test_a_process_is_told_from_a_later_one_of_its_pid():
     with subprocess.Popen(["sleep", "100"]) as process:
         own = Member.of_this_process()
         assert own.silence() is Silence.SILENT
-        born = roll_call._stat(process.pid)[1]
+        born = member_module._stat(process.pid)[1]
         member = Member("host", process.pid, "machine", born)
         assert member.silence() is Silence.SILENT
         assert replace(member, birth="1").silence() is Silence.GONE
@@ -364,8 +368,8 @@ def test_a_roll_call_is_not_called_backwards(store):
     ("field", "value"),
     [
         ("rank", "0"), ("rank", True), ("iteration", 10**30), ("idle_seconds", math.inf),
-        ("waits", 1), ("host", None), ("error", ["a"]), ("error_code", 42),
-        ("of a later version", 1), ("stack", {"a": 1}),
+        ("waits", 1), ("host", None), ("phase", "lunch"), ("phase", 3), ("error", ["a"]),
+        ("error_code", 42), ("of a later version", 1), ("stack", {"a": 1}),
     ],
 )  # fmt: skip
 def test_words_of_another_type_are_refused(field, value):

@@ -33,6 +33,7 @@ from megatron.core import log
 from megatron.core.device import Device
 from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
+from megatron.training.health import progress as progress_module
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.cause import Silence
 from megatron.training.health.events import EventLog, read_events, read_heartbeat
@@ -44,6 +45,7 @@ from megatron.training.health.exits import (
     is_foreseen,
     process_status,
 )
+from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 
@@ -85,12 +87,12 @@ class Rank:
         """
         tensor = torch.ones(1000)
         for iteration in range(1, iterations + 1):
-            self.watchdog.mark("forward", iteration)
+            self.watchdog.mark(Phase.FORWARD, iteration)
             if iteration == at:
                 fault()
-            self.watchdog.mark("agree", iteration)
+            self.watchdog.mark(Phase.AGREE, iteration)
             dist.all_reduce(tensor)
-            self.watchdog.mark("step", iteration)
+            self.watchdog.mark(Phase.STEP, iteration)
             if iteration >= at:
                 time.sleep(0.01)  # leaves the cores to others
 
@@ -442,7 +444,7 @@ def test_of_ranks_that_wait_the_one_that_is_behind_is_named(start):
         def fall_behind() -> None:
             rank.ready()
             if rank.rank == 0:
-                rank.watchdog.mark("agree", 3)
+                rank.watchdog.mark(Phase.AGREE, 3)
             dist.recv(torch.ones(1), 1 - rank.rank)
 
         rank.train(fall_behind)
@@ -487,7 +489,7 @@ def standing_in_no_collective(states: dict[int, int]) -> Body:
     """
 
     def body(rank: Rank) -> None:
-        rank.watchdog.mark("forward", 3)
+        rank.watchdog.mark(Phase.FORWARD, 3)
         if rank.rank in states:
             device_at(rank, states[rank.rank])
         rank.ready()
@@ -618,7 +620,7 @@ def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(
 ):
     def body(rank: Rank) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        rank.watchdog.mark("forward", 7)
+        rank.watchdog.mark(Phase.FORWARD, 7)
         rank.ready()
         in_c()
 
@@ -639,7 +641,7 @@ def test_a_signal_to_all_ranks_that_finish_in_time_is_no_alarm(start):
         signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         rank.ready()
         while not received:
-            rank.watchdog.mark("forward", 1)
+            rank.watchdog.mark(Phase.FORWARD, 1)
             time.sleep(0.01)
         time.sleep(0.3)  # saves
 
@@ -692,7 +694,7 @@ def test_a_rank_may_finish_long_before_the_others(start, is_elastic):
         if rank.rank == 1:
             signal.signal(signal.SIGUSR1, lambda *_: None)
             while rank.watchdog._roll_call._members[0].silence() is not Silence.GONE:
-                rank.watchdog.mark("evaluate", 5)
+                rank.watchdog.mark(Phase.EVALUATE, 5)
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGUSR1)  # so that the roll is called
             time.sleep(0.5)
@@ -708,16 +710,16 @@ def test_building_loading_and_the_first_iterations_may_take_longer_than_the_time
     def body(rank: Rank) -> None:
         time.sleep(0.7)
         for phase, iteration in (
-            ("build", 0),
-            ("load", 0),
-            ("data", 20),
-            ("forward", 21),
-            ("step", 21),
+            (Phase.BUILD, 0),
+            (Phase.LOAD, 0),
+            (Phase.DATA, 20),
+            (Phase.FORWARD, 21),
+            (Phase.STEP, 21),
         ):
             rank.watchdog.mark(phase, iteration)
             time.sleep(0.7)
         rank.train(lambda: None, iterations=5)
-        rank.watchdog.mark("save", 5)
+        rank.watchdog.mark(Phase.SAVE, 5)
         time.sleep(1.0)
 
     job = start(body, hang_timeout_seconds=0.3, tick_seconds=0.1)
@@ -727,7 +729,7 @@ def test_building_loading_and_the_first_iterations_may_take_longer_than_the_time
 
 def test_a_start_that_takes_even_longer_is_a_hang(start):
     def body(rank: Rank) -> None:
-        rank.watchdog.mark("data", 0)
+        rank.watchdog.mark(Phase.DATA, 0)
         dist.barrier() if rank.rank == 0 else forever()
 
     job = start(body, hang_timeout_seconds=0.5, long_timeout_seconds=TIMEOUT)
@@ -746,20 +748,20 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
         hang_timeout_seconds=5.0,
         tick_seconds=1.0,
     )
-    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watchdog._last_look = now[0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watchdog._progress.start_clock()
 
     def look(seconds: float) -> float:
         now[0] += seconds
-        watchdog._count_idle_time()
-        return watchdog._idle
+        watchdog._progress.look()
+        return watchdog._progress.idle_seconds
 
     for iteration in (1, 2):
-        watchdog.mark("step", iteration)
+        watchdog.mark(Phase.STEP, iteration)
     assert [look(1.0), look(1.0), look(1.0)] == [0.0, 1.0, 2.0]
     assert look(3600.0) == 4.0
     assert not watchdog._is_stuck()
-    watchdog.mark("step", 3)
+    watchdog.mark(Phase.STEP, 3)
     assert [look(1.0), *(look(1.5) for _ in range(3)), watchdog._is_stuck()] == [
         0.0,
         1.5,
@@ -769,7 +771,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     ]
     assert look(1.0) == 5.5
     assert watchdog._is_stuck()
-    watchdog.mark("save", 3)
+    watchdog.mark(Phase.SAVE, 3)
     assert look(1.0) == 0.0
     assert [look(2.0) for _ in range(290)][-1] == 580.0
     assert not watchdog._is_stuck(), "a save may take longer"
@@ -782,11 +784,11 @@ def test_a_step_that_waits_for_a_slow_save_is_no_hang_for_those_either_that_wait
         rank.train(lambda: None, iterations=5)
         is_saving = rank.rank == 0
         rank.watchdog.takes_long_while(lambda: is_saving)
-        rank.watchdog.mark("step", 6)
+        rank.watchdog.mark(Phase.STEP, 6)
         if is_saving:
             time.sleep(3.0)
             is_saving = False
-        rank.watchdog.mark("agree", 7)
+        rank.watchdog.mark(Phase.AGREE, 7)
         dist.barrier()
         rank.train(lambda: None, iterations=3)
 
@@ -815,7 +817,7 @@ def test_slow_iterations_are_no_hang(start):
 
     def body(rank: Rank) -> None:
         for iteration in range(1, 8):
-            rank.watchdog.mark("step", iteration)
+            rank.watchdog.mark(Phase.STEP, iteration)
             time.sleep(0.3)
             dist.barrier()
 
@@ -871,7 +873,7 @@ def test_a_watchdog_that_is_let_go_of_leaves_nothing_behind():
 def test_rank_0_beats_and_says_where_it_is(start):
     def body(rank: Rank) -> None:
         rank.watchdog.status(loss=2.5, train_iters=100)
-        rank.watchdog.mark("forward", 7)
+        rank.watchdog.mark(Phase.FORWARD, 7)
         rank.ready()
 
     job = start(body)
@@ -893,20 +895,21 @@ from megatron.core.device import Device
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitError, code_of, exit_process
 from megatron.training.launch import Launch, process_group
+from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 
 how, folder, timeout = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def train(launch, watchdog):
     for iteration in range(1, 30):
-        watchdog.mark("forward", iteration)
+        watchdog.mark(Phase.FORWARD, iteration)
         if (launch.restart_count, launch.rank, iteration) == (0, 1, 20):
             print(f"strike {time.time()}", flush=True)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1e6)
         dist.all_reduce(torch.ones(10))
-        watchdog.mark("step", iteration)
+        watchdog.mark(Phase.STEP, iteration)
         time.sleep(0.05)
 
 def main():
@@ -915,8 +918,9 @@ def main():
     with process_group(launch, Device("cpu"), 1.0):
         store = dist.distributed_c10d._get_default_store()
         events = EventLog(folder, rank=launch.rank, restart=launch.restart_count)
-        watching = dict(launch=launch, store=store, events=events, hang_timeout_seconds=timeout)
-        with Watchdog(**watching) as watchdog:
+        with Watchdog(
+            launch=launch, store=store, events=events, hang_timeout_seconds=timeout
+        ) as watchdog:
             try:
                 train(launch, watchdog)
             except Exception as error:

@@ -53,7 +53,7 @@ class _Drill:
             hang_timeout_seconds=_STILL_SECONDS,
             long_timeout_seconds=_STILL_SECONDS,
         )
-        self._watchdog._idle = 2 * _STILL_SECONDS
+        self._watchdog._progress.idle_seconds = 2 * _STILL_SECONDS
 
     def run(self, way: Callable[[], object], then: Callable[[], object] = lambda: None) -> Record:
         """What the watchdog says while the main thread stands still. `then` is done once both

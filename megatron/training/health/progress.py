@@ -1,0 +1,89 @@
+"""How far the main thread has got, and for how long it has made no progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.training.health.phases import Phase
+
+# A look that comes later than so many ticks after the last one was kept from it: the process was
+# stopped, or starved. The rest of the time does not count as idle, since the main thread could not
+# use it either.
+_LONGEST_WAIT_TICKS = 2.0
+_NUM_LONG_STEPS = 2  # the first iterations compile
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The main thread's last sign of progress."""
+
+    phase: Phase = Phase.START
+    iteration: int = 0
+    num_marks: int = 0  # since the iteration began
+    num_steps: int = 0  # marks of the phase STEP so far
+
+
+class Progress:
+    """The main thread marks its phases, and the watchdog's thread counts the time since.
+
+    Args:
+        hang_timeout_seconds: that a phase may take; None: as long as it takes.
+        long_timeout_seconds: in its place, if longer, for phases that may take long.
+        tick_seconds: between two looks of the watchdog's thread.
+    """
+
+    def __init__(
+        self, hang_timeout_seconds: float | None, long_timeout_seconds: float, tick_seconds: float
+    ) -> None:
+        self._hang_timeout = hang_timeout_seconds
+        self._long_timeout = long_timeout_seconds
+        self._tick = tick_seconds
+        # Written by the main thread, and read by the watchdog's. Each is one assignment, so no lock
+        # is needed.
+        self.mark = Mark()
+        self.takes_long: Callable[[], bool] = bool  # False
+
+        # The watchdog's thread alone:
+        self.seen = self.mark
+        self.idle_seconds = 0.0
+        self._took_long = False
+        self._last_look = 0.0
+
+    def begin(self, phase: Phase, iteration: int) -> None:
+        """For the main thread: a phase begins."""
+        last = self.mark
+        num_marks = last.num_marks + 1 if iteration == last.iteration else 0
+        num_steps = last.num_steps + (phase is Phase.STEP)
+        self.mark = Mark(phase, iteration, num_marks, num_steps)
+
+    def start_clock(self) -> None:
+        """Begins to count: the time before is not idle time."""
+        self._last_look = time.monotonic()
+
+    def look(self) -> None:
+        """Counts the time since the last look, unless the main thread has moved since."""
+        now = time.monotonic()
+        passed, self._last_look = now - self._last_look, now
+        took_long, self._took_long = self._took_long, self.takes_long()
+
+        # The time allowed begins anew when what took long is over.
+        if self.mark is self.seen and (self._took_long or not took_long):
+            self.idle_seconds += min(passed, _LONGEST_WAIT_TICKS * self._tick)
+        else:
+            self.seen, self.idle_seconds = self.mark, 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the phase has taken longer than it may."""
+        if self._hang_timeout is None:
+            return False
+        is_long = self.seen.phase.is_long or self.seen.num_steps < _NUM_LONG_STEPS
+        limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
+        return self.idle_seconds > limit
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether what may take long is under way, and has not taken too long yet."""
+        return self._took_long and self.idle_seconds <= self._long_timeout
