@@ -464,7 +464,7 @@ def _load_frozen(root: str, setting: Setting) -> tuple[list[str], list[float], s
 )
 def test_frozen_weights_are_saved_without_states(tmp_path, saving, loading):
     losses = run_ranks(2, _save_frozen, str(tmp_path), saving)[0]
-    keys = open_checkpoint(str(tmp_path)).keys()
+    keys = open_checkpoint(str(tmp_path)).metadata.state_dict_metadata
     assert "model.embedding.word_embeddings.weight" in keys
     assert "model.decoder.layers.0.mlp.up.weight" in keys
     assert not [
