@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.cpu_offloading.host_arrays import check_memory_on_all_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +29,7 @@ from megatron.core.distributed.fsdp import collectives
 from megatron.core.lanes import ThreadEvent, ThreadLane
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.clip_grads import global_grad_norm
+from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.rank_waits import rank_wait, waiting_for_ranks, waiting_for_thread
 from megatron.training import pretrain, step
 from megatron.training.launch import Launch
