@@ -4,6 +4,7 @@ for deliveries.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.policy import OffloadPolicy
+from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.sim
@@ -157,3 +160,37 @@ def test_a_pending_delivery_holds_up_neither_the_kernels_before_it_nor_the_gathe
     strategy,
 ):
     assert run_ranks(2, _waits_for_a_delivery, strategy, device="sim") == [([True], True)] * 2
+
+
+def _replicas_in_host_memory() -> dict[str, object]:
+    """What programs do with a replicated parameter whose main weight is in host memory."""
+    model, _ = shard("no_shard")
+    weight = model[0].weight
+    before = weight.detach().to_local().cpu().clone()
+    HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1)
+
+    values = {
+        "detach": weight.detach(),
+        "view_as": weight.view_as(weight).detach(),
+        "state_dict": model.state_dict()["0.weight"],
+        "clone": weight.detach().clone(),
+        "deepcopy": copy.deepcopy(weight).detach(),
+    }
+    same = {name: torch.equal(local_tensor(value), before) for name, value in values.items()}
+    devices = {name: local_tensor(value).device.type for name, value in values.items()}
+    with torch.no_grad():
+        returned = weight.add_(1.0)
+    return {
+        "same": set(same.values()),
+        "devices": set(devices.values()),
+        "in place": returned is weight and torch.equal(local_tensor(weight), before + 1),
+        "says": weight.device.type,
+        "views": local_tensor(values["detach"]).data_ptr() == local_tensor(weight).data_ptr(),
+    }
+
+
+def test_a_replicated_parameter_in_host_memory_is_looked_at_and_copied_as_any_other():
+    expected = {
+        "same": {True}, "devices": {"cpu"}, "in place": True, "says": "sim", "views": True,
+    }  # fmt: skip
+    assert run_ranks(2, _replicas_in_host_memory, device="sim") == [expected] * 2

@@ -77,6 +77,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.uneven_operators",
         "megatron.core.distributed.fsdp.uneven_dtensor",
         "megatron.core.distributed.fsdp.aliases",
+        "megatron.core.distributed.fsdp.replica",
         "megatron.core.distributed.fsdp.dbuffer",
         "megatron.core.distributed.fsdp.weight_buffers",
     ],

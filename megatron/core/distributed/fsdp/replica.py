@@ -1,0 +1,75 @@
+"""`ReplicaDTensor`: a replicated parameter whose data may be in host memory.
+
+Main weights that an optimizer keeps in host memory have their gradients on the device, and torch
+accepts gradients only on the device that a parameter says it is on. So the parameter says the
+device, while its local tensor is elsewhere.
+
+DTensor's operators would give a view of such a parameter the parameter's own storage, and torch
+refuses to give a tensor on one device a storage on another. So operators run on a DTensor that says
+where the data is. (`UnevenDTensor` has operators of its own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from megatron.core.distributed.fsdp.aliases import dtensor_over
+
+
+class ReplicaDTensor(DTensor):
+    """A DTensor without a shard. Operators return plain DTensors, on the device of the data."""
+
+    @classmethod
+    def over(cls, other: DTensor, device: torch.device) -> ReplicaDTensor:
+        """The parameter `other` without a gradient, over the same memory.
+
+        Args:
+            device: where it says it is.
+        """
+        placeholder = torch.empty(0, dtype=other.dtype, device=device)
+        replica = cls(placeholder, other._spec, requires_grad=False)
+        replica._local_tensor = other._local_tensor
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        # The default asks `clone` for this very class.
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+
+        copied: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        stand_ins: dict[int, tuple[ReplicaDTensor, DTensor]] = {}
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, ReplicaDTensor):
+                return value
+            if id(value) not in stand_ins:
+                stand_ins[id(value)] = value, dtensor_over(value._local_tensor, value._spec)
+            return stand_ins[id(value)][1]
+
+        result = func(*tree_map(stand_in, args), **tree_map(stand_in, dict(kwargs or {})))
+        if func is torch.ops.aten.detach.default:
+            # `nn.Parameter` asks for the same class.
+            return cls.over(result, args[0].device)
+
+        # An operator that writes to a tensor returns that very tensor.
+        originals = {id(plain): own for own, plain in stand_ins.values()}
+        return tree_map(lambda value: originals.get(id(value), value), result)
