@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.sim
 
@@ -84,7 +84,8 @@ def _hello(peer: int) -> None:
         work.wait()
 
 
-def _missing_peer() -> None:
+@on_ranks(2, device="sim")
+def test_a_collective_whose_peer_is_late_holds_up_the_stream_and_not_the_host() -> None:
     import tests.simulated_accelerator.device as sim
 
     rank, stream = dist.get_rank(), torch.accelerator.current_stream()
@@ -102,10 +103,6 @@ def _missing_peer() -> None:
         _hello(0)
         dist.all_reduce(value)
     torch.accelerator.synchronize()
-
-
-def test_a_collective_whose_peer_is_late_holds_up_the_stream_and_not_the_host():
-    run_ranks(2, _missing_peer, device="sim")
 
 
 def _issued_on_two_streams() -> list[float]:
@@ -129,7 +126,8 @@ def test_collectives_of_a_group_keep_their_order_whichever_streams_they_are_issu
     assert run_ranks(2, _issued_on_two_streams, device="sim") == [[0.0, 2.0]] * 2
 
 
-def _async_collective() -> None:
+@on_ranks(2, device="sim")
+def test_an_async_collective_runs_beside_the_current_stream_until_somebody_waits() -> None:
     import tests.simulated_accelerator.device as sim
 
     current = torch.accelerator.current_stream()
@@ -147,10 +145,6 @@ def _async_collective() -> None:
         assert value.tolist() == [4.0] * 3
         work.wait()
         assert value.tolist() == [8.0] * 3
-
-
-def test_an_async_collective_runs_beside_the_current_stream_until_somebody_waits():
-    run_ranks(2, _async_collective, device="sim")
 
 
 def _groups_of_a_mesh() -> list[list[float]]:

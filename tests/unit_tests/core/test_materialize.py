@@ -16,7 +16,7 @@ from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SEED = 1234
 
@@ -165,7 +165,8 @@ def test_a_parameter_shared_on_meta_stays_shared() -> None:
     assert torch.equal(model[1].weight, alone[0].weight)
 
 
-def _shared_parameters_stay_shared_when_sharded() -> None:
+@on_ranks(2)
+def test_a_parameter_shared_on_meta_stays_shared_when_sharded() -> None:
     plain, model = _tied(), _tied()
     fully_shard(model, mesh=DeviceMesh("cpu", list(range(dist.get_world_size()))))
     for each in (plain, model):
@@ -179,11 +180,8 @@ def _shared_parameters_stay_shared_when_sharded() -> None:
     torch.testing.assert_close(model(x), plain(x))
 
 
-def test_a_parameter_shared_on_meta_stays_shared_when_sharded() -> None:
-    run_ranks(2, _shared_parameters_stay_shared_when_sharded)
-
-
-def _shards_equal_the_plain_model() -> None:
+@on_ranks(3)
+def test_sharded_weights_are_bit_equal_to_the_plain_models_on_1_2_and_3_ranks() -> None:
     world_size = dist.get_world_size()
     plain = _gpt()
     materialize(plain, "cpu", SEED)
@@ -202,7 +200,3 @@ def _shards_equal_the_plain_model() -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} on {mesh}"
-
-
-def test_sharded_weights_are_bit_equal_to_the_plain_models_on_1_2_and_3_ranks() -> None:
-    run_ranks(3, _shards_equal_the_plain_model)

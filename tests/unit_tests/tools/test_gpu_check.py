@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.simulated_accelerator import build
 from tools.gpu_check import __main__ as command_line
 from tools.gpu_check import verdict
@@ -430,11 +430,8 @@ def test_a_family_of_other_bits_and_a_step_that_waits_twice_are_failures(tmp_pat
     assert findings.num_failed == 4
 
 
-def test_gloo_takes_the_place_of_nccl_with_the_same_sums():
-    run_ranks(2, _collectives_of_gloo)
-
-
-def _collectives_of_gloo() -> None:
+@on_ranks(2)
+def test_gloo_takes_the_place_of_nccl_with_the_same_sums() -> None:
     from megatron.core.distributed.fsdp import collectives
     from tools.gpu_check.ranks import use_gloo_on_device
 

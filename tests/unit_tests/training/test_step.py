@@ -25,7 +25,7 @@ from megatron.training import step as step_module
 from megatron.training.arguments import parse_config
 from megatron.training.engines import build_engine
 from megatron.training.step import ForwardStep, StepResult, evaluate, train_step
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -221,21 +221,6 @@ def steps_of_one_run(
     return found, [parameter.detach().clone() for parameter in model.parameters()], seen.largest
 
 
-def _scaled_and_not(settings: dict[str, Any], clip_grad: float) -> None:
-    expected, weights, largest = steps_of_one_run(settings, clip_grad, None)
-    found, own_weights, scaled_largest = steps_of_one_run(settings, clip_grad, 2.0**20)
-    assert scaled_largest == largest * 2.0**20 > 0, "gradients were scaled"
-    assert [dataclasses.replace(outcome, loss_scale=None) for outcome in found] == expected
-    assert [outcome.loss_scale for outcome in found] == [2.0**20] * 3
-    assert {outcome.loss_scale for outcome in expected} == {None}
-    assert all(not outcome.is_skipped and outcome.num_zeros is not None for outcome in found)
-    assert all(torch.equal(*pair) for pair in zip(own_weights, weights, strict=True))
-    start = list(make_model().parameters())
-    assert not any(torch.equal(*pair) for pair in zip(weights, start, strict=True)), (
-        "steps change all weights"
-    )
-
-
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
 @pytest.mark.parametrize(
     "settings",
@@ -248,8 +233,22 @@ def _scaled_and_not(settings: dict[str, Any], clip_grad: float) -> None:
     ],
     ids=str,
 )
-def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(settings, clip_grad):
-    run_ranks(1, _scaled_and_not, settings, clip_grad)
+@on_ranks(1)
+def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(
+    settings: dict[str, Any], clip_grad: float
+) -> None:
+    expected, weights, largest = steps_of_one_run(settings, clip_grad, None)
+    found, own_weights, scaled_largest = steps_of_one_run(settings, clip_grad, 2.0**20)
+    assert scaled_largest == largest * 2.0**20 > 0, "gradients were scaled"
+    assert [dataclasses.replace(outcome, loss_scale=None) for outcome in found] == expected
+    assert [outcome.loss_scale for outcome in found] == [2.0**20] * 3
+    assert {outcome.loss_scale for outcome in expected} == {None}
+    assert all(not outcome.is_skipped and outcome.num_zeros is not None for outcome in found)
+    assert all(torch.equal(*pair) for pair in zip(own_weights, weights, strict=True))
+    start = list(make_model().parameters())
+    assert not any(torch.equal(*pair) for pair in zip(weights, start, strict=True)), (
+        "steps change all weights"
+    )
 
 
 def _overflow(

@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.distributed.megatron_fsdp import microbatch_of, shard_model
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_hybrid_mesh, build_mesh
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -41,7 +41,8 @@ def sharded(config: DataParallelConfig, compute_dtype: torch.dtype = torch.float
     return model
 
 
-def _units_and_weights() -> None:
+@on_ranks(2)
+def test_layers_and_the_rest_are_sharded_and_get_the_weights_of_the_unsharded_model() -> None:
     model = sharded(DataParallelConfig(), torch.bfloat16)
     assert [isinstance(module, FsdpModule) for module in (model, *model.layers, model.head)] == [
         True
@@ -62,11 +63,12 @@ def _units_and_weights() -> None:
     assert not names
 
 
-def test_layers_and_the_rest_are_sharded_and_get_the_weights_of_the_unsharded_model():
-    run_ranks(2, _units_and_weights)
-
-
-def _hybrid(outer: str, expected: list) -> None:
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [("no_shard", [Replicate, UnevenShard]), ("optim", [UnevenShard, UnevenShard])],
+)
+@on_ranks(4)
+def test_instances_make_a_mesh_of_two_axes(outer: str, expected: list) -> None:
     config = DataParallelConfig(
         num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer
     )
@@ -75,25 +77,14 @@ def _hybrid(outer: str, expected: list) -> None:
     assert [type(placement) for placement in parameter.placements] == expected
 
 
-@pytest.mark.parametrize(
-    ("outer", "expected"),
-    [("no_shard", [Replicate, UnevenShard]), ("optim", [UnevenShard, UnevenShard])],
-)
-def test_instances_make_a_mesh_of_two_axes(outer, expected):
-    run_ranks(4, _hybrid, outer, expected)
-
-
-def _scope() -> None:
+@on_ranks(1)
+def test_a_microbatchs_scope_reaches_the_context_and_does_nothing_for_other_engines() -> None:
     model = sharded(DataParallelConfig())
     with microbatch_of(model, is_last=False):
         assert not model.context.is_last_microbatch
     assert model.context.is_last_microbatch
     with microbatch_of(Model(), is_last=False):
         pass
-
-
-def test_a_microbatchs_scope_reaches_the_context_and_does_nothing_for_other_engines():
-    run_ranks(1, _scope)
 
 
 def test_instances_that_do_not_divide_the_ranks_are_refused():

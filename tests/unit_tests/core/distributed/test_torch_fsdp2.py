@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.distributed.units import sharding_units
 from megatron.core.mesh import build_mesh
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Layer(nn.Module):
@@ -109,7 +109,8 @@ def test_a_layers_weights_are_freed_after_its_forward_unless_told_otherwise():
     assert run_ranks(2, _weights_after_forward, False) == [True, True]
 
 
-def _two_axes() -> None:
+@on_ranks(1)
+def test_a_mesh_of_two_axes_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected a mesh with one axis, got 2 axes"):
         shard_model(
             make_model(),
@@ -117,7 +118,3 @@ def _two_axes() -> None:
             compute_dtype=torch.float32,
             reshard_after_forward=True,
         )
-
-
-def test_a_mesh_of_two_axes_is_refused():
-    run_ranks(1, _two_axes)

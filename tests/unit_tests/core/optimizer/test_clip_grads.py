@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import (
     squared_norm,
 )
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,16 +119,13 @@ def test_a_rank_without_any_gradient_takes_part_in_the_sum_of_those_that_have_so
     assert run_ranks(2, _norm_where_only_one_rank_has_gradients) == [5.0, 5.0]
 
 
-def _partial_gradient() -> None:
+@on_ranks(1)
+def test_a_gradient_that_is_not_yet_reduced_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     made.grad = DTensor.from_local(torch.zeros(2), mesh, [Partial()])
     with pytest.raises(NotImplementedError, match="sharded or replicated"):
         global_grad_norm([made])
-
-
-def test_a_gradient_that_is_not_yet_reduced_is_refused():
-    run_ranks(1, _partial_gradient)
 
 
 # Zeros

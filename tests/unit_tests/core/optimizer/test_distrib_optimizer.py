@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 OFFLOAD = {"optimizer_cpu_offload": True}
 
@@ -287,14 +287,11 @@ def _steps(settings: dict[str, Any], is_planned: bool) -> list[torch.Tensor]:
     return weights(model)
 
 
-def _same_bits(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", PLANNED, ids=str)
+@on_ranks(2)
+def test_a_step_that_was_planned_ahead_gives_the_same_bits(settings: dict[str, Any]) -> None:
     pairs = zip(_steps(settings, is_planned=True), _steps(settings, is_planned=False), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-
-
-@pytest.mark.parametrize("settings", PLANNED, ids=str)
-def test_a_step_that_was_planned_ahead_gives_the_same_bits(settings):
-    run_ranks(2, _same_bits, settings)
 
 
 @pytest.mark.parametrize("settings", PLANNED, ids=str)

@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 F32, BF16, F16, F8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DIM = 6
@@ -723,7 +723,8 @@ def test_a_copy_from_before_the_first_step_has_all_settings_of_its_own():
     assert not optimizer.adam_w_mode
 
 
-def _copy_of_sharded() -> None:
+@on_ranks(1)
+def test_an_optimizer_over_fully_sharded_parameters_refuses_to_be_copied() -> None:
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters())
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -731,10 +732,6 @@ def _copy_of_sharded() -> None:
             TypeError, match=r"Expected state_dict\(\) to be used, got an attempt to copy or pickle"
         ):
             copying(optimizer)
-
-
-def test_an_optimizer_over_fully_sharded_parameters_refuses_to_be_copied():
-    run_ranks(1, _copy_of_sharded)
 
 
 def test_hooks_of_state_dicts_see_values_and_may_change_them():
@@ -819,7 +816,12 @@ def assert_states_are_distributed_as_parameters(
             assert tensor.dtype == local_tensor(tensor).dtype
 
 
-def _every_moment(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": F8, "exp_avg_sq_dtype": BF16}], ids=str)
+@pytest.mark.parametrize("kind", ["Shard", "Shard(1)", "Replicate", "FSDP2"])
+@on_ranks(2)
+def test_states_of_dtensors_are_dtensors_like_them_at_every_moment(
+    kind: str, options: dict[str, Any]
+) -> None:
     owned, whole = dtensor_parameters(kind)
     references = [nn.Parameter(value.clone()) for value in whole]
     optimizer = FusedAdam(owned, lr=0.1, **options)
@@ -852,12 +854,6 @@ def _every_moment(kind: str, options: dict[str, Any]) -> None:
     assert plain(fresh.state_dict()) == plain(saved)
 
 
-@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": F8, "exp_avg_sq_dtype": BF16}], ids=str)
-@pytest.mark.parametrize("kind", ["Shard", "Shard(1)", "Replicate", "FSDP2"])
-def test_states_of_dtensors_are_dtensors_like_them_at_every_moment(kind, options):
-    run_ranks(2, _every_moment, kind, options)
-
-
 def _empty_shards() -> list[int]:
     owned, _ = dtensor_parameters("Shard")
     return [local_tensor(parameter).numel() for parameter in owned]
@@ -869,7 +865,8 @@ def test_those_parameters_include_uneven_and_empty_shards():
     assert [numels[2] for numels in sizes] == [4, 0]
 
 
-def _ends_in_empty_shards() -> None:
+@on_ranks(2)
+def test_a_group_whose_last_shard_is_empty_advances_every_step() -> None:
     torch.manual_seed(0)
     owned = [
         nn.Parameter(distribute_tensor(torch.randn(rows, 3), line(), [Shard(0)])) for rows in (4, 1)
@@ -885,11 +882,8 @@ def _ends_in_empty_shards() -> None:
         assert local_tensor(parameter).numel() == 0 or not torch.equal(local_tensor(parameter), old)
 
 
-def test_a_group_whose_last_shard_is_empty_advances_every_step():
-    run_ranks(2, _ends_in_empty_shards)
-
-
-def _two_axes() -> None:
+@on_ranks(4)
+def test_states_of_parameters_that_two_axes_cut_are_cut_by_both() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = nn.Linear(DIM, 2 * DIM, bias=False)
     module.weight = nn.Parameter(
@@ -908,11 +902,8 @@ def _two_axes() -> None:
     assert not torch.equal(local_tensor(own), before)
 
 
-def test_states_of_parameters_that_two_axes_cut_are_cut_by_both():
-    run_ranks(4, _two_axes)
-
-
-def _parity() -> None:
+@on_ranks(2)
+def test_gradients_and_states_that_are_distributed_otherwise_are_refused() -> None:
     owned, whole = dtensor_parameters("Shard")
     optimizer = FusedAdam(owned[:1], use_decoupled_grad=True)
     owned[0].decoupled_grad = torch.zeros(8, 4)
@@ -933,10 +924,6 @@ def _parity() -> None:
         match="Expected exp_avg of parameter 0 with a DTensor as its parameter has, got a",
     ):
         optimizer.load_state_dict(saved)
-
-
-def test_gradients_and_states_that_are_distributed_otherwise_are_refused():
-    run_ranks(2, _parity)
 
 
 # Parameters of fully_shard
@@ -1028,7 +1015,8 @@ class Many(nn.Module):
         return sum(x @ weight.t() for weight in self.weights)
 
 
-def _long_passes() -> None:
+@on_ranks(2)
+def test_the_states_of_a_group_are_one_buffer_and_its_step_is_one_pass() -> None:
     model = Many()
     with fully_shard_context("cpu"):
         fully_shard(model, line(), Placements.for_strategy("optim_grads_params"))
@@ -1054,11 +1042,8 @@ def _long_passes() -> None:
     assert [number for number in seen if number] == [1]
 
 
-def test_the_states_of_a_group_are_one_buffer_and_its_step_is_one_pass():
-    run_ranks(2, _long_passes)
-
-
-def _bf16_gradients() -> None:
+@on_ranks(2)
+def test_bf16_gradients_of_fp32_main_weights_are_read_as_they_are() -> None:
     model, _ = sharded(dtype=BF16, main_grads_dtype=BF16)
     optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True)
     before = [local_tensor(parameter).clone() for parameter in model.parameters()]
@@ -1075,11 +1060,8 @@ def _bf16_gradients() -> None:
         assert torch.equal(local_tensor(parameter), twin)
 
 
-def test_bf16_gradients_of_fp32_main_weights_are_read_as_they_are():
-    run_ranks(2, _bf16_gradients)
-
-
-def _on_host() -> None:
+@on_ranks(2)
+def test_compute_weights_follow_main_weights_on_the_host_that_are_stepped_there() -> None:
     model, reference = Stack(), Stack()
     with fully_shard_context("cpu"):
         fully_shard(
@@ -1099,11 +1081,8 @@ def _on_host() -> None:
     assert torch.equal(model(next(batches(9))), reference(next(batches(9))))
 
 
-def test_compute_weights_follow_main_weights_on_the_host_that_are_stepped_there():
-    run_ranks(2, _on_host)
-
-
-def _partial() -> None:
+@on_ranks(2)
+def test_partial_gradients_are_refused() -> None:
     model, context = sharded("optim")
     optimizer = FusedAdam(model.parameters())
     with microbatch(context, is_last=False):
@@ -1116,10 +1095,6 @@ def _partial() -> None:
     assert [weights for weights, _ in snapshot(optimizer)[0]] == [weights for weights, _ in before]
     backward(model, 1)
     optimizer.step()
-
-
-def test_partial_gradients_are_refused():
-    run_ranks(2, _partial)
 
 
 # Checkpoints
@@ -1149,7 +1124,8 @@ def test_a_checkpoint_from_before_the_first_step_has_no_step_in_it(tmp_path):
     run_ranks(2, _before_first_step, str(tmp_path / "checkpoint"))
 
 
-def _between_backward_and_step() -> None:
+@on_ranks(2)
+def test_states_are_there_to_be_saved_between_the_first_backward_and_the_first_step() -> None:
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters())
     backward(model, 0)
@@ -1164,11 +1140,9 @@ def _between_backward_and_step() -> None:
     assert {state["step"].item() for state in saved.values()} == {0}
 
 
-def test_states_are_there_to_be_saved_between_the_first_backward_and_the_first_step():
-    run_ranks(2, _between_backward_and_step)
-
-
-def _torch_helpers(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": F8, "exp_avg_sq_dtype": BF16}], ids=str)
+@on_ranks(2)
+def test_the_state_dict_helpers_of_torch_work(options: dict[str, Any]) -> None:
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters(), **options)
     backward(model, 0)
@@ -1181,11 +1155,6 @@ def _torch_helpers(options: dict[str, Any]) -> None:
     assert plain(get_state_dict(other, fresh)[1]["state"]) == plain(states["state"])
     assert fresh.param_groups[0]["lr"] == 1e-3
     assert_states_are_distributed_as_parameters(fresh)
-
-
-@pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": F8, "exp_avg_sq_dtype": BF16}], ids=str)
-def test_the_state_dict_helpers_of_torch_work(options):
-    run_ranks(2, _torch_helpers, options)
 
 
 # A plan that has gone stale.

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_memory import StateBytes, format_state_memory, state_memory
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
 SGD = torch.optim.SGD
@@ -67,7 +67,19 @@ def host_bytes(table: dict[str, StateBytes]) -> int:
     return sum(row.host for row in table.values())
 
 
-def _offloaded(settings: dict[str, Any], main_grads: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("settings", "main_grads"),
+    [
+        ({}, BF16),
+        ({}, torch.float32),
+        ({"pin_cpu_grads": False}, BF16),
+        ({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16),
+    ],
+)
+@on_ranks(2)
+def test_the_hosts_column_is_the_offloaded_optimizers_memory_to_the_byte(
+    settings: dict[str, Any], main_grads: torch.dtype
+) -> None:
     for fraction in (1.0, 0.4, 0.0):
         model = grouped(main_grads=main_grads)
         optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **settings)
@@ -85,20 +97,8 @@ def _offloaded(settings: dict[str, Any], main_grads: torch.dtype) -> None:
         assert state_memory(model, optimizer) == table, "all of it is there from the start"
 
 
-@pytest.mark.parametrize(
-    ("settings", "main_grads"),
-    [
-        ({}, BF16),
-        ({}, torch.float32),
-        ({"pin_cpu_grads": False}, BF16),
-        ({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16),
-    ],
-)
-def test_the_hosts_column_is_the_offloaded_optimizers_memory_to_the_byte(settings, main_grads):
-    run_ranks(2, _offloaded, settings, main_grads)
-
-
-def _rows() -> None:
+@on_ranks(2)
+def test_weights_on_their_way_up_have_a_row_where_they_have_memory() -> None:
     model = grouped(main_grads=torch.float32)
     table = state_memory(model, HybridDeviceOptimizer(model.parameters(), 1.0))
     assert list(table) == [
@@ -116,11 +116,8 @@ def _rows() -> None:
     assert table["compute weights"] == (2 * sum(HALVES), 0)
 
 
-def test_weights_on_their_way_up_have_a_row_where_they_have_memory():
-    run_ranks(2, _rows)
-
-
-def _other_class() -> None:
+@on_ranks(2)
+def test_states_of_other_classes_count_beside_once_there_are_any() -> None:
     model = grouped()
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, SGD, SGD, lr=0.1, momentum=0.9)
     before = state_memory(model, optimizer)
@@ -134,11 +131,8 @@ def _other_class() -> None:
     assert host_bytes(after) == optimizer.host_bytes + 4 * numel
 
 
-def test_states_of_other_classes_count_beside_once_there_are_any():
-    run_ranks(2, _other_class)
-
-
-def _on_device() -> None:
+@on_ranks(2)
+def test_groups_count_their_buffers_and_shared_memory_once() -> None:
     total = sum(HALVES)
     model = grouped()
     optimizer = FusedAdam(model.parameters())
@@ -155,10 +149,6 @@ def _on_device() -> None:
         "compute weights": (4 * total, 0),
         "gradients": (4 * total, 0),
     }, "weights that are both count once"
-
-
-def test_groups_count_their_buffers_and_shared_memory_once():
-    run_ranks(2, _on_device)
 
 
 def test_plain_parameters_count_their_gradients_before_there_are_any():
@@ -191,7 +181,8 @@ def test_plain_parameters_on_the_host_leave_compute_weights_behind():
     assert host_bytes(table) == optimizer.host_bytes
 
 
-def _fsdp2() -> None:
+@on_ranks(2)
+def test_shards_of_fsdp2_are_main_weights_unless_the_host_has_these() -> None:
     for fraction in (0.0, 1.0):
         model = Uneven(torch.float32)
         for module in (*model.layers, model.head, model):
@@ -204,10 +195,6 @@ def _fsdp2() -> None:
         assert nbytes > 0
         assert table[weights].device == nbytes
         assert host_bytes(table) == optimizer.host_bytes
-
-
-def test_shards_of_fsdp2_are_main_weights_unless_the_host_has_these():
-    run_ranks(2, _fsdp2)
 
 
 def test_the_table_is_aligned_and_adds_up():

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class TwoLayers(nn.Module):
@@ -209,7 +209,9 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path, engine):
     run_ranks(2, _saved_before_the_first_step, str(tmp_path / "checkpoint"), engine)
 
 
-def _states_are_dtensors(engine: str) -> None:
+@pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
+@on_ranks(2)
+def test_nothing_is_gathered_or_copied(engine: str) -> None:
     model, optimizer = build(engine, seed=0)
     flat = flatten(DCPState(model, optimizer).state_dict())
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -222,8 +224,3 @@ def _states_are_dtensors(engine: str) -> None:
     assert (
         tensors["model.layers.0.weight"].to_local().data_ptr() == model_weight.to_local().data_ptr()
     )
-
-
-@pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
-def test_nothing_is_gathered_or_copied(engine):
-    run_ranks(2, _states_are_dtensors, engine)

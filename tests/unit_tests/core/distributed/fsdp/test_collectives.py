@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import collectives
 from megatron.core.distributed.fsdp.collectives import Reduction
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +88,8 @@ def test_all_reduce_gives_every_rank_the_same_bits(world_size, numel, is_average
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def _narrowed() -> None:
+@on_ranks(2)
+def test_fp32_parts_may_be_rounded_once_to_bf16_and_stay_as_they_are() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = values(rank, size * 10, torch.float32)
     before = whole.clone()
@@ -97,10 +98,6 @@ def _narrowed() -> None:
     assert torch.equal(whole, before)
     collectives.reduce_scatter(exact, whole, dist.group.WORLD, Reduction(True))
     assert torch.equal(out, exact.bfloat16())
-
-
-def test_fp32_parts_may_be_rounded_once_to_bf16_and_stay_as_they_are():
-    run_ranks(2, _narrowed)
 
 
 def _large_halves(dtype: torch.dtype) -> list[float]:
@@ -115,7 +112,8 @@ def test_an_average_of_fp16_does_not_overflow_on_the_way():
     assert run_ranks(2, _large_halves, torch.float16) == [[40000.0] * 6] * 2
 
 
-def _mistakes() -> None:
+@on_ranks(2)
+def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     whole = torch.zeros(6)
     wrong_place = whole.chunk(2)[1 - rank]
@@ -133,11 +131,8 @@ def _mistakes() -> None:
         collectives.reduce_scatter(torch.zeros(4), whole, group, Reduction(False))
 
 
-def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent():
-    run_ranks(2, _mistakes)
-
-
-def _other_messages() -> None:
+@on_ranks(2)
+def test_other_messages_on_the_group_are_not_mixed_up_with_the_parts() -> None:
     """A point-to-point message of somebody else is under way on the same group and of the same
     size.
     """
@@ -152,11 +147,12 @@ def _other_messages() -> None:
     assert torch.equal(received, foreign)
 
 
-def test_other_messages_on_the_group_are_not_mixed_up_with_the_parts():
-    run_ranks(2, _other_messages)
-
-
-def _pieces(accumulates: bool, divisor: float) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+@on_ranks(3)
+def test_long_parts_are_exchanged_piece_by_piece_and_may_be_added_to_what_is_there(
+    accumulates: bool, divisor: float
+) -> None:
     """Parts of several pieces, the last of them shorter, over fp32 sums of their own pieces."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = 2 * collectives._PIECE_NUMEL + 77
@@ -170,14 +166,6 @@ def _pieces(accumulates: bool, divisor: float) -> None:
         total += wholes[peer].chunk(size)[rank].float()
     total /= size * divisor
     assert torch.equal(out, total + 3.0 if accumulates else total)
-
-
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("divisor", [1.0, 4.0])
-def test_long_parts_are_exchanged_piece_by_piece_and_may_be_added_to_what_is_there(
-    accumulates, divisor
-):
-    run_ranks(3, _pieces, accumulates, divisor)
 
 
 def _accumulated_all_reduce(dtype: torch.dtype) -> torch.Tensor:
@@ -197,15 +185,12 @@ def test_an_all_reduce_may_be_added_to_another_tensor_of_another_dtype(dtype):
         assert result.tolist() == [4.0] * 6
 
 
-def _uneven_all_reduce() -> None:
+@on_ranks(2)
+def test_an_all_reduce_that_cannot_be_shared_out_is_refused() -> None:
     with pytest.raises(ValueError, match="same length, a multiple of 2, got 7 for 7"):
         collectives.all_reduce(
             torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False)
         )
-
-
-def test_an_all_reduce_that_cannot_be_shared_out_is_refused():
-    run_ranks(2, _uneven_all_reduce)
 
 
 def _different_notes() -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.lanes import Event
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DIM = 8
 NUM_LAYERS = 3
@@ -319,7 +319,8 @@ def test_where_every_microbatch_counts_as_a_last_one_every_one_is_reduced_over_a
     assert_alike(run_ranks(_num_ranks(name), _sends_unscoped, name))
 
 
-def _sends_notes() -> None:
+@on_ranks(2)
+def test_where_there_is_nothing_to_reduce_only_a_note_goes_out() -> None:
     """A whole layer that is not used, or frozen: its ranks tell each other that there is nothing to
     reduce.
     """
@@ -338,11 +339,8 @@ def _sends_notes() -> None:
     assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes * (NUM_LAYERS - 1) + NOTE_BYTES
 
 
-def test_where_there_is_nothing_to_reduce_only_a_note_goes_out():
-    run_ranks(2, _sends_notes)
-
-
-def _sees() -> None:
+@on_ranks(2)
+def test_whatever_goes_out_is_seen() -> None:
     """That nothing was seen means something: what these tests look with sees what goes out beside
     the engine.
     """
@@ -358,7 +356,3 @@ def _sees() -> None:
     with watched(trained.context, trained.mesh) as traffic:
         trained.model[0].weight.sum().full_tensor()
     assert traffic.thread.operations == {"c10d::allreduce_"}
-
-
-def test_whatever_goes_out_is_seen():
-    run_ranks(2, _sees)

@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SHAPES = [(2, 6), (4, 4), (4, 4), (1, 2), (1, 6), (3,)]
 
@@ -86,7 +86,8 @@ def test_partial_buffers_are_added_up_or_averaged(world_size, reduce_op):
     run_ranks(world_size, _reduce, reduce_op)
 
 
-def _reduce_in_fp32() -> None:
+@on_ranks(3)
+def test_16_bit_buffers_may_be_reduced_in_fp32() -> None:
     mesh = line()
     mine = DBuffer.distribute_tensors(tensors(dist.get_rank(), torch.bfloat16), mesh, [Replicate()])
     partial = DBuffer.from_local(mine.local_buffer, mesh, [Partial("avg")], mine.layout)
@@ -102,11 +103,8 @@ def _reduce_in_fp32() -> None:
         partial.reduce_scatter(0, Flat(), dtype=torch.float32, out=partial.view([Flat()]))
 
 
-def test_16_bit_buffers_may_be_reduced_in_fp32():
-    run_ranks(3, _reduce_in_fp32)
-
-
-def _two_axes() -> None:
+@on_ranks(4)
+def test_a_mesh_of_two_axes_goes_through_every_transition() -> None:
     mesh = square()
     for placements in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
         source = distributed(placements, mesh)
@@ -124,10 +122,6 @@ def _two_axes() -> None:
     mean = [sum(parts) / 4 for parts in zip(*(tensors(rank) for rank in range(4)), strict=True)]
     for wanted in ([Replicate(), Flat()], [Flat(), Flat()], [Replicate(), Replicate()]):
         assert_holds(partial.redistribute(wanted), mean)
-
-
-def test_a_mesh_of_two_axes_goes_through_every_transition():
-    run_ranks(4, _two_axes)
 
 
 def _every_transition(mesh_shape: tuple[int, ...]) -> int:
@@ -192,7 +186,8 @@ def test_every_transition_on_every_mesh_gives_the_same_tensors(world_size, mesh_
     assert counts[0] >= 8
 
 
-def _views() -> None:
+@on_ranks(3)
+def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows() -> None:
     buffer = distributed(Flat())
     for index in range(len(SHAPES)):
         local, dtensor = buffer.get_local_tensor(index), buffer.get_dtensor(index)
@@ -211,11 +206,8 @@ def _views() -> None:
     assert float(sum(held)) == total
 
 
-def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows():
-    run_ranks(3, _views)
-
-
-def _on_another_device() -> None:
+@on_ranks(1)
+def test_a_dtensor_over_host_memory_stays_there_whatever_the_meshs_device() -> None:
     """The mesh says it is of another kind of device than the buffer, as a host buffer beside a GPU
     mesh is.
     """
@@ -228,11 +220,8 @@ def _on_another_device() -> None:
     assert dtensor._local_tensor.data_ptr() == local.data_ptr()
 
 
-def test_a_dtensor_over_host_memory_stays_there_whatever_the_meshs_device():
-    run_ranks(1, _on_another_device)
-
-
-def _padding() -> None:
+@on_ranks(3)
+def test_padding_is_zero_so_that_sums_over_the_flat_buffer_are_right() -> None:
     torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
     try:
         for placement in (Flat(), Replicate()):
@@ -248,11 +237,30 @@ def _padding() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_padding_is_zero_so_that_sums_over_the_flat_buffer_are_right():
-    run_ranks(3, _padding)
+@on_ranks(2)
+def test_a_released_buffer_is_neither_read_nor_written() -> None:
+    """Writing into it would end the process without a word."""
+    buffer, released = distributed(Replicate()), distributed(Replicate())
+    half = distributed(Flat())
+    released.release_storage()
+    for call in (
+        lambda: buffer.redistribute([Replicate()], out=released),
+        lambda: buffer.cast(torch.float32, out=released),
+        lambda: half.allgather(0, out=released),
+        lambda: released.scatter(0, Flat()),
+        lambda: released.cast(torch.bfloat16),
+        lambda: released.redistribute([Replicate()], out=buffer),
+        lambda: released.copy_from(0, torch.zeros(2, 6)),
+    ):
+        with pytest.raises(
+            RuntimeError,
+            match="Expected a buffer that has its memory, got one whose storage is rel",
+        ):
+            call()
 
 
-def _storage() -> None:
+@on_ranks(2)
+def test_released_storage_comes_back_under_the_same_views() -> None:
     buffer = distributed(Replicate())
     view, storage = buffer.get_local_tensor(1), buffer.local_buffer.untyped_storage()
     buffer.release_storage()
@@ -278,36 +286,8 @@ def _storage() -> None:
         buffer.reallocate_storage()
 
 
-def _released() -> None:
-    buffer, released = distributed(Replicate()), distributed(Replicate())
-    half = distributed(Flat())
-    released.release_storage()
-    for call in (
-        lambda: buffer.redistribute([Replicate()], out=released),
-        lambda: buffer.cast(torch.float32, out=released),
-        lambda: half.allgather(0, out=released),
-        lambda: released.scatter(0, Flat()),
-        lambda: released.cast(torch.bfloat16),
-        lambda: released.redistribute([Replicate()], out=buffer),
-        lambda: released.copy_from(0, torch.zeros(2, 6)),
-    ):
-        with pytest.raises(
-            RuntimeError,
-            match="Expected a buffer that has its memory, got one whose storage is rel",
-        ):
-            call()
-
-
-def test_a_released_buffer_is_neither_read_nor_written():
-    """Writing into it would end the process without a word."""
-    run_ranks(2, _released)
-
-
-def test_released_storage_comes_back_under_the_same_views():
-    run_ranks(2, _storage)
-
-
-def _casting() -> None:
+@on_ranks(2)
+def test_casting_keeps_layout_and_placements_and_does_nothing_needlessly() -> None:
     buffer = distributed(Flat())
     assert buffer.cast(torch.float32) is buffer
     half = buffer.cast(torch.bfloat16)
@@ -318,11 +298,8 @@ def _casting() -> None:
     assert torch.equal(buffer.local_buffer, half.local_buffer.float())
 
 
-def test_casting_keeps_layout_and_placements_and_does_nothing_needlessly():
-    run_ranks(2, _casting)
-
-
-def _other_devices() -> None:
+@on_ranks(2)
+def test_any_device_may_hold_it_and_meta_tensors_leave_their_place_open() -> None:
     meta = DBuffer(line(), [Flat()], SHAPES, torch.float32, "meta")
     assert meta.get_local_tensor(0).is_meta
     mixed = [
@@ -333,11 +310,20 @@ def _other_devices() -> None:
     assert [bool((real.get_local_tensor(i) == 1).all()) for i in (0, 2, 4)] == [True] * 3
 
 
-def test_any_device_may_hold_it_and_meta_tensors_leave_their_place_open():
-    run_ranks(2, _other_devices)
+def square_of_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 1))
 
 
-def _mistakes() -> None:
+def _rest(num_axes: int) -> tuple:
+    return [Replicate()] * num_axes, GlobalLayout.build(SHAPES, 2), torch.float32, "cpu"
+
+
+def from_local(buffer: DBuffer, local: torch.Tensor) -> DBuffer:
+    return DBuffer.from_local(local, buffer.mesh, buffer.placements, buffer.layout)
+
+
+@on_ranks(2)
+def test_each_mistake_has_its_own_message() -> None:
     mesh, buffer = line(), distributed(Flat())
     outputs = {
         "mesh": DBuffer(square_of_two(), *_rest(2)),
@@ -388,19 +374,3 @@ def _mistakes() -> None:
             call()
     with pytest.raises(NotImplementedError, match="on axis 0, got"):
         buffer.redistribute([Partial()])
-
-
-def square_of_two() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 1))
-
-
-def _rest(num_axes: int) -> tuple:
-    return [Replicate()] * num_axes, GlobalLayout.build(SHAPES, 2), torch.float32, "cpu"
-
-
-def from_local(buffer: DBuffer, local: torch.Tensor) -> DBuffer:
-    return DBuffer.from_local(local, buffer.mesh, buffer.placements, buffer.layout)
-
-
-def test_each_mistake_has_its_own_message():
-    run_ranks(2, _mistakes)

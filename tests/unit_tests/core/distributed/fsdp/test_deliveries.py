@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.policy import OffloadPolicy
 from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DIM = 4
 NUM_LAYERS = 4
@@ -276,7 +276,8 @@ def test_a_postponed_gather_waits_for_nothing_that_was_issued_since_but_writes_t
     assert run_ranks(2, _begins_early, strategy) == [["before", "after"]] * 2
 
 
-def _skipped() -> None:
+@on_ranks(2)
+def test_a_module_that_is_skipped_gives_its_reserved_memory_back() -> None:
     model, context, _ = shard("optim_grads_params")
     group = model[1].parameter_groups[0]
     delivery = HeldDelivery(group)
@@ -293,7 +294,3 @@ def _skipped() -> None:
         output = model[1](torch.ones(1, DIM))
     assert torch.equal(output, torch.full((1, DIM), 2.0 * DIM))
     assert context.forward_order == list(model)
-
-
-def test_a_module_that_is_skipped_gives_its_reserved_memory_back():
-    run_ranks(2, _skipped)

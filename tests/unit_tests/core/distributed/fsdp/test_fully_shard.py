@@ -30,7 +30,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ZERO_3 = "optim_grads_params"
@@ -200,7 +200,12 @@ def outcome_of(call: Callable[[], Any]) -> str:
 # At rest, in forward, in backward
 
 
-def _phases(strategy: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_parameters_are_shards_of_main_weights_at_rest_and_plain_and_whole_in_forward_and_backward(
+    strategy: str, dtype: torch.dtype
+) -> None:
     plain = Stack(dtype=dtype)
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
@@ -238,14 +243,6 @@ def _phases(strategy: str, dtype: torch.dtype) -> None:
         [(number, "backward") for number in (2, 1, 0)],
     )
     assert seen == [*forward, *backward] * 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_are_shards_of_main_weights_at_rest_and_plain_and_whole_in_forward_and_backward(
-    strategy, dtype
-):
-    run_ranks(2, _phases, strategy, dtype)
 
 
 # The orders of use
@@ -293,7 +290,9 @@ def test_forward_is_expected_in_preorder_and_backward_in_that_of_reversed_childr
     run_ranks(2, _orders_of_siblings)
 
 
-def _two_contexts(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_two_contexts_may_share_a_mesh(strategy: str) -> None:
     plain = Stack(2)
     teacher, student = Stack(4), copy.deepcopy(plain)
     shard(*teacher.layers, strategy=strategy)
@@ -309,12 +308,8 @@ def _two_contexts(strategy: str) -> None:
         _write(teacher, "local tensor")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_contexts_may_share_a_mesh(strategy):
-    run_ranks(2, _two_contexts, strategy)
-
-
-def _contexts_in_another_order() -> None:
+@on_ranks(2)
+def test_ranks_that_use_two_contexts_in_another_order_raise() -> None:
     models = [Stack(1), Stack(1)]
     for model in models:
         shard(*model.layers)
@@ -322,10 +317,6 @@ def _contexts_in_another_order() -> None:
         RuntimeError, match="Expected every rank to do the same, got: this rank is about to gather"
     ):
         models[dist.get_rank()](own_batch())
-
-
-def test_ranks_that_use_two_contexts_in_another_order_raise():
-    run_ranks(2, _contexts_in_another_order)
 
 
 # Prefetching
@@ -352,7 +343,10 @@ def record_unsharded(model: Stack) -> list[Moment]:
     return moments
 
 
-def _prefetches() -> None:
+@on_ranks(2)
+def test_the_weights_of_the_next_module_and_of_no_other_are_on_their_way_while_one_computes() -> (
+    None
+):
     model = Stack(4)
     shard(*model.layers)
     moments = record_unsharded(model)
@@ -372,11 +366,11 @@ def _prefetches() -> None:
     assert_resting(model)
 
 
-def test_the_weights_of_the_next_module_and_of_no_other_are_on_their_way_while_one_computes():
-    run_ranks(2, _prefetches)
-
-
-def _skips(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_module_that_was_prefetched_and_skipped_does_not_stay_and_gets_no_gradient(
+    strategy: str,
+) -> None:
     plain = Stack(5)
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
@@ -409,15 +403,23 @@ def _skips(strategy: str) -> None:
     assert_resting(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_module_that_was_prefetched_and_skipped_does_not_stay_and_gets_no_gradient(strategy):
-    run_ranks(2, _skips, strategy)
-
-
 # Gradients that are not there
 
 
-def _unused(strategy: str) -> None:
+def _sum_of_gradients(plain: Pair, uses: Iterable[bool]) -> dict[str, torch.Tensor]:
+    total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+    for number, uses_second in enumerate(uses):
+        plain.uses_second = uses_second
+        for name, gradient in expected_gradients(plain, number).items():
+            total[name] += 0 if gradient is None else gradient
+    return total
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_unused_parameter_has_no_gradient_until_it_is_used_in_some_microbatch(
+    strategy: str,
+) -> None:
     plain = Pair()
     model = copy.deepcopy(plain)
     context = shard(model, strategy=strategy)
@@ -437,20 +439,6 @@ def _unused(strategy: str) -> None:
                 with microbatch(context, is_last=not is_scoped or number == 2):
                     loss_of(model(own_batch(number))).backward()
             assert_gradients(model, _sum_of_gradients(plain, uses))
-
-
-def _sum_of_gradients(plain: Pair, uses: Iterable[bool]) -> dict[str, torch.Tensor]:
-    total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
-    for number, uses_second in enumerate(uses):
-        plain.uses_second = uses_second
-        for name, gradient in expected_gradients(plain, number).items():
-            total[name] += 0 if gradient is None else gradient
-    return total
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_unused_parameter_has_no_gradient_until_it_is_used_in_some_microbatch(strategy):
-    run_ranks(2, _unused, strategy)
 
 
 def _different_parameters(strategy: str) -> None:
@@ -509,7 +497,9 @@ def test_ranks_with_different_gradients_all_raise_and_name_the_parameter(strateg
 # Gradients and compute weights as autograd and optimizers see them
 
 
-def _main_grads(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_are_views_of_main_grad(strategy: str) -> None:
     model = Stack(dtype=torch.bfloat16)
     shard(
         *model.layers,
@@ -525,11 +515,6 @@ def _main_grads(strategy: str) -> None:
             begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
             assert gradient.numel() == 0 or begin <= gradient.data_ptr() <= end - gradient.nbytes
     assert sum(parameter.grad.to_local().numel() for parameter in model.parameters()) > 0
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_views_of_main_grad(strategy):
-    run_ranks(2, _main_grads, strategy)
 
 
 class SavesItsArguments(torch.autograd.Function):
@@ -561,7 +546,10 @@ def viewing(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*(Viewing(DIM, DIM, dtype=dtype) for _ in range(3)))
 
 
-def _saved_views() -> None:
+@on_ranks(2)
+def test_a_view_of_a_weight_that_autograd_has_saved_survives_the_weights_release_and_return() -> (
+    None
+):
     plain = viewing()
     model = copy.deepcopy(plain)
     shard(*model)
@@ -571,10 +559,6 @@ def _saved_views() -> None:
         assert_resting(model)
         loss.backward()
         assert_gradients(model, expected_gradients(plain))
-
-
-def test_a_view_of_a_weight_that_autograd_has_saved_survives_that_the_weight_goes_and_comes_back():
-    run_ranks(2, _saved_views)
 
 
 MODIFIED = (
@@ -693,7 +677,9 @@ def test_compute_weights_follow_whatever_has_changed_the_main_weights(strategy, 
         assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-def _follows_a_cast_step(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_optimizer_of_fp32_main_weights_takes_bf16_gradients(strategy: str) -> None:
     model = Stack(dtype=torch.bfloat16)
     shard(*model.layers, strategy=strategy)
     before = compute_weights(model)
@@ -709,11 +695,6 @@ def _follows_a_cast_step(strategy: str) -> None:
     assert not any(
         torch.equal(old, new) for old, new in zip(before, compute_weights(model), strict=True)
     )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_of_fp32_main_weights_takes_bf16_gradients(strategy):
-    run_ranks(2, _follows_a_cast_step, strategy)
 
 
 def _keeps_whole_weights(strategy: str, dtype: torch.dtype, is_skipped: bool) -> str:
@@ -742,7 +723,9 @@ def test_whole_weights_that_have_stayed_follow_too(strategy, dtype, is_skipped):
     assert run_ranks(2, _keeps_whole_weights, strategy, dtype, is_skipped) == ["None"] * 2
 
 
-def _refreshes(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy: str) -> None:
     model = Stack(dtype=torch.bfloat16)
     context = shard(*model.layers, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -772,15 +755,13 @@ def _refreshes(strategy: str) -> None:
         FsdpParameterGroup._gather = original
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy):
-    run_ranks(2, _refreshes, strategy)
-
-
 # State dicts
 
 
-def _state_dicts(strategy: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_state_dicts_go_round_and_are_not_assigned(strategy: str, dtype: torch.dtype) -> None:
     model = Stack(dtype=dtype)
     names = list(model.state_dict())
     shard(*model.layers, strategy=strategy)
@@ -805,12 +786,6 @@ def _state_dicts(strategy: str, dtype: torch.dtype) -> None:
             target.load_state_dict(target.state_dict(), assign=True)
     assert_resting(model)
     assert torch.equal(model(x), before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_dicts_go_round_and_are_not_assigned(strategy, dtype):
-    run_ranks(2, _state_dicts, strategy, dtype)
 
 
 # Modules and backwards that fail
@@ -887,7 +862,12 @@ def test_after_a_backward_that_raised_the_model_is_usable(strategy, has_root):
         assert outcomes == ["None"] * 5
 
 
-def _rests_after_failing() -> None:
+def _refuse(*_: Any) -> None:
+    raise ArithmeticError("not this way")
+
+
+@on_ranks(2)
+def test_a_module_whose_forward_raises_is_at_rest_at_once() -> None:
     model = fragile(has_root=True)
     layers = [child for child in model if isinstance(child, nn.Sequential)]
     shard(*layers, model)
@@ -907,36 +887,11 @@ def _rests_after_failing() -> None:
     assert_resting(model)
 
 
-def _refuse(*_: Any) -> None:
-    raise ArithmeticError("not this way")
-
-
-def test_a_module_whose_forward_raises_is_at_rest_at_once():
-    run_ranks(2, _rests_after_failing)
-
-
 # Deletion
 
 
 def lane_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "fsdp communication"]
-
-
-def _deleted(strategy: str) -> None:
-    # What the first step of a process imports leaves frames in cycles, and what they refer to.
-    _trained(strategy, with_root=True)
-    # The models of other tests have looked at themselves, in cycles through autograd that take
-    # several rounds to end.
-    for _ in range(4):
-        gc.collect()
-    for thread in lane_threads():
-        thread.join(timeout=10)
-    gc.disable()
-    try:
-        for with_root in (False, True):
-            _deletes(strategy, with_root)
-    finally:
-        gc.enable()
 
 
 def _trained(
@@ -983,16 +938,32 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_a_model_that_is_deleted_frees_its_memory_and_ends_its_lane_without_the_garbage_collector(
-    strategy,
-):
-    run_ranks(2, _deleted, strategy)
+    strategy: str,
+) -> None:
+    # What the first step of a process imports leaves frames in cycles, and what they refer to.
+    _trained(strategy, with_root=True)
+    # The models of other tests have looked at themselves, in cycles through autograd that take
+    # several rounds to end.
+    for _ in range(4):
+        gc.collect()
+    for thread in lane_threads():
+        thread.join(timeout=10)
+    gc.disable()
+    try:
+        for with_root in (False, True):
+            _deletes(strategy, with_root)
+    finally:
+        gc.enable()
 
 
 # requires_grad
 
 
-def _toggled(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_requires_grad_may_be_switched_off_and_on_again(strategy: str) -> None:
     plain = Stack()
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
@@ -1014,11 +985,10 @@ def _toggled(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_requires_grad_may_be_switched_off_and_on_again(strategy):
-    run_ranks(2, _toggled, strategy)
-
-
-def _frozen(strategy: str) -> None:
+@on_ranks(2)
+def test_what_was_frozen_when_it_was_sharded_has_no_gradient_buffer_and_stays_frozen(
+    strategy: str,
+) -> None:
     plain = Stack()
     plain.layers[0].requires_grad_(False)
     plain.layers[1].bias.requires_grad_(False)
@@ -1048,15 +1018,15 @@ def _frozen(strategy: str) -> None:
     assert_resting(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_was_frozen_when_it_was_sharded_has_no_gradient_buffer_and_stays_frozen(strategy):
-    run_ranks(2, _frozen, strategy)
-
-
 # Forward without a backward
 
 
-def _evaluated(strategy: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_forward_without_gradients_and_in_inference_mode_gives_the_same_and_leaves_nothing(
+    strategy: str, dtype: torch.dtype
+) -> None:
     plain = Stack(dtype=dtype)
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
@@ -1081,14 +1051,6 @@ def _evaluated(strategy: str, dtype: torch.dtype) -> None:
         clear_gradients(model)
         loss_of(model(x)).backward()
         assert_gradients(model, expected_gradients(plain))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_without_gradients_and_in_inference_mode_gives_the_same_and_leaves_nothing(
-    strategy, dtype
-):
-    run_ranks(2, _evaluated, strategy, dtype)
 
 
 # Outputs of every kind
@@ -1179,7 +1141,8 @@ def linear(**options: Any) -> nn.Linear:
     return nn.Linear(DIM, DIM, **options)
 
 
-def _mistakes_with_contexts() -> None:
+@on_ranks(2)
+def test_mistakes_with_contexts_have_their_own_messages() -> None:
     mesh, placements = line(), Placements.for_strategy(ZERO_3)
     child = linear()
     fully_shard(child, mesh, placements)
@@ -1217,10 +1180,6 @@ def _mistakes_with_contexts() -> None:
     shard(linear())
 
 
-def test_mistakes_with_contexts_have_their_own_messages():
-    run_ranks(2, _mistakes_with_contexts)
-
-
 class Clashing(nn.Linear):
     phase = "of the moon"
 
@@ -1237,7 +1196,8 @@ def with_meta_buffer() -> nn.Module:
     return module
 
 
-def _mistakes_with_modules() -> None:
+@on_ranks(2)
+def test_mistakes_with_modules_have_their_own_messages() -> None:
     mesh, placements = line(), Placements.for_strategy(ZERO_3)
     owned_twice = (
         "Expected every parameter in one sharded module, got {}weight of {}, "
@@ -1302,11 +1262,8 @@ def _mistakes_with_modules() -> None:
     assert_resting(inside)
 
 
-def test_mistakes_with_modules_have_their_own_messages():
-    run_ranks(2, _mistakes_with_modules)
-
-
-def _mistakes_with_meshes() -> None:
+@on_ranks(2)
+def test_mistakes_with_meshes_placements_and_divisors_have_their_own_messages() -> None:
     mesh, zero_3 = line(), Placements.for_strategy(ZERO_3)
     unnamed = init_device_mesh("cpu", (2, 1))
     named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
@@ -1375,11 +1332,8 @@ def _mistakes_with_meshes() -> None:
     )
 
 
-def test_mistakes_with_meshes_placements_and_divisors_have_their_own_messages():
-    run_ranks(2, _mistakes_with_meshes)
-
-
-def _mistakes_with_optimizers() -> None:
+@on_ranks(2)
+def test_mistakes_with_optimizers_have_their_own_messages_and_change_no_weight() -> None:
     model = Stack(dtype=torch.bfloat16)
     before = torch.optim.SGD(model.parameters(), lr=0.1)
     context = shard(*model.layers, strategy="optim")
@@ -1428,10 +1382,6 @@ def _mistakes_with_optimizers() -> None:
     )
 
 
-def test_mistakes_with_optimizers_have_their_own_messages_and_change_no_weight():
-    run_ranks(2, _mistakes_with_optimizers)
-
-
 class Whatever(nn.Linear):
     """Does in its forward what it is told to."""
 
@@ -1445,7 +1395,8 @@ def _looks_up(module: Whatever, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.embedding(x.long().abs() % DIM, module.weight, sparse=True)
 
 
-def _mistakes_in_use() -> None:
+@on_ranks(2)
+def test_mistakes_in_use_have_their_own_messages() -> None:
     model = Stack(1)
     shard(*model.layers)
     settled = (
@@ -1513,7 +1464,3 @@ def _mistakes_in_use() -> None:
         "the same weights on every rank, got diff",
         lambda: shard(different, strategy="no_shard"),
     )
-
-
-def test_mistakes_in_use_have_their_own_messages():
-    run_ranks(2, _mistakes_in_use)

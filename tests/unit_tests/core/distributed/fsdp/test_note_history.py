@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.step import train_step
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DIM = 6
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -141,7 +141,8 @@ def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
     return made
 
 
-def _room_with_and_without_notes() -> None:
+@on_ranks(2)
+def test_the_host_waits_for_room_only_for_groups_that_take_memory() -> None:
     assert _groups_that_room_is_made_for(is_frozen=False) == ["a"], (
         "b's ranks tell each other, and need no memory"
     )
@@ -150,10 +151,6 @@ def _room_with_and_without_notes() -> None:
             "b's ranks reduce zeros"
         )
         assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
-
-
-def test_the_host_waits_for_room_only_for_groups_that_take_memory():
-    run_ranks(2, _room_with_and_without_notes)
 
 
 # What ranks find out at the end of a step

@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -61,7 +61,8 @@ def contexts_of(model: nn.Module) -> set[int]:
     return {id(module.context) for module in model.modules() if hasattr(module, "context")}
 
 
-def _joins() -> None:
+@on_ranks(2)
+def test_modules_join_what_contains_them_and_train_as_in_a_context() -> None:
     mesh, placements = init_device_mesh("cpu", (2,)), Placements.for_strategy("optim_grads_params")
     told = net()
     with fully_shard_context("cpu"):
@@ -92,11 +93,8 @@ def _joins() -> None:
             ] + ["FsdpLinear"] * 3
 
 
-def test_modules_join_what_contains_them_and_train_as_in_a_context():
-    run_ranks(2, _joins)
-
-
-def _interleaved() -> None:
+@on_ranks(2)
+def test_models_that_are_built_side_by_side_stay_apart() -> None:
     one, other = net(0), net(1)
     alone = [net(0), net(1)]
     for first, second in zip(one.layers, other.layers, strict=True):
@@ -112,11 +110,16 @@ def _interleaved() -> None:
     assert [losses(one), losses(other)] == [losses(model) for model in alone]
 
 
-def test_models_that_are_built_side_by_side_stay_apart():
-    run_ranks(2, _interleaved)
+def net_in_context() -> nn.Module:
+    model = net()
+    mesh, placements = init_device_mesh("cpu", (2,)), Placements.for_strategy("optim_grads_params")
+    with fully_shard_context("cpu"):
+        fully_shard(model, mesh, placements)
+    return model
 
 
-def _without_a_root() -> None:
+@on_ranks(2)
+def test_layers_without_a_sharded_root_are_roots_of_their_own() -> None:
     model = net()
     for layer in model.layers:
         fully_shard(layer)
@@ -133,19 +136,8 @@ def _without_a_root() -> None:
     assert all(layer.is_root() for layer in model.layers)
 
 
-def net_in_context() -> nn.Module:
-    model = net()
-    mesh, placements = init_device_mesh("cpu", (2,)), Placements.for_strategy("optim_grads_params")
-    with fully_shard_context("cpu"):
-        fully_shard(model, mesh, placements)
-    return model
-
-
-def test_layers_without_a_sharded_root_are_roots_of_their_own():
-    run_ranks(2, _without_a_root)
-
-
-def _usual_placements() -> None:
+@on_ranks(4)
+def test_the_mesh_says_what_is_usual() -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases: list[tuple[Any, list[type]]] = [
         (None, [UnevenShard]),
@@ -159,11 +151,8 @@ def _usual_placements() -> None:
         fully_shard(nn.Linear(6, 6), init_device_mesh("cpu", (2, 2, 1)))
 
 
-def test_the_mesh_says_what_is_usual():
-    run_ranks(4, _usual_placements)
-
-
-def _too_late() -> None:
+@on_ranks(2)
+def test_sharding_what_contains_a_module_that_has_run_is_refused() -> None:
     model = net()
     fully_shard(model.layers[0])
     model.layers[0](torch.randn(2, 6))
@@ -176,11 +165,8 @@ def _too_late() -> None:
     assert model.layers[0].weight.grad is not None
 
 
-def test_sharding_what_contains_a_module_that_has_run_is_refused():
-    run_ranks(2, _too_late)
-
-
-def _freed() -> None:
+@on_ranks(2)
+def test_absorbed_contexts_and_deleted_models_are_freed() -> None:
     def build() -> tuple[nn.Module, weakref.ref[Any]]:
         model = net()
         for layer in model.layers:
@@ -201,11 +187,8 @@ def _freed() -> None:
     assert all(buffer() is None for buffer in buffers)
 
 
-def test_absorbed_contexts_and_deleted_models_are_freed():
-    run_ranks(2, _freed)
-
-
-def _habits() -> None:
+@on_ranks(2)
+def test_what_users_of_fsdp2_do_works_or_is_refused_by_name() -> None:
     """What users of FSDP2 do to a model: it works, or is refused by name."""
     model = net().bfloat16()
     for layer in model.layers:
@@ -228,11 +211,8 @@ def _habits() -> None:
     assert not torch.equal(model.head.weight.full_tensor(), before)
 
 
-def test_what_users_of_fsdp2_do_works_or_is_refused_by_name():
-    run_ranks(2, _habits)
-
-
-def _gradients_of_somebody_else() -> None:
+@on_ranks(2)
+def test_a_backward_adds_to_gradients_that_are_distributed_evenly() -> None:
     """A gradient that somebody has distributed evenly, before a backward of the model adds to
     it.
     """
@@ -248,11 +228,8 @@ def _gradients_of_somebody_else() -> None:
         torch.testing.assert_close(own.grad.full_tensor(), other.grad)
 
 
-def test_a_backward_adds_to_gradients_that_are_distributed_evenly():
-    run_ranks(2, _gradients_of_somebody_else)
-
-
-def _old_handles() -> None:
+@on_ranks(2)
+def test_what_was_taken_from_a_parameter_waits_for_its_updates() -> None:
     """What was taken from a parameter earlier is read after the updates under way, too."""
     model = net()
     fully_shard(model)
@@ -272,7 +249,3 @@ def _old_handles() -> None:
             assert torch.equal(handle, parameter.full_tensor())
             assert torch.equal(view, parameter.full_tensor().view(-1))
         optimizer.zero_grad()
-
-
-def test_what_was_taken_from_a_parameter_waits_for_its_updates():
-    run_ranks(2, _old_handles)

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 import megatron.core.distributed.fsdp.optimizer_hooks as optimizer_hooks
 from megatron.core.distributed.fsdp import FsdpContext, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def shard() -> tuple[nn.Linear, FsdpContext]:
@@ -53,7 +53,8 @@ def no_other_contexts() -> Iterator[None]:
             table.update(before)
 
 
-def _one_pair() -> None:
+@on_ranks(2)
+def test_contexts_share_one_pair_of_optimizer_hooks_and_dead_ones_leave_nothing_behind() -> None:
     with no_other_contexts():
         models = [shard() for _ in range(3)]
         assert num_hooks() == (1, 1)
@@ -86,7 +87,3 @@ def _one_pair() -> None:
         models.clear()
         gc.collect()
         assert num_hooks() == (0, 0)
-
-
-def test_contexts_share_one_pair_of_optimizer_hooks_and_dead_ones_leave_nothing_behind():
-    run_ranks(2, _one_pair)

@@ -40,7 +40,7 @@ from megatron.core.lanes import delays
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import random_delays, rank_device, run_ranks
+from tests.ranks import on_ranks, random_delays, rank_device, run_ranks
 
 AVG = Partial("avg")
 ON_TWO_AXES = {
@@ -1280,7 +1280,8 @@ def test_weights_drawn_from_meta_on_two_axes_are_the_bits_of_an_unsharded_model(
     run_ranks(4, _draw, {}, BF16, (*SHARDING_STRATEGIES, *ON_TWO_AXES))
 
 
-def _draw_tied() -> None:
+@on_ranks(2)
+def test_a_tied_weight_drawn_from_meta_is_that_of_the_first_module_that_has_it() -> None:
     def build() -> nn.Sequential:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
@@ -1297,10 +1298,6 @@ def _draw_tied() -> None:
     weights = whole_weights(Subject([sharded], square_mean))
     for name, parameter in alone.named_parameters():
         assert torch.equal(weights[f"0.{name}"], parameter), name
-
-
-def test_a_tied_weight_drawn_from_meta_is_that_of_the_first_module_that_has_it():
-    run_ranks(2, _draw_tied)
 
 
 # Mixed precision

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import megatron.core.distributed.fsdp as ours
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 BATCH, MICROBATCHES = 12, 2  # divisible by 2 and 3 ranks
 STEPS, MORE_STEPS = 4, 3
@@ -170,7 +170,12 @@ def test_the_other_optimizers_go_on_as_saved(tmp_path, optimizer, world_size):
 # State dicts that one rank has whole
 
 
-def _full(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(n, marks=() if n == "AdamW" else pytest.mark.wide) for n in OPTIMIZERS],
+)
+@on_ranks(2)
+def test_full_state_dicts_go_to_the_first_rank_and_come_back(optimizer: str) -> None:
     model, own = build(ours.fully_shard, 0, optimizer)
     train(model, own, 0, STEPS)
     on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -202,14 +207,6 @@ def _full(optimizer: str) -> None:
         set_optimizer_state_dict(other, other_optimizer, source[1], options=options)
         assert_equal(whole_state(other, other_optimizer), expected)
         assert train(other, other_optimizer, STEPS, MORE_STEPS) == losses
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(n, marks=() if n == "AdamW" else pytest.mark.wide) for n in OPTIMIZERS],
-)
-def test_full_state_dicts_go_to_the_first_rank_and_come_back(optimizer):
-    run_ranks(2, _full, optimizer)
 
 
 # The smallest thing that went wrong
@@ -251,7 +248,8 @@ def test_one_layer_is_saved_and_loaded_whatever_became_of_its_state_dict(tmp_pat
     run_ranks(2, _one_layer, str(tmp_path))
 
 
-def _plain_values() -> None:
+@on_ranks(2)
+def test_a_module_loads_whole_tensors_even_shards_and_what_torch_save_kept() -> None:
     torch.manual_seed(0)
     plain = Net()
     model, _ = build(ours.fully_shard, 1)
@@ -279,10 +277,6 @@ def _plain_values() -> None:
     stream.seek(0)
     model.load_state_dict(torch.load(stream, weights_only=True))
     assert_equal({name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, whole)
-
-
-def test_a_module_loads_whole_tensors_even_shards_and_what_torch_save_kept():
-    run_ranks(2, _plain_values)
 
 
 class AppState(Stateful):

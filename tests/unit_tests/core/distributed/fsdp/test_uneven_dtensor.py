@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # Weight and bias of a layer: the bias ends up on one rank, the weight is cut in the middle.
 SHAPES = [(17, 8), (17,), (5, 2, 3)]
@@ -459,7 +459,8 @@ def test_writes_move_the_version_also_in_lists(wholes, tensors) -> None:  # noqa
     assert before < after_list < tensor._version
 
 
-def _cut_alike() -> None:
+@on_ranks(4)
+def test_ranks_agree_on_what_is_cut_alike() -> None:
     """Layouts in which ranks see other cuts of the inner axis, and must agree all the same."""
     mesh = mesh_of((2, 2))
     shapes = [(8,), (8,), (8, 8), (8, 8), (8, 8), (8, 8), (16, 8), (8, 16)]
@@ -476,24 +477,18 @@ def _cut_alike() -> None:
                 assert_same(one - other, one.full_tensor() - other.full_tensor())
 
 
-def test_ranks_agree_on_what_is_cut_alike():
-    run_ranks(4, _cut_alike)
-
-
-def _dtypes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int16]
+)
+@on_ranks(2)
+def test_any_dtype_is_gathered_as_it_is(dtype: torch.dtype) -> None:
     wholes, tensors = distributed((2,), LINE, dtype)
     for expected, tensor in zip(wholes, tensors, strict=True):
         assert torch.equal(tensor.full_tensor().float(), expected.float())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int16]
-)
-def test_any_dtype_is_gathered_as_it_is(dtype):
-    run_ranks(2, _dtypes, dtype)
-
-
-def _partial_sums() -> None:
+@on_ranks(4)
+def test_partial_sums_can_be_scaled_and_added_but_not_taken_for_results() -> None:
     mesh = mesh_of((2, 2))
     buffer = DBuffer(mesh, [Partial("avg"), Flat()], SHAPES, torch.float32, "cpu")
     buffer.local_buffer.fill_(1.0)
@@ -518,7 +513,3 @@ def _partial_sums() -> None:
             RuntimeError, match=r"Expected a tensor that is reduced for .*, got the partial sums"
         ):
             operation()
-
-
-def test_partial_sums_can_be_scaled_and_added_but_not_taken_for_results():
-    run_ranks(4, _partial_sums)

@@ -18,7 +18,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
 FRACTIONS = (0.0, 0.5, 1.0)
@@ -73,7 +73,8 @@ def test_decoupled_gradients_of_any_dtype_give_the_bits_of_fused_adam(
         assert same(train(hybrid, owned, grad_dtype, "decoupled_grad"), expected), fraction
 
 
-def _in_groups() -> None:
+@on_ranks(2)
+def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(7, 3))
@@ -103,10 +104,6 @@ def _in_groups() -> None:
                 ValueError, match=r"Expected a gradient of torch\.float32 .* got torch\.bfloat16"
             ):
                 hybrid.step()
-
-
-def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not():
-    run_ranks(2, _in_groups)
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)

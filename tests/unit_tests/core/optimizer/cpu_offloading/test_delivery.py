@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DIM = 16
 
@@ -57,7 +57,8 @@ def output(model: nn.Module) -> torch.Tensor:
         return model(torch.ones(1, DIM, dtype=next(model.parameters()).dtype))
 
 
-def _failed_updates_are_told_every_time() -> None:
+@on_ranks(1)
+def test_an_update_that_failed_is_told_to_everybody_who_asks_for_its_weights() -> None:
     model = sharded()
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
@@ -73,10 +74,6 @@ def _failed_updates_are_told_every_time() -> None:
                 _ = optimizer.state
     finally:
         HostAdam.run = original
-
-
-def test_an_update_that_failed_is_told_to_everybody_who_asks_for_its_weights():
-    run_ranks(1, _failed_updates_are_told_every_time)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -158,7 +155,8 @@ def test_loading_no_states_leaves_none(fraction):
     assert not any(optimizer.state.get(parameter) for parameter in model.parameters())
 
 
-def _collected_on_a_lane() -> None:
+@on_ranks(1)
+def test_an_optimizer_that_ends_on_a_lane_leaves_its_updates_to_finish() -> None:
     expected, model = sharded(6), sharded(6)
     for each in (expected, model):
         optimizer = HybridDeviceOptimizer(
@@ -177,10 +175,6 @@ def _collected_on_a_lane() -> None:
         gc.collect()
         assert not box
     assert torch.equal(output(model), output(expected))
-
-
-def test_an_optimizer_that_ends_on_a_lane_leaves_its_updates_to_finish():
-    run_ranks(1, _collected_on_a_lane)
 
 
 def test_lanes_end_with_their_optimizer():

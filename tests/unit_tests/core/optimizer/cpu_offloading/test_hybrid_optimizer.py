@@ -44,7 +44,7 @@ from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FORWARD = {"overlap_step_with_forward": True}
@@ -305,11 +305,10 @@ def test_either_side_may_have_a_class_of_its_own():
         HybridDeviceOptimizer(Net().parameters(), 0.5, SGD, AdamW, lr=0.1)
 
 
-def test_a_race_between_the_update_and_the_next_forward_is_not_taken_for_a_write_of_the_user():
-    run_ranks(1, _slow_host_update)
-
-
-def _slow_host_update() -> None:
+@on_ranks(1)
+def test_a_race_between_the_update_and_the_next_forward_is_not_taken_for_a_write_of_the_user() -> (
+    None
+):
     """The host lane writes main weights between a group's forward and its backward, which look
     whether somebody has.
     """
@@ -526,7 +525,9 @@ def test_sharded_parameters_without_a_gradient_neither_step_nor_count(sharding):
     run_ranks(2, _steps_what_has_a_gradient, sharding, "AdamW")
 
 
-def _unused_module(fraction: float) -> None:
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@on_ranks(2)
+def test_a_module_that_a_forward_leaves_out_is_not_stepped(fraction: float) -> None:
     def without(model: Net, number: int) -> torch.Tensor:
         x = torch.tanh(model.layers[0](batch(number)))
         if number != 1:
@@ -550,11 +551,6 @@ def _unused_module(fraction: float) -> None:
     assert same(results[0][0], results[1][0])
     assert same_states(results[0][1], results[1][1])
     assert [float(state["step"]) for state in results[1][1]] == [4, 4, 3, 3, 3, 3, 0, 0]
-
-
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_a_module_that_a_forward_leaves_out_is_not_stepped(fraction):
-    run_ranks(2, _unused_module, fraction)
 
 
 # Gradients that somebody writes to, between backward and step
@@ -633,7 +629,9 @@ def test_gradients_that_are_written_to_after_they_were_fetched_count_as_written(
     run_ranks(2, _counts_what_is_written, write, dtype, ALL)
 
 
-def _several_backwards(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strategy: str) -> None:
     def steps(model: nn.Module, context: FsdpContext, optimizer: torch.optim.Optimizer) -> None:
         for number in range(3):
             for part in range(3):
@@ -667,12 +665,8 @@ def _several_backwards(strategy: str) -> None:
         assert same_states(results[-1][1], results[0][1])
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strategy):
-    run_ranks(2, _several_backwards, strategy)
-
-
-def _evaluates_between() -> None:
+@on_ranks(2)
+def test_an_evaluation_after_a_step_waits_for_its_weights() -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         seen = []
         for number in range(3):
@@ -699,14 +693,11 @@ def _evaluates_between() -> None:
     assert all(run == runs[0] for run in runs)
 
 
-def test_an_evaluation_after_a_step_waits_for_its_weights():
-    run_ranks(2, _evaluates_between)
-
-
 # Reading while updates are under way
 
 
-def _reads_wait() -> None:
+@on_ranks(2)
+def test_reading_weights_and_states_right_after_a_step_waits_for_it() -> None:
     expected = Net()
     fsdp(expected)
     train(expected, own := FusedAdam(expected.parameters(), lr=0.1), range(1))
@@ -745,10 +736,6 @@ def _reads_wait() -> None:
                     assert same(parameters, weights(expected))
 
 
-def test_reading_weights_and_states_right_after_a_step_waits_for_it():
-    run_ranks(2, _reads_wait)
-
-
 @contextmanager
 def held_host_updates() -> Iterator[threading.Event]:
     """AdamW's passes on the host begin when the event is set."""
@@ -766,7 +753,8 @@ def held_host_updates() -> Iterator[threading.Event]:
         HostAdam.run = original
 
 
-def _step_returns_early() -> None:
+@on_ranks(1)
+def test_step_returns_before_the_update_with_overlapping_forward() -> None:
     model = Net()
     fsdp(model)
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **ALL)
@@ -779,11 +767,10 @@ def _step_returns_early() -> None:
         assert not same(weights(model), before)
 
 
-def test_step_returns_before_the_update_with_overlapping_forward():
-    run_ranks(1, _step_returns_early)
-
-
-def _new_optimizer_while_the_old_one_works() -> None:
+@on_ranks(1)
+def test_a_new_optimizer_takes_over_what_the_old_one_is_still_writing_and_the_old_one_refuses() -> (
+    None
+):
     runs = []
     for is_held in (False, True):
         model = Net()
@@ -808,11 +795,8 @@ def _new_optimizer_while_the_old_one_works() -> None:
     assert same(*runs)
 
 
-def test_a_new_optimizer_takes_over_what_the_old_one_is_still_writing_and_the_old_one_refuses():
-    run_ranks(1, _new_optimizer_while_the_old_one_works)
-
-
-def _two_over_one_group() -> None:
+@on_ranks(1)
+def test_of_two_optimizers_over_one_group_the_first_refuses_to_step() -> None:
     model = Net()
     fsdp(model)
     parameters = list(model.parameters())
@@ -828,11 +812,8 @@ def _two_over_one_group() -> None:
     assert changed == [False, True] * 4
 
 
-def test_of_two_optimizers_over_one_group_the_first_refuses_to_step():
-    run_ranks(1, _two_over_one_group)
-
-
-def _init_state_waits() -> None:
+@on_ranks(1)
+def test_allocating_states_waits_for_a_step_under_way() -> None:
     inside, may_go = threading.Event(), threading.Event()
 
     class Slow(SGD):
@@ -855,10 +836,6 @@ def _init_state_waits() -> None:
     threading.Timer(0.1, may_go.set).start()
     optimizer.init_state()
     assert may_go.is_set()
-
-
-def test_allocating_states_waits_for_a_step_under_way():
-    run_ranks(1, _init_state_waits)
 
 
 # State dicts
@@ -907,7 +884,9 @@ def _round_trips(sharding: str, name: str) -> None:
             )
 
 
-def _copies_deeply(sharding: str) -> None:
+@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@on_ranks(2)
+def test_state_dicts_of_sharded_modules_can_be_copied(sharding: str) -> None:
     for fraction in FRACTIONS:
         model = Net()
         SHARDINGS[sharding](model)
@@ -918,11 +897,6 @@ def _copies_deeply(sharding: str) -> None:
         train(model, optimizer, range(2, 4))
         optimizer.load_state_dict(copied)
         assert same_states(states(optimizer), before)
-
-
-@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
-def test_state_dicts_of_sharded_modules_can_be_copied(sharding):
-    run_ranks(2, _copies_deeply, sharding)
 
 
 def _numbered(
@@ -1201,7 +1175,8 @@ def test_a_plan_larger_than_one_ranks_memory_is_refused_by_all_of_them():
     run_ranks(2, _too_large, 1)
 
 
-def _host_side_is_left_alone() -> None:
+@on_ranks(1)
+def test_what_the_device_side_refuses_leaves_the_host_side_where_it_is() -> None:
     model = Net()
     fsdp(model)
     before = weights(model)
@@ -1211,11 +1186,12 @@ def _host_side_is_left_alone() -> None:
     assert same(weights(model), before)
 
 
-def test_what_the_device_side_refuses_leaves_the_host_side_where_it_is():
-    run_ranks(1, _host_side_is_left_alone)
-
-
-def _bad_gradients(fraction: float, order: int) -> None:
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@on_ranks(2)
+def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(
+    fraction: float, order: int
+) -> None:
     """Of a group's parameter, or of a plain one before or behind the groups: on either side, first
     or last.
     """
@@ -1263,12 +1239,6 @@ def _bad_gradients(fraction: float, order: int) -> None:
         assert {float(state["step"]) for state in optimizer.state.values()} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(fraction, order):
-    run_ranks(2, _bad_gradients, fraction, order)
-
-
 # Writes to parameters
 
 
@@ -1310,7 +1280,10 @@ def test_writing_to_sharded_parameters_between_steps_counts(sharding):
     run_ranks(2, _external_writes, sharding)
 
 
-def _reloads(sharding: str, fraction: float) -> None:
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@on_ranks(2)
+def test_what_no_counter_shows_is_taken_over_on_demand(sharding: str, fraction: float) -> None:
     """Foreach operations on DTensors, and writes to `.data`, are seen when somebody says so."""
     results = []
     for make in (
@@ -1339,13 +1312,9 @@ def _reloads(sharding: str, fraction: float) -> None:
     assert same(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
-def test_what_no_counter_shows_is_taken_over_on_demand(sharding, fraction):
-    run_ranks(2, _reloads, sharding, fraction)
-
-
-def _module_load_state_dict(sharding: str) -> None:
+@on_ranks(2)
+def test_weights_that_a_module_loads_count(sharding: str) -> None:
     source = Net(seed=1)
     SHARDINGS[sharding](source)
     results = []
@@ -1362,11 +1331,6 @@ def _module_load_state_dict(sharding: str) -> None:
             train(model, optimizer, range(2, 4))
             results.append(weights(model))
     assert same(*results)
-
-
-@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
-def test_weights_that_a_module_loads_count(sharding):
-    run_ranks(2, _module_load_state_dict, sharding)
 
 
 # What any optimizer does
@@ -1506,7 +1470,8 @@ def test_the_host_side_of_a_plain_module_is_freed_with_the_optimizer():
     assert not any(view() is not None for view in views)
 
 
-def _frozen_layer() -> None:
+@on_ranks(2)
+def test_frozen_groups_are_left_alone() -> None:
     def freeze(model: Net) -> None:
         model.layers[1].requires_grad_(False)
         fsdp(model)
@@ -1521,7 +1486,3 @@ def _frozen_layer() -> None:
         train(model, optimizer)
         assert same(weights(model), weights(expected))
         assert len(optimizer.state_dict()["state"]) == 6
-
-
-def test_frozen_groups_are_left_alone():
-    run_ranks(2, _frozen_layer)

@@ -18,7 +18,7 @@ from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, InlineLane, ThreadEvent
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 CPU = Device("cpu")
 PATIENCE = 20.0  # seconds
@@ -128,7 +128,8 @@ def _steps(
     return [parameter.detach().to_local().clone() for parameter in model.parameters()]
 
 
-def _unpinned() -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_pinned_come_down_without_the_backward_waiting() -> None:
     expected = _steps(pins_grads=True)
 
     host, lane = Device.pins_host_memory, Device.lane
@@ -151,10 +152,6 @@ def _unpinned() -> None:
     assert set(seen) == {"optimizer d2h issue"}
     assert len(seen) == 3 * 3
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def test_gradients_that_are_not_pinned_come_down_without_the_backward_waiting():
-    run_ranks(2, _unpinned)
 
 
 def test_without_lanes_everything_stays_in_the_order_of_the_program():

@@ -41,7 +41,7 @@ from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostNeed, HostSlab
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DIM = 64
 NUM_LAYERS = 4
@@ -272,7 +272,9 @@ CASES = {
 HALVES = [18, 25, 14]
 
 
-def _host_bytes(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@on_ranks(2)
+def test_host_memory_is_what_the_plan_says_to_the_byte(case: Case) -> None:
     model = Uneven()
     shard(model, "optim_grads_params", main_grads=case.main_grads)
     for fraction, numels in ((1.0, HALVES), (0.4, HALVES[1:]), (0.2, HALVES[2:]), (0.0, [])):
@@ -287,11 +289,6 @@ def _host_bytes(case: Case) -> None:
         assert optimizer.host_bytes == sum(
             map(arrays_nbytes, (main_weights, states, weights, gradients))
         )
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_host_memory_is_what_the_plan_says_to_the_byte(case):
-    run_ranks(2, _host_bytes, case)
 
 
 # Pinned memory
@@ -523,7 +520,18 @@ def _allocated(
     return {"backward": outside, "step": inside, **lanes}
 
 
-def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "main_grads"),
+    [
+        pytest.param(strategy, dtype, marks=[] if (strategy, dtype) in kept else pytest.mark.wide)
+        for kept in [{("optim_grads_params", BF16), ("optim", FP32)}]
+        for strategy, dtype in itertools.product(SHARDING_STRATEGIES, (BF16, FP32))
+    ],
+)
+@on_ranks(2)
+def test_from_the_third_step_on_offloading_allocates_nothing_of_the_size_of_a_bucket(
+    strategy: str, main_grads: torch.dtype
+) -> None:
     without = _allocated(strategy, FusedAdam, main_grads)
     for settings in ({}, FORWARD):
         make = partial(HybridDeviceOptimizer, offload_fraction=1.0, **settings)
@@ -541,25 +549,8 @@ def _no_more_than_the_engine(strategy: str, main_grads: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "main_grads"),
-    [
-        pytest.param(strategy, dtype, marks=[] if (strategy, dtype) in kept else pytest.mark.wide)
-        for kept in [{("optim_grads_params", BF16), ("optim", FP32)}]
-        for strategy, dtype in itertools.product(SHARDING_STRATEGIES, (BF16, FP32))
-    ],
-)
-def test_from_the_third_step_on_offloading_allocates_nothing_of_the_size_of_a_bucket(
-    strategy, main_grads
-):
-    run_ranks(2, _no_more_than_the_engine, strategy, main_grads)
-
-
-def test_groups_whose_main_weights_moved_keep_no_other():
-    run_ranks(2, _moved_and_freed)
-
-
-def _moved_and_freed() -> None:
+@on_ranks(2)
+def test_groups_whose_main_weights_moved_keep_no_other() -> None:
     model = Model()
     shard(model, "optim_grads_params")
     before = [

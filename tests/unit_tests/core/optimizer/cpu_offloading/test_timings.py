@@ -37,7 +37,7 @@ from megatron.core.optimizer.cpu_offloading.timings import (
     TimingRecorder,
 )
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 CPU = Device("cpu")
 BF16 = torch.bfloat16
@@ -213,7 +213,9 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [local_tensor(value).detach().clone() for value in model.state_dict().values()]
 
 
-def _bits(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", OVERLAPS.values(), ids=OVERLAPS)
+@on_ranks(2)
+def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[str, Any]) -> None:
     initial = weights(make()[0])
     for fraction in (0.0, 0.5, 1.0):
         results = []
@@ -233,11 +235,6 @@ def _bits(settings: dict[str, Any]) -> None:
         assert not any(
             torch.equal(*pair) for pair in zip(results[0], initial, strict=True) if pair[0].numel()
         )
-
-
-@pytest.mark.parametrize("settings", OVERLAPS.values(), ids=OVERLAPS)
-def test_recording_changes_no_bit_at_any_fraction_under_delays(settings):
-    run_ranks(2, _bits, settings)
 
 
 INJECTED = 0.02  # seconds
@@ -261,7 +258,8 @@ def slow(owner: type, name: str, after: threading.Event | None = None) -> Iterat
         setattr(owner, name, original)
 
 
-def _waits() -> None:
+@on_ranks(1)
+def test_the_computation_is_seen_to_wait_for_the_lane_that_is_slow() -> None:
     """Each lane in turn is slow: the computation is seen to wait for that one, and not for the one
     before.
     """
@@ -308,11 +306,8 @@ def _waits() -> None:
     assert found[H2D].waited_host < found[H2D].waited_h2d
 
 
-def test_the_computation_is_seen_to_wait_for_the_lane_that_is_slow():
-    run_ranks(1, _waits)
-
-
-def _traffic() -> None:
+@on_ranks(2)
+def test_the_pass_over_bf16_gradients_moves_28_bytes_an_element() -> None:
     model, optimizer = make(records_timings=True)
     train(model, optimizer, 3)
     timings = optimizer.timings()
@@ -329,11 +324,8 @@ def _traffic() -> None:
     assert timings.host_bytes_per_second is None, "nobody knows what other optimizers read"
 
 
-def test_the_pass_over_bf16_gradients_moves_28_bytes_an_element():
-    run_ranks(2, _traffic)
-
-
-def _nothing_kept() -> None:
+@on_ranks(1)
+def test_the_recorder_keeps_neither_buckets_nor_events() -> None:
     model, optimizer = make(records_timings=True, **ALL)
     train(model, optimizer, 2)
     optimizer.synchronize()
@@ -348,7 +340,3 @@ def _nothing_kept() -> None:
     gc.collect()
     assert not any(reference() is not None for reference in references)
     assert recorder.collect().num_steps == 1
-
-
-def test_the_recorder_keeps_neither_buckets_nor_events():
-    run_ranks(1, _nothing_kept)
