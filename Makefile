@@ -9,10 +9,10 @@ TORCH := $(shell grep '^torch==' requirements/constraints.txt)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # One thread a rank: ranks that share cores slow each other down otherwise.
 RUN := OMP_NUM_THREADS=1
-# Files of tests side by side: many tests wait, for a timeout, a disk or another rank. Each has pools of ranks of its
-# own, and takes up to 5 GiB.
+# Files of tests side by side: many tests wait, for a timeout, a disk or another rank. Each worker has pools of ranks of
+# its own, and takes up to 5 GiB. In alphabetical order, since the functional tests take longest.
 WORKERS ?= 2
-PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Where `make test-matrix` makes its environments.
 MATRIX_DIR ?= .venv-matrix
