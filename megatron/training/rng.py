@@ -23,7 +23,8 @@ def seed_all(seed: int, rank: int) -> None:
     """
     own = seed + _SEED_STRIDE * rank
     torch.manual_seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002  the legacy generator is the one that a user's code may call
+    # The legacy generator is the one that a user's code may call.
+    np.random.seed(own % 2**32)  # noqa: NPY002
     random.seed(own)
 
 

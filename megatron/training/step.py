@@ -101,13 +101,12 @@ def train_step(
         votes: called after the backward, so a signal counts in the step that it arrived in.
 
     Raises:
-        RuntimeError: if the ranks' collectives or gradients differed. It names the first
-            difference, and nothing has been stepped.
+        RuntimeError: that names the first difference between the ranks' collectives or gradients.
+            Nothing has been stepped.
     """
     model.train()
-    num_samples = 0
     # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    loss, num_samples = torch.zeros((), dtype=torch.float64, device=device), 0
     for number in range(num_microbatches):
         mark(Phase.BATCH)
         batch = _to_device(_next(microbatches, number, num_microbatches), device)

@@ -71,7 +71,8 @@ class TokenizerConfig:
         check_options(self)
         if self.tokenizer_type == "HuggingFaceTokenizer":
             # Unlike Path.exists, it says no where a name is too long or a folder is closed.
-            found = self.tokenizer_model is not None and os.path.exists(self.tokenizer_model)  # noqa: PTH110
+            path = self.tokenizer_model
+            found = path is not None and os.path.exists(path)  # noqa: PTH110
             expected = "a tokenizer.json or a tokenizer's folder that exists"
             expect(found, "--tokenizer-model", expected, self.tokenizer_model)
         else:

@@ -8,6 +8,7 @@ from megatron.core.options import check_options, expect, given_options, option, 
 
 _WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
 _MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
+# fp16 and fp8 moments have a scale for each tensor, and the host's flat arrays keep none.
 _HOST_MOMENT_DTYPES = ("fp32", "bf16")
 _DTYPE_OPTIONS = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
@@ -64,6 +65,7 @@ class OptimizerConfig:
         more_than=0,
         no_effect_unless="fp16",
     )
+    # Megatron's value: the first steps overflow, and are skipped while the scale comes down.
     initial_loss_scale: float = option(
         2.0**32, "first value of a loss scale that adapts", more_than=0, no_effect_unless="fp16"
     )
@@ -151,6 +153,7 @@ class OptimizerConfig:
             self.gpu_optimizer,
         )
 
+        # TransformerEngine's, Apex's and torch's have neither our threads nor our dtypes.
         is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
             is_ours or self.cpu_optimizer_threads is None,

@@ -73,6 +73,7 @@ class StepTimings:
 
     def wait(self, updated: RelayedEvent) -> None:
         """`updated.wait()`, the update and the way up apart."""
+        # One tells about a slow host, the other about a slow link.
         with self.waiting(HOST):
             updated.first.synchronize()
         with self.waiting(H2D):
@@ -179,6 +180,7 @@ class TimingRecorder:
 
         if self._has_lanes:
             return timings
+        # The thread that computes has done all the work itself.
         return timings._replace(
             waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d
         )
@@ -190,6 +192,7 @@ class TimingRecorder:
         self._add_up()
 
     def _add_up(self) -> None:
+        # A step that has ended may still have work on an accelerator, whose clock is read later.
         while self._ended and self._ended[0].is_complete:
             for name, value in self._ended.popleft().sums().items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
