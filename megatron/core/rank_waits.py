@@ -4,8 +4,9 @@ A rank that waits for others must not be blamed for a hang. While a thread sits 
 stack shows some call into C++, which looks like a computation. So the code that waits says so:
 `with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog asks with `rank_wait`.
 
-On the CPU a collective blocks, and `issuing` (`issued_collectives.py`) makes the statement. On an
-accelerator it returns at once, and the device itself is asked what it waits in.
+On the CPU a collective blocks: `issuing` (`issued_collectives.py`) makes the statement, and so do
+the exchanges of `fsdp/collectives.py`. On an accelerator a collective returns at once, and the
+device itself is asked what it waits in.
 
 Torch waits inside functions of its own, too: a program's `dist.barrier()`, a DTensor that is
 redistributed, DCP's planning. No code of ours is entered there, so these alone are recognised by
