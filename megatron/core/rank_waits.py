@@ -8,6 +8,9 @@ On the CPU a collective blocks: `issuing` (`issued_collectives.py`) makes the st
 the exchanges of `fsdp/collectives.py`. On an accelerator a collective returns at once, and the
 device itself is asked what it waits in.
 
+A thread that waits for another one is taken to wait for ranks only where it says so, as lanes do,
+or where autograd runs the backward in threads of its own.
+
 Torch waits inside functions of its own, too: a program's `dist.barrier()`, a DTensor that is
 redistributed, DCP's planning. No code of ours is entered there, so these alone are recognised by
 the module that their frames run in (`_wait_in_torch`).

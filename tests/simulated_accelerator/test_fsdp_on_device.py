@@ -5,6 +5,7 @@ for deliveries.
 from __future__ import annotations
 
 import copy
+import io
 import threading
 import time
 from collections.abc import Callable
@@ -162,6 +163,12 @@ def test_a_pending_delivery_holds_up_neither_the_kernels_before_it_nor_the_gathe
     assert run_ranks(2, _waits_for_a_delivery, strategy, device="sim") == [([True], True)] * 2
 
 
+def pickled(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
 def _replicas_in_host_memory() -> dict[str, object]:
     """What programs do with a replicated parameter whose main weight is in host memory."""
     model, _ = shard("no_shard")
@@ -175,6 +182,8 @@ def _replicas_in_host_memory() -> dict[str, object]:
         "state_dict": model.state_dict()["0.weight"],
         "clone": weight.detach().clone(),
         "deepcopy": copy.deepcopy(weight).detach(),
+        "pickled": pickled(weight.detach()),
+        "pickled parameter": pickled(weight).detach(),
     }
     same = {name: torch.equal(local_tensor(value), before) for name, value in values.items()}
     devices = {name: local_tensor(value).device.type for name, value in values.items()}

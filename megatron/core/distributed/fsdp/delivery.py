@@ -66,8 +66,9 @@ class Delivery:
 
         Args:
             updated: both are up to date after this event.
-            before_use: called once, by the thread that uses the weights, just before it waits for
-                them. It may wait for the event itself, to see how long that takes.
+            before_use: called by the thread that uses the weights, just before it waits for them,
+                unless another update was announced before. It may wait for the event itself, to
+                see how long that takes.
         """
         self._updated, self._before_use = updated, before_use
         if self.phase is not Delivery.Phase.FAILED:

@@ -45,8 +45,18 @@ class ReplicaDTensor(DTensor):
         copied: Any = self.detach().clone()
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+        elif self.requires_grad:
+            copied.requires_grad_()
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a plain DTensor: `torch.load` admits no class of this project. A clone, since pickling
+        # a view would save the whole flat buffer with every tensor in it.
+        plain: Any = dtensor_over(self._local_tensor.detach().clone(), self._spec)
+        if isinstance(self, nn.Parameter):
+            plain = nn.Parameter(plain, requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
