@@ -82,12 +82,16 @@ def planned_kills(seed: int) -> list[Kill]:
         Kill(spec(0, "forward", draw.randint(4, 5)), ("forward",)),
         # The save goes on in the background while the next iteration begins. Rank 0, which tells
         # that a save begins: the other one may be ahead of it by more than the delay.
-        Kill(spec(1, "save", 6, (0.02, 0.04), ranks=[0]), ("save", "batch", "forward", "backward")),
+        Kill(
+            spec(1, "save", 6, (0.015, 0.03), ranks=[0]),
+            ("save", "batch", "forward", "backward", "agree", "step"),
+        ),
         # The weights are there, and where the data goes on is about to be found.
         Kill(spec(2, "data"), ("data",)),
         # The first update of a process takes the longest. It goes on from iteration 4, the last
         # that was saved.
-        Kill(spec(3, "step", 5, (0.002, 0.02)), ("step",)),
+        # A timer that comes late finds the next iteration begun.
+        Kill(spec(3, "step", 5, (0.001, 0.003)), ("step", "batch", "forward")),
         Kill(spec(4, "backward", draw.randint(9, 11)), ("backward",)),
     ]
 
