@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 
@@ -28,3 +30,28 @@ def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
             "Expected the gradients of a whole step, got partial sums: the last microbatch has to "
             "run in microbatch(context, is_last=True)."
         )
+
+
+def deep_copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    """What `__deepcopy__` of a DTensor's subclass returns: a copy of the data alone.
+
+    The default would copy attributes too, but a copy belongs to no parameter group.
+
+    Raises:
+        RuntimeError: for a tensor with a graph, as torch.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Expected a leaf to deep-copy, got a tensor with a graph. Detach it first."
+        )
+
+    copied: Any = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        copied.requires_grad_()
+    memo[id(tensor)] = copied
+
+    return copied

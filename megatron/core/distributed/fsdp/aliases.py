@@ -33,7 +33,10 @@ def dtensor_like(
 
 
 def dtensor_over(
-    local: torch.Tensor, spec: DTensorSpec, device: torch.device | None = None
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    device: torch.device | None = None,
+    cls: type[DTensor] = DTensor,
 ) -> DTensor:
     """A DTensor over a local tensor, which may begin anywhere in its storage. Communicates nothing.
 
@@ -43,7 +46,7 @@ def dtensor_over(
     # A DTensor made over `local` itself would take over its offset in the storage, and code that
     # copies tensors (`copy.deepcopy`) would take it for one with a storage of its own.
     placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
-    dtensor = DTensor(placeholder, spec, requires_grad=False)
+    dtensor = cls(placeholder, spec, requires_grad=False)
     dtensor._local_tensor = local
     return dtensor
 

@@ -366,17 +366,17 @@ class FsdpParameterGroup:
         # Main weights in host memory have gradients on the device, and torch accepts gradients only
         # on the device that a parameter says it is on. So it says the gradients'.
         device = self._device.torch_device
-        if not isinstance(dtensor, UnevenDTensor):
-            # On the CPU both are the same device, and torch's own class does.
+        if isinstance(dtensor, UnevenDTensor):
+            placeholder = local.new_empty((0, *local.shape[1:]), device=device)
+            data = dtensor_like(dtensor, placeholder)
+        else:
+            # On the CPU both are the same device, and torch's own class is enough.
             data = dtensor if device.type == "cpu" else ReplicaDTensor.over(dtensor, device)
-            sharded = nn.Parameter(data, requires_grad=self.requires_grad)
-            sharded._local_tensor = local  # type: ignore[attr-defined]
-            return sharded
 
-        placeholder = local.new_empty((0, *local.shape[1:]), device=device)
-        sharded = nn.Parameter(dtensor_like(dtensor, placeholder), requires_grad=self.requires_grad)
+        sharded = nn.Parameter(data, requires_grad=self.requires_grad)
         sharded._local_tensor = local  # type: ignore[attr-defined]
-        sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
+        if isinstance(dtensor, UnevenDTensor):
+            sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
         return sharded
 
     def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:

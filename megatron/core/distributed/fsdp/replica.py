@@ -20,35 +20,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
+from megatron.core.dtensors import deep_copied
 
 
 class ReplicaDTensor(DTensor):
     """A DTensor without a shard. Operators return plain DTensors, on the device of the data."""
 
     @classmethod
-    def over(cls, other: DTensor, device: torch.device) -> ReplicaDTensor:
+    def over(cls, other: DTensor, device: torch.device) -> DTensor:
         """The parameter `other` without a gradient, over the same memory.
 
         Args:
             device: where it says it is.
         """
-        placeholder = torch.empty(0, dtype=other.dtype, device=device)
-        replica = cls(placeholder, other._spec, requires_grad=False)
-        replica._local_tensor = other._local_tensor
-        return replica
+        return dtensor_over(other._local_tensor, other._spec, device, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        # The default asks `clone` for this very class.
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-
-        copied: Any = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
-        elif self.requires_grad:
-            copied.requires_grad_()
-        memo[id(self)] = copied
-        return copied  # type: ignore[no-any-return]
+        return deep_copied(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As a plain DTensor: `torch.load` admits no class of this project. A clone, since pickling

@@ -40,6 +40,7 @@ from megatron.core.distributed.fsdp.uneven_rows import (
     whole_tensor,
 )
 from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
+from megatron.core.dtensors import deep_copied
 
 
 class UnevenDTensor(UnevenRows):
@@ -96,22 +97,7 @@ class UnevenDTensor(UnevenRows):
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
-        # The default would copy attributes too, but a copy belongs to no parameter group.
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Expected a leaf to deep-copy, got a tensor with a graph. Detach it first."
-            )
-
-        copied: Any = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
-        elif self.requires_grad:
-            copied.requires_grad_()
-        memo[id(self)] = copied
-
-        return copied  # type: ignore[no-any-return]
+        return deep_copied(self, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A clone: pickling a view would save the whole flat buffer with every tensor in it.
