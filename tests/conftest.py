@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,3 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests.ranks) are not
 # installed.
 sys.path.insert(0, str(ROOT))
+
+
+def pytest_collection_finish() -> None:
+    """Takes what has been imported and collected out of every later look for garbage."""
+    gc.collect()
+    gc.freeze()

@@ -26,7 +26,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,8 @@ def option(
         may_change: whether a resumed run may have another value without a line in the log: it says
             where and when something is done, not what is computed.
 
-    The relations may name options of other config classes. `check_options` holds those of the same
-    class; the composed configuration holds the others.
+    The relations may name options of other config classes. `check_options` checks those of the
+    same class, `check_needs` the others.
     """
     if isinstance(no_effect_unless, str):
         no_effect_unless = {no_effect_unless: True}
@@ -284,29 +284,52 @@ def check_options(config: Any) -> None:
     """ConfigError for the first option of `config` (an instance) whose value is not admitted, or
     that lacks another option it needs.
     """
-    fields = {field.name: field for field in options_of(type(config))}
-    for field in fields.values():
+    fields = options_of(type(config))
+    for field in fields:
         field.check(getattr(config, field.name))
-    for field in fields.values():
-        if getattr(config, field.name) != field.default:
-            _check_needs(config, field, fields)
+    own = {field.name: (field, getattr(config, field.name)) for field in fields}
+    for field in given_options(config):
+        _check_needs(field, own[field.name][1], own)
 
 
-def _check_needs(config: Any, field: Field, fields: Mapping[str, Field]) -> None:
-    """ConfigError unless the options of this class that a given one needs are given, too."""
-    value = getattr(config, field.name)
+def check_needs(configs: Sequence[Any], granted: Collection[str] = ()) -> None:
+    """ConfigError for the first option of `configs` (instances) that lacks an option of another of
+    them which it needs.
+
+    Args:
+        configs: instances of the classes whose options stand beside each other.
+        granted: the names of options that count as given, since something else serves as well.
+    """
+    fields = [options_of(type(config)) for config in configs]
+    everything = {
+        field.name: (field, getattr(config, field.name))
+        for config, own in zip(configs, fields, strict=True)
+        for field in own
+        if field.name not in granted
+    }
+    for config, own in zip(configs, fields, strict=True):
+        names = {field.name for field in own}
+        others = {name: one for name, one in everything.items() if name not in names}
+        for field in given_options(config):
+            _check_needs(field, getattr(config, field.name), others)
+
+
+def _check_needs(field: Field, value: Any, others: Mapping[str, tuple[Field, Any]]) -> None:
+    """ConfigError unless the options that a given one needs are given, too, as far as `others` (by
+    name, with their values) has them.
+    """
     flag = field.flag_for(value)
-    required = fields.get(field.option.requires or "")
-    if required is not None:
+    if field.option.requires is not None and field.option.requires in others:
+        required, found = others[field.option.requires]
         noun = required.option.noun or required.expected
-        found = getattr(config, required.name)
         expect(found is not None, required.flag, f"{noun}, since {flag} is given", found)
 
     for name, wanted in field.option.no_effect_unless:
-        other = fields.get(name)
-        found = None if other is None else getattr(config, name)
-        # None: an option of another class, or one whose default is not resolved yet.
-        if other is None or found is None or found == wanted:
+        if name not in others:
+            continue
+        other, found = others[name]
+        # None: one whose default is not resolved yet.
+        if found is None or found == wanted:
             continue
         if wanted is not True:
             raise ConfigError(f"{flag}: expected {other.flag} {wanted}, got {shown(found)}.")

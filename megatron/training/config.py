@@ -17,6 +17,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import (
     ConfigError,
     Field,
+    check_needs,
     check_options,
     expect,
     given_options,
@@ -256,13 +257,14 @@ class RunConfig:
         )
 
         checkpoint = self.checkpoint
-        loads_schedule = checkpoint.load is not None and not checkpoint.finetune
         recovers = checkpoint.save is not None and self.recover.recover_mode != "off"
-        for field in given_options(self.schedule):
-            if field.option.requires == "load" and not loads_schedule and not recovers:
-                raise ConfigError(
-                    f"{field.flag}: expected --load without --finetune, which loads no schedule."
-                )
+        check_needs([section for _, section in self.sections()], ["load"] if recovers else [])
+        if checkpoint.finetune and not recovers:
+            for field in given_options(self.schedule):
+                if field.option.requires == "load":
+                    raise ConfigError(
+                        f"{field.flag}: expected no --finetune, which loads no schedule."
+                    )
 
     def _check_recovery(self) -> None:
         expect(
@@ -317,11 +319,6 @@ class RunConfig:
 
     def _check_fp16(self) -> None:
         if not self.training.fp16:
-            for flag in self.optimizer.given_loss_scale_flags():
-                raise ConfigError(
-                    f"{flag}: expected --fp16, whose loss is scaled, got "
-                    f"{self.training.compute_dtype}."
-                )
             return
 
         # Our Adam divides by the loss scale as it reads gradients. For other optimizers they are

@@ -172,16 +172,12 @@ class OptimizerConfig:
         self._check_dtypes(is_ours)
         self._check_loss_scale()
 
-    def given_loss_scale_flags(self) -> list[str]:
-        """The flags of loss scaling that are given: those that have no effect without --fp16."""
-        return [
+    def _check_loss_scale(self) -> None:
+        others = [
             field.flag
             for field in given_options(self)
-            if ("fp16", True) in field.option.no_effect_unless
+            if ("fp16", True) in field.option.no_effect_unless and field.name != "loss_scale"
         ]
-
-    def _check_loss_scale(self) -> None:
-        others = [flag for flag in self.given_loss_scale_flags() if flag != "--loss-scale"]
         expect(
             self.loss_scale is None or not others,
             "--loss-scale",

@@ -8,6 +8,7 @@ import pytest
 from megatron.core.options import (
     ConfigError,
     Option,
+    check_needs,
     check_options,
     expect,
     given_options,
@@ -212,3 +213,32 @@ def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(valu
 def test_an_option_with_what_it_needs_is_taken(values):
     names = [field.name for field in given_options(Related(**values))]
     assert names == [name for name in values if values[name] != getattr(Related(), name)]
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    x: str | None = option(None, "a folder", noun="a folder")
+    y: bool = option(False, "a switch")
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "message"),
+    [
+        (Neighbour(), "--x: expected a folder, since --elsewhere is given, got None."),
+        (Neighbour(x="here"), "--elsewhere: expected --y, got 2."),
+        (Neighbour(x="here", y=True), None),
+    ],
+)
+def test_what_an_option_needs_of_another_class_is_checked_where_both_are_known(neighbour, message):
+    related = Related(elsewhere=2)
+    if message is None:
+        check_needs([related, neighbour])
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_needs([neighbour, related])
+    assert str(caught.value) == message
+    check_needs([neighbour, Related()])
+
+
+def test_what_is_granted_need_not_be_given():
+    check_needs([Related(elsewhere=2), Neighbour(y=True)], granted=["x"])

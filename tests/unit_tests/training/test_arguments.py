@@ -127,7 +127,7 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         ),
         (
             ["--override-opt-param-scheduler"],
-            "--override-opt-param-scheduler: expected --load without --finetune",
+            "--load: expected a folder, since --override-opt-param-scheduler is given",
         ),
         (["--torch-fsdp2-no-reshard-after-forward"], "expected --use-torch-fsdp2"),
         (["--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2: expected one engine"),
@@ -158,10 +158,11 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         (["--no-use-megatron-fsdp", "--bf16"], "--bf16: expected --use-megatron-fsdp"),
         (["--no-use-megatron-fsdp", "--fp16"], "--fp16: expected --use-megatron-fsdp"),
         (["--fp16", "--bf16"], "--fp16: expected one dtype to compute in, got '--bf16 too'."),
-        (["--loss-scale", "8"], "--loss-scale: expected --fp16, whose loss is scaled, got fp32."),
+        (["--loss-scale", "8"], "--loss-scale: expected --fp16, got 8.0."),
+        (["--hysteresis", "3", "--bf16"], "--hysteresis: expected --fp16, got 3."),
         (
-            ["--hysteresis", "3", "--bf16"],
-            "--hysteresis: expected --fp16, whose loss is scaled, got bf16.",
+            ["--override-opt-param-scheduler", "--load", "x", "--finetune"],
+            "--override-opt-param-scheduler: expected no --finetune, which loads no schedule.",
         ),
         (
             ["--fp16", "--gpu-optimizer", "torch", "--megatron-fsdp-main-grads-dtype", "auto"],
