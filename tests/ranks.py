@@ -131,6 +131,9 @@ def random_delays(seed: int) -> Iterator[None]:
 _rank_device = [torch.device("cpu")]
 
 
+_TIDY = b"tidy"  # what a pool tells its ranks when all of them have answered
+
+
 class _Pool:
     """The processes of one process group."""
 
@@ -174,6 +177,10 @@ class _Pool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 results[rank] = self._receive(pipe, rank)
+        # Only now: a rank that is done must not close its end of a group that a slower one is still
+        # connecting.
+        for pipe in self._pipes:
+            pipe.send_bytes(_TIDY)
         return results
 
     def _receive(self, pipe: Any, rank: int) -> Any:
@@ -209,16 +216,19 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
     )
     while True:
         try:
-            function, args = cloudpickle.loads(pipe.recv_bytes())
+            job = pipe.recv_bytes()
         except EOFError:
             return
+        if job == _TIDY:
+            _destroy_subgroups()
+            continue
+        function, args = cloudpickle.loads(job)
         try:
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(cloudpickle.dumps(answer))
         del function, args, answer
-        _destroy_subgroups()
 
 
 def _destroy_subgroups() -> None:
