@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint, read_tensors
-from tests.ranks import RankError, run_ranks
+from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint, read_tensors
+from tests.helpers.ranks import RankError, run_ranks
 from tools.checkpoint import command as checkpoint
 
 SETTINGS = [

@@ -26,9 +26,9 @@ from megatron.core.files import Sync
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.exits import ExitError
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.test_checkpoints import SETTINGS
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 class Run(NamedTuple):

@@ -14,7 +14,7 @@ from megatron.training.loop import Loop, NoWatch
 from megatron.training.metrics import Metrics, Rates
 from megatron.training.step import NonFiniteLossError
 from megatron.training.stop import Stop, StopConditions
-from tests.unit_tests.training.fake_runs import FakeEngine, FakeSaver
+from tests.unit_tests.training.helpers.fake_runs import FakeEngine, FakeSaver
 from tests.unit_tests.training.test_decision import config_of
 
 DATA = MockGPTDataset(16, 8, 1000, 0)

@@ -52,8 +52,8 @@ from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore, memory_folder
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore, memory_folder
 
 CPU = Device("cpu")
 DIM = 64  # a rank's part of each matrix is more than what a save may copy, on 2 ranks too

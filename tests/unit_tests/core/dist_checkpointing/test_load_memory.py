@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.dtensors import local_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, moments
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, moments
 
 _M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
 

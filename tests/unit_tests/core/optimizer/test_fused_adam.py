@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 F32, BF16, F16, F8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DIM = 6

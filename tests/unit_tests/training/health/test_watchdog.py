@@ -1,6 +1,7 @@
 """Ranks that die, hang, stop and fail: what the others find out, how soon, and what they end with.
 
-The ranks here are processes of their own, not those of `tests/ranks.py`: they are meant to die.
+The ranks here are processes of their own, not those of `tests/helpers/ranks.py`: they are meant to
+die.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ZERO_3 = "optim_grads_params"

@@ -40,7 +40,7 @@ from megatron.core.lanes import delays
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import on_ranks, random_delays, rank_device, run_ranks
+from tests.helpers.ranks import on_ranks, random_delays, rank_device, run_ranks
 
 AVG = Partial("avg")
 ON_TWO_AXES = {

@@ -44,7 +44,7 @@ from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FORWARD = {"overlap_step_with_forward": True}
