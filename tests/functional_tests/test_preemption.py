@@ -24,7 +24,7 @@ from tests.functional_tests.helpers.recovery_scenes import (
     torchrun,
     until,
 )
-from tests.functional_tests.test_checkpoints import SETTINGS
+from tests.functional_tests.helpers.runs import SETTINGS
 from tests.helpers.ranks import run_ranks
 
 # Longer than any test. The second save is the first of which it is known how long one takes.

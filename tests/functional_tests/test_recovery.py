@@ -39,8 +39,7 @@ from tests.functional_tests.helpers.recovery_scenes import (
     until,
 )
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
-from tests.functional_tests.test_checkpoints import SETTINGS
-from tests.functional_tests.test_failing_saves import DAMAGE, flip_last_weight, pretrain
+from tests.functional_tests.helpers.runs import DAMAGE, SETTINGS, flip_last_weight, pretrain
 
 NUM_ITERS = 12
 FLAGS = [

@@ -42,7 +42,7 @@ from tests.simulated_accelerator import build
 DEFAULT_TIMEOUT = 120.0  # seconds
 
 # Together they import nearly all of the project, and start no thread, which no fork would have.
-PRELOADED = ["megatron.training.pretrain", "tests.ranks"]
+PRELOADED = ["megatron.training.pretrain", "tests.helpers.ranks"]
 
 
 class RankError(AssertionError):

@@ -45,9 +45,9 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     forks,
     watched,
 )
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
 from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, data_parallel
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
-from tests.unit_tests.core.dist_checkpointing.test_load_memory import Live
 
 CPU = Device("cpu")
 VOCAB = 61  # rows that no number of ranks divides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -194,14 +193,19 @@ def owned_twice(name: str, owner: str) -> str:
 def test_a_module_that_cannot_be_sharded_is_refused_and_leaves_nothing_behind(
     error: type[Exception], message: str, make: Callable[[Any], Any]
 ) -> None:
-    shards = partial(fully_shard, mesh=line(), placements=Placements.for_strategy(ZERO_3))
+    mesh, placements = line(), Placements.for_strategy(ZERO_3)
+    sharded: list[nn.Module] = []  # keeps them alive
+
+    def shards(module: nn.Module) -> nn.Module:
+        sharded.append(fully_shard(module, mesh, placements))
+        return sharded[-1]
+
     with fully_shard_context("cpu") as context:
         shards(linear())
         module = make(shards)
-        before = list(context.forward_order)
         assert_raises(error, message, lambda: shards(module))
-        assert context.forward_order == before
-    for good in before:
+    assert context.forward_order == sharded
+    for good in sharded:
         loss_of(good(own_batch())).backward()
         assert_resting(good)
 
