@@ -46,11 +46,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from helpers import report
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

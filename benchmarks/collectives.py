@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import report
 import torch
 import torch.distributed as dist
+from helpers import report
 
 from megatron.core.distributed.fsdp import collectives
 

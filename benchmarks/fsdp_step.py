@@ -14,10 +14,18 @@ from __future__ import annotations
 
 import argparse
 
-import report
 import torch
 import torch.distributed as dist
-from steps import SEED, Side, Stopwatch, add_model_arguments, batch_of, measure, model_on_meta
+from helpers import report
+from helpers.steps import (
+    SEED,
+    Side,
+    Stopwatch,
+    add_model_arguments,
+    batch_of,
+    measure,
+    model_on_meta,
+)
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2

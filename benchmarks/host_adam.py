@@ -20,8 +20,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-import report
 import torch
+from helpers import report
 
 from megatron.core.device import Device
 from megatron.core.host_memory import HostSlab

@@ -23,10 +23,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import report
 import torch
 import torch.distributed as dist
-from steps import SEED, Side, Stopwatch, add_model_arguments, batch_of, measure, model_on_meta
+from helpers import report
+from helpers.steps import (
+    SEED,
+    Side,
+    Stopwatch,
+    add_model_arguments,
+    batch_of,
+    measure,
+    model_on_meta,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy

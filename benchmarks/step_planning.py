@@ -17,10 +17,10 @@ import argparse
 import time
 from typing import Any
 
-import report
 import torch
 import torch.distributed as dist
-from steps import SEED, add_model_arguments, batch_of, model_on_meta
+from helpers import report
+from helpers.steps import SEED, add_model_arguments, batch_of, model_on_meta
 from torch import nn
 
 from megatron.core.device import Device

@@ -12,8 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
-# The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests.ranks) are not
-# installed.
+# The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests/helpers) are
+# not installed.
 sys.path.insert(0, str(ROOT))
 
 

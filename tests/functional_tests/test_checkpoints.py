@@ -16,18 +16,10 @@ import torch.distributed.checkpoint as dcp
 import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint, read_tensors
-from tests.ranks import RankError, run_ranks
+from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint, read_tensors
+from tests.functional_tests.helpers.runs import SETTINGS, losses
+from tests.helpers.ranks import RankError, run_ranks
 from tools.checkpoint import command as checkpoint
-
-SETTINGS = [
-    *(
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data"
-    ).split(),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "63", "--num-workers", "0"),
-    *"--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1".split(),
-    *("--lr", "1e-2", "--lr-decay-style", "cosine"),
-]
 
 
 def pretrain(*flags: object, world_size: int = 1) -> None:
@@ -63,11 +55,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_state(root: Path, iteration: int) -> dict:
     return json.loads((root / f"iter_{iteration:07d}" / "train_state.json").read_text())
-
-
-def losses(path: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["iteration"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 def test_the_run_is_described_beside_its_tensors(saved):

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
-from tests.functional_tests.test_launch import ROOT, TIMEOUT, TORCHRUN, environment
+from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
 
 
 def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):

@@ -18,17 +18,14 @@ import pytest
 import pretrain_gpt
 from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
-from tests.functional_tests.test_checkpoints import SETTINGS, losses
-
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 120.0  # seconds
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def environment() -> dict[str, str]:
-    """This process's, without the ranks of a torchrun that the tests may run under."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+from tests.functional_tests.helpers.runs import (
+    ROOT,
+    SETTINGS,
+    TIMEOUT,
+    TORCHRUN,
+    environment,
+    losses,
+)
 
 
 def run(launcher: list[str], *flags: str) -> subprocess.CompletedProcess[str]:

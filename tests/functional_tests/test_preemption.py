@@ -16,9 +16,16 @@ from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.inject import Injections
-from tests.functional_tests.recovery_scenes import TIMEOUT, Job, children, started, torchrun, until
-from tests.functional_tests.test_checkpoints import SETTINGS
-from tests.ranks import run_ranks
+from tests.functional_tests.helpers.recovery_scenes import (
+    TIMEOUT,
+    Job,
+    children,
+    started,
+    torchrun,
+    until,
+)
+from tests.functional_tests.helpers.runs import SETTINGS
+from tests.helpers.ranks import run_ranks
 
 # Longer than any test. The second save is the first of which it is known how long one takes.
 FLAGS = [

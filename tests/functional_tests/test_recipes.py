@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.runner import CASES, Recipe, build_corpus, check
+from tests.functional_tests.helpers.runner import CASES, Recipe, build_corpus, check
 
 
 @pytest.fixture(scope="session")

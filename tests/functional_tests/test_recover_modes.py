@@ -26,10 +26,9 @@ from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.events import read_events
 from megatron.training.health.exits import ExitCode, ExitError, code_of
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
-from tests.functional_tests.test_checkpoints import SETTINGS
-from tests.functional_tests.test_failing_saves import flip_last_weight, published, trained
-from tests.ranks import run_ranks
+from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.helpers.runs import SETTINGS, flip_last_weight, published, trained
+from tests.helpers.ranks import run_ranks
 
 
 class Run(NamedTuple):

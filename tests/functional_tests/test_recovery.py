@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 import pretrain_gpt
 from megatron.core.options import ConfigError
-from tests.functional_tests.recovery_scenes import (
+from tests.functional_tests.helpers.recovery_scenes import (
     MODEL,
     NO_DROPOUT,
     OFFLOADED,
@@ -38,9 +38,8 @@ from tests.functional_tests.recovery_scenes import (
     torchrun,
     until,
 )
-from tests.functional_tests.runner import assert_same_tensors, read_checkpoint
-from tests.functional_tests.test_checkpoints import SETTINGS
-from tests.functional_tests.test_failing_saves import DAMAGE, flip_last_weight, pretrain
+from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
+from tests.functional_tests.helpers.runs import DAMAGE, SETTINGS, flip_last_weight, pretrain
 
 NUM_ITERS = 12
 FLAGS = [

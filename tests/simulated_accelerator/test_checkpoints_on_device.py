@@ -15,15 +15,15 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.engine import SaveLoadMeta
-from tests.ranks import run_ranks
-from tests.simulated_accelerator import engines
-from tests.simulated_accelerator.behaviours import (
+from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers import engines
+from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
     LANES_LAST,
     Behaviour,
     all_behaviours,
 )
-from tests.simulated_accelerator.engines import CASES
+from tests.simulated_accelerator.helpers.engines import CASES
 
 pytestmark = pytest.mark.sim
 

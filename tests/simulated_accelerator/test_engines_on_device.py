@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.simulated_accelerator import engines
-from tests.simulated_accelerator.behaviours import (
+from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers import engines
+from tests.simulated_accelerator.helpers.behaviours import (
     LANES_LAST,
     WITH_PAUSES,
     Behaviour,
     all_behaviours,
 )
-from tests.simulated_accelerator.engines import CASES, Course
+from tests.simulated_accelerator.helpers.engines import CASES, Course
 
 pytestmark = pytest.mark.sim
 

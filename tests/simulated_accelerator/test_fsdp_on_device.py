@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.policy import OffloadPolicy
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.sim
 

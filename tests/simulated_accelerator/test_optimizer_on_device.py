@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.training import step as step_module
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.sim
 
@@ -23,7 +23,7 @@ def _syncs(case: str) -> tuple[dict[str, int], int]:
     blocked.
     """
     import tests.simulated_accelerator.device as sim
-    from tests.simulated_accelerator.engines import make_engine
+    from tests.simulated_accelerator.helpers.engines import make_engine
 
     engine = make_engine(case, "sim")
     for step in range(WARM_UP):
@@ -46,7 +46,7 @@ def _syncs(case: str) -> tuple[dict[str, int], int]:
 def _one_step(engine: Any, step: int) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel  # which does not travel to the ranks
 
-    from tests.simulated_accelerator.engines import batches, forward_step
+    from tests.simulated_accelerator.helpers.engines import batches, forward_step
 
     with sdpa_kernel(SDPBackend.MATH):
         engine.train_batch(batches(step, "sim"), forward_step)
@@ -62,7 +62,7 @@ def test_gradients_that_are_not_pinned_block_a_worker_and_not_the_backward():
 def _norm_kernels() -> tuple[int, int]:
     """Kernels of the norm of all gradients in a step, and how many gradients there are."""
     import tests.simulated_accelerator.device as sim
-    from tests.simulated_accelerator.engines import make_engine
+    from tests.simulated_accelerator.helpers.engines import make_engine
 
     engine = make_engine("zero3", "sim")
     optimizer = engine.state.optimizer
@@ -90,7 +90,7 @@ def test_the_norm_takes_a_few_kernels_for_each_group_of_gradients():
 
 def _planning(case: str) -> list[str]:
     """What a step does around the reading of its scalars, in order."""
-    from tests.simulated_accelerator.engines import make_engine
+    from tests.simulated_accelerator.helpers.engines import make_engine
 
     engine = make_engine(case, "sim")
     _one_step(engine, 0)

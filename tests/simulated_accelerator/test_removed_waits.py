@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from megatron.training.engines import ModuleEngine
-from tests.ranks import run_ranks
-from tests.simulated_accelerator import engines
-from tests.simulated_accelerator.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour
-from tests.simulated_accelerator.removed_waits import REMOVALS, recorded_lanes, removed
+from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers import engines
+from tests.simulated_accelerator.helpers.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour
+from tests.simulated_accelerator.helpers.removed_waits import REMOVALS, recorded_lanes, removed
 
 pytestmark = pytest.mark.sim
 

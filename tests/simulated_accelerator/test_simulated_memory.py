@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-from tests.simulated_accelerator.threads import A_MOMENT, ends, started
+from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers.threads import A_MOMENT, ends, started
 
 pytestmark = pytest.mark.sim
 

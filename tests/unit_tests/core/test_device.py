@@ -9,7 +9,7 @@ import torch
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):

@@ -16,7 +16,7 @@ from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 SEED = 1234
 

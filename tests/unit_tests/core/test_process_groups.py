@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import process_groups
 from megatron.core.mesh import build_hybrid_mesh
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.rank_waits import rank_wait, waiting_for_ranks, waiting_for_thread
 from megatron.training import pretrain, step
 from megatron.training.launch import Launch
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 

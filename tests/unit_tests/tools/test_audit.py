@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.store import open_store
-from tests.checkpoints import row_cuts, whole, write_checkpoint
+from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
 from tools.checkpoint.audit import Audit
 
 NAME = "iter_0000010"

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tools import generate
 from tools.checkpoint import command as checkpoint
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 from tests.simulated_accelerator import build
 from tools.gpu_check import __main__ as command_line
 from tools.gpu_check import verdict
@@ -34,7 +34,7 @@ from tools.gpu_check.runner import Outcome, Runner
 from tools.gpu_check.table import STAGES, Stage, selected
 
 ROOT = Path(__file__).resolve().parents[3]
-FAKES = "tests.unit_tests.tools.gpu_check_stages"
+FAKES = "tests.unit_tests.tools.helpers.gpu_check_stages"
 
 
 def fake(

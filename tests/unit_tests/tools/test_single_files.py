@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.format.metadata import plain_keys_of
 from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
-from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
+from tests.helpers.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
 from tools.checkpoint.from_file import publish_content, read_file
 from tools.checkpoint.to_file import export_safetensors, export_torch_save
 

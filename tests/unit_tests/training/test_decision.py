@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.saver import Frequency
-from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide
 from megatron.training.health.exits import ExitCode
 from megatron.training.step import StepInfo
 from megatron.training.stop import Stop, Votes
+from tests.unit_tests.training.helpers.fake_runs import config_of
 
 GRACE_OVER = Stop("SIGTERM was received", ExitCode.PREEMPTED_UNSAVED, saves=False)
 SIGNALLED = Stop("SIGTERM was received", ExitCode.PREEMPTED, saves=True)
@@ -25,14 +24,6 @@ SAVES = ("--save", "checkpoints")
 ASYNC = (*SAVES, "--async-save")
 SKIP = (*ASYNC, "--async-save-busy", "skip")
 STRICT = (*SAVES, "--exit-on-save-failure")
-
-
-def config_of(*flags: str) -> RunConfig:
-    model = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
-    data = ["--mock-data", "--seq-length", "8", "--micro-batch-size", "4", "--train-iters", "10"]
-    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "16"]
-    settings = [*model, *data, *tokenizer, "--lr", "1e-3", "--eval-interval", "4"]
-    return parse_config([*settings, *flags], world_size=1)
 
 
 def decided(

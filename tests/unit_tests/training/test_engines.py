@@ -40,7 +40,7 @@ from megatron.training.engines import (
     build_engine,
 )
 from megatron.training.step import StepInfo
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 OFFLOADED = OptimizerConfig(
     optimizer_cpu_offload=True,

@@ -14,8 +14,7 @@ from megatron.training.loop import Loop, NoWatch
 from megatron.training.metrics import Metrics, Rates
 from megatron.training.step import NonFiniteLossError
 from megatron.training.stop import Stop, StopConditions
-from tests.unit_tests.training.fake_runs import FakeEngine, FakeSaver
-from tests.unit_tests.training.test_decision import config_of
+from tests.unit_tests.training.helpers.fake_runs import FakeEngine, FakeSaver, config_of
 
 DATA = MockGPTDataset(16, 8, 1000, 0)
 FLAGS = ("--num-workers", "0", "--eval-iters", "2", "--save", "checkpoints")

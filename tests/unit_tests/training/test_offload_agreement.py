@@ -16,7 +16,7 @@ from megatron.core.optimizer import host_preflight
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.engines import EngineConfig, build_engine
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1.0)
 PARALLEL = {

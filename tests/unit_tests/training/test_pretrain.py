@@ -24,8 +24,7 @@ from megatron.training.loop import NoWatch
 from megatron.training.pretrain import Outcome, Providers
 from megatron.training.step import StepInfo
 from megatron.training.stop import StopConditions
-from tests.unit_tests.training.fake_runs import FakeEngine, FakeSaver
-from tests.unit_tests.training.test_decision import config_of
+from tests.unit_tests.training.helpers.fake_runs import FakeEngine, FakeSaver, config_of
 
 DATA = MockGPTDataset(16, 8, 1000, 0)
 EVERY = ("--num-workers", "0", "--eval-iters", "2", "--eval-interval", "100")

@@ -16,7 +16,7 @@ from megatron.core.drivers import CudaDriver
 from megatron.core.options import ConfigError
 from megatron.training import launch
 from megatron.training.launch import Launch, agree_on_start, process_group
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron.core.options import ConfigError
 from megatron.training.arguments import build_config, parse_config, read_yaml
 from megatron.training.settings_file import read_settings
-from tests.special_files import SPECIAL_FILES
+from tests.helpers.special_files import SPECIAL_FILES
 
 
 def write(folder: Path, content: str | bytes) -> str:

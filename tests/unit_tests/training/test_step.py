@@ -25,7 +25,7 @@ from megatron.training import step as step_module
 from megatron.training.arguments import parse_config
 from megatron.training.engines import build_engine
 from megatron.training.step import ForwardStep, StepResult, evaluate, train_step
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 

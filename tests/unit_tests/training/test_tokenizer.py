@@ -28,7 +28,7 @@ from megatron.training.tokenizer import (
     padded_vocab_size,
     train_bpe,
 )
-from tests.special_files import SPECIAL_FILES
+from tests.helpers.special_files import SPECIAL_FILES
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 東京, 🙂\n\ttabs"] * 5
 

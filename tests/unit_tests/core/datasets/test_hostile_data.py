@@ -25,7 +25,7 @@ from megatron.core.datasets.data_files import DataFile, IndexedDatasetError
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
-from tests.special_files import SPECIAL_FILES
+from tests.helpers.special_files import SPECIAL_FILES
 
 WriteTokens = Callable[..., IndexedDataset]
 # Documents of one and of several sequences, empty ones among them.

@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 pytestmark = pytest.mark.peer
 
 ROOT = Path(__file__).parents[4]
-SCRIPT = Path(__file__).with_name("peer_indexed_dataset.py")
+SCRIPT = Path(__file__).parent / "helpers" / "peer_indexed_dataset.py"
 
 
 def _peer(action: str, prefix: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import agreement
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.options import ConfigError
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def _different_views() -> list[str]:

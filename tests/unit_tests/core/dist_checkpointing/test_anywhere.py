@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HFSDP,
     HSDP,
     ITERATION,

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import Store, open_store
-from tests.unit_tests.core.dist_checkpointing.scenes import (
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     NEW,
     OLD,
     SMALL,

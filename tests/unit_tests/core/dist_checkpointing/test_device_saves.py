@@ -25,14 +25,14 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import run_ranks
-from tests.simulated_accelerator.behaviours import (
+from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
     LANES_LAST,
     Behaviour,
     all_behaviours,
 )
-from tests.unit_tests.core.dist_checkpointing.scenes import GatedStore
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore
 
 pytestmark = pytest.mark.sim
 

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
-from tests.unit_tests.core.dist_checkpointing.scenes import (
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     CPU,
     SMALL,
     Size,

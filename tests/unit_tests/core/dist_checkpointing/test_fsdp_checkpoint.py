@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.dcp import torch_dcp
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp import fully_shard
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def build(seed: int, rows: int = 17) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -55,8 +55,8 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
-from tests.checkpoints import row_cuts, whole, write_checkpoint
-from tests.ranks import run_ranks
+from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
+from tests.helpers.ranks import run_ranks
 from tools.checkpoint import command as tool
 from tools.checkpoint.from_file import read_file
 

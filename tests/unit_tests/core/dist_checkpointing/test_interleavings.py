@@ -1,7 +1,8 @@
 """All ranks of a save come to the same end, whichever is held up or whose disk fails, at whatever
 operation.
 
-The moments are walked through one by one; nothing is left to chance. See `interleaving.py`.
+The moments are walked through one by one; nothing is left to chance. See
+`helpers/interleaving.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoi
 from megatron.core.dist_checkpointing.load.small_files import read_marker
 from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
 from megatron.core.dist_checkpointing.store import LocalStore
-from tests.unit_tests.core.dist_checkpointing.interleaving import Fault, Interleaved, Outcome, Pause
-from tests.unit_tests.core.dist_checkpointing.scenes import DRAFT, NEW, memory_folder
+from tests.unit_tests.core.dist_checkpointing.helpers.interleaving import (
+    Fault,
+    Interleaved,
+    Outcome,
+    Pause,
+)
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import DRAFT, NEW, memory_folder
 
 FINAL = checkpoint_name(NEW)
 FOR_EVER = 10**9  # operations: as far as a rank can go

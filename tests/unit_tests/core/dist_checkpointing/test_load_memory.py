@@ -7,20 +7,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, moments
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
+from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, moments
 
 _M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
 
@@ -110,33 +108,6 @@ def test_loading_takes_no_more_memory_than_a_bucket(tmp_path, setting):
         assert peaks.state > 2 * peaks.bucket > 20e6
         assert peaks.loading <= peaks.bucket
         assert peaks.copying > 1.2 * peaks.bucket, "a copy of everything would be seen"
-
-
-class Live(TorchDispatchMode):
-    """The bytes of tensors that this thread has made and that are still there, at their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {tensor.untyped_storage()._cdata for tensor in self._plain((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        for tensor in self._plain(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._made.values()))
-        return result
-
-    def _plain(self, values: Any) -> list[torch.Tensor]:
-        return [
-            value
-            for value in tree_leaves(values)
-            if type(value) is torch.Tensor and not value.is_meta
-        ]
 
 
 def _load_scaled(root: str, setting: Setting) -> tuple[int, int, int]:

@@ -22,8 +22,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     DEVICE,
     HFSDP,
     HSDP,

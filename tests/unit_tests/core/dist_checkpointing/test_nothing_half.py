@@ -2,7 +2,7 @@
 the bit.
 
 Ranks are forked processes: saving needs no process group. Moments are operations on the file
-system, see `crashes.py`.
+system, see `helpers/crashes.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.lanes import delays
-from tests.unit_tests.core.dist_checkpointing.crashes import (
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     KILLED,
     At,
     Child,
@@ -48,7 +48,7 @@ from tests.unit_tests.core.dist_checkpointing.crashes import (
     mount_small_disk,
     resize_disk,
 )
-from tests.unit_tests.core.dist_checkpointing.scenes import (
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     CPU,
     DRAFT,
     LATER,
@@ -89,7 +89,7 @@ DECISIVE = (f"rename {checkpoint_name(NEW)}", f"replace {DRAFT}/manifest_1.json"
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Forks]:
-    with forks("tests.unit_tests.core.dist_checkpointing.scenes") as found:
+    with forks("tests.unit_tests.core.dist_checkpointing.helpers.scenes") as found:
         yield found
 
 

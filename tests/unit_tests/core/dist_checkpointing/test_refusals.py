@@ -13,8 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     Setting,
     Trained,
     build_gpt,

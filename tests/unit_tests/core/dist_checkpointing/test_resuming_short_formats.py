@@ -12,8 +12,13 @@ from torch import nn
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.state_tensors import like
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, full_tensors, moments
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
+    Setting,
+    Trained,
+    full_tensors,
+    moments,
+)
 
 NUM_STEPS = 6
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HFSDP,
     HSDP,
     ITERATION,

@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Ret
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.lanes import delays
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.models import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     DELAY,
     DEVICE,
     HFSDP,

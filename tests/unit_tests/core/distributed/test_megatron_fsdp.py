@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.distributed.megatron_fsdp import microbatch_of, shard_model
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_hybrid_mesh, build_mesh
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 
 class Model(nn.Module):

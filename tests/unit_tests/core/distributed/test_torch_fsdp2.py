@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.distributed.units import sharding_units
 from megatron.core.mesh import build_mesh
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 class Layer(nn.Module):

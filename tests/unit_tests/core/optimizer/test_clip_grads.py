@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import (
     squared_norm,
 )
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 OFFLOAD = {"optimizer_cpu_offload": True}
 

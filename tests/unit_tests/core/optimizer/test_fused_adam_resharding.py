@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 DIM = 6
 GLOBAL_BATCH = 8

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_memory import StateBytes, format_state_memory, state_memory
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 BF16 = torch.bfloat16
 SGD = torch.optim.SGD

@@ -29,7 +29,7 @@ from megatron.training.checkpoint.hf_files import (
     read_json,
 )
 from megatron.training.checkpoint.hf_weights import _config_problems
-from tests.special_files import SPECIAL_FILES
+from tests.helpers.special_files import SPECIAL_FILES
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ from megatron.training.tokenizer import (
     NullTokenizer,
     train_bpe,
 )
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.crashes import (
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     KILLED,
     Child,
     Fault,
@@ -45,9 +45,9 @@ from tests.unit_tests.core.dist_checkpointing.crashes import (
     forks,
     watched,
 )
-from tests.unit_tests.core.dist_checkpointing.models import Setting, Trained, data_parallel
-from tests.unit_tests.core.dist_checkpointing.scenes import memory_folder
-from tests.unit_tests.core.dist_checkpointing.test_load_memory import Live
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
+from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, data_parallel
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
 
 CPU = Device("cpu")
 VOCAB = 61  # rows that no number of ranks divides
@@ -601,8 +601,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 @pytest.fixture(scope="module")
 def forked() -> Iterator[Forks]:
     with forks(
-        "tests.unit_tests.core.dist_checkpointing.crashes",
-        "tests.unit_tests.core.dist_checkpointing.models",
+        "tests.unit_tests.core.dist_checkpointing.helpers.crashes",
+        "tests.unit_tests.core.dist_checkpointing.helpers.models",
         "megatron.training.checkpoint.hf_weights",
     ) as found:
         yield found

@@ -33,7 +33,7 @@ from megatron.training.checkpoint import run_state as checkpointing
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.rng import rng_state
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 FORMATS = {
     "fsdp_dtensor": DataParallelConfig(),

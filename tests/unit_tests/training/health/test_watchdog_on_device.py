@@ -23,7 +23,7 @@ from megatron.training.health.cause import Record, find_cause, stack_of
 from megatron.training.health.events import EventLog
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.sim
 
@@ -115,7 +115,7 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
     end after that).
     """
     import tests.simulated_accelerator.device as sim
-    from tests.simulated_accelerator.engines import batches, forward_step, make_engine
+    from tests.simulated_accelerator.helpers.engines import batches, forward_step, make_engine
 
     engine = make_engine(case, "sim")
     engine.train_batch(batches(0, "sim"), forward_step)
@@ -166,7 +166,7 @@ def _be_stuck_on_the_device(number: int) -> Record:
     the loss.
     """
     import tests.simulated_accelerator.device as sim
-    from tests.simulated_accelerator.engines import batches, forward_step, make_engine
+    from tests.simulated_accelerator.helpers.engines import batches, forward_step, make_engine
 
     engine = make_engine("zero3", "sim")
     engine.train_batch(batches(0, "sim"), forward_step)

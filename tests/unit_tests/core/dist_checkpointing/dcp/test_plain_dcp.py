@@ -35,7 +35,7 @@ from megatron.training.checkpoint.loading import load_weights
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, build_engine
 from megatron.training.step import StepInfo
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.weight"]
 

@@ -26,8 +26,13 @@ from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import open_store
-from tests.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.crashes import Fault, Operation, PowerCut, watched
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
+    Fault,
+    Operation,
+    PowerCut,
+    watched,
+)
 
 
 def latest_iteration(root: Path) -> int | None:

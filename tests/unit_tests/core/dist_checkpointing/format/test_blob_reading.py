@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.format.archive_directory import (
     Window,
 )
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, open_memory, read_plain
-from tests.checkpoints import raw_bytes
+from tests.helpers.checkpoints import raw_bytes
 
 DTYPES = [
     *(

@@ -51,7 +51,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
 )
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SOURCE = "iter_0000010/.metadata"
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
-from tests.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
+from tests.helpers.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
 
 NAME = "iter_0000010"
 ROWS = 3 * BLOCK_BYTES // (64 * 4)  # of 64 fp32 elements: three blocks

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 class TwoLayers(nn.Module):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import collectives
 from megatron.core.distributed.fsdp.collectives import Reduction
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.lanes import Event
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 8
 NUM_LAYERS = 3

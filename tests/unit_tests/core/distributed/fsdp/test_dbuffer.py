@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 SHAPES = [(2, 6), (4, 4), (4, 4), (1, 2), (1, 6), (3,)]
 

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.policy import OffloadPolicy
 from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 4
 NUM_LAYERS = 4

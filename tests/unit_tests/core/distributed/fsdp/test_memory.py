@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 DIM = 64
 NUM_LAYERS = 5

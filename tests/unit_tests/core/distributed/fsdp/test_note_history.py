@@ -26,7 +26,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.step import train_step
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 6
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

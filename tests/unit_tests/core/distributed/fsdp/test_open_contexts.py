@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 
 class Net(nn.Module):

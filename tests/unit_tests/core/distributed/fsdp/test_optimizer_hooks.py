@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 import megatron.core.distributed.fsdp.optimizer_hooks as optimizer_hooks
 from megatron.core.distributed.fsdp import FsdpContext, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 
 def shard() -> tuple[nn.Linear, FsdpContext]:

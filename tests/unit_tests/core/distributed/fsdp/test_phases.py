@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import FsdpModule, fully_shard
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 Phase = FsdpModule.Phase
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import megatron.core.distributed.fsdp as ours
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 BATCH, MICROBATCHES = 12, 2  # divisible by 2 and 3 ranks
 STEPS, MORE_STEPS = 4, 3

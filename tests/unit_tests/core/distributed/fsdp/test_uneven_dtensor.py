@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 # Weight and bias of a layer: the bias ends up on one rank, the weight is cut in the middle.
 SHAPES = [(17, 8), (17,), (5, 2, 3)]

@@ -31,7 +31,7 @@ from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import random_delays, rank_device, run_ranks
+from tests.helpers.ranks import random_delays, rank_device, run_ranks
 
 # so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
 DIM = 32

@@ -18,7 +18,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 BF16 = torch.bfloat16
 FRACTIONS = (0.0, 0.5, 1.0)

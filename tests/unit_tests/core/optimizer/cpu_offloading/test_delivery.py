@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 16
 

@@ -18,7 +18,7 @@ from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, InlineLane, ThreadEvent
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 CPU = Device("cpu")
 PATIENCE = 20.0  # seconds

@@ -41,7 +41,7 @@ from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostNeed, HostSlab
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 64
 NUM_LAYERS = 4

@@ -37,7 +37,7 @@ from megatron.core.optimizer.cpu_offloading.timings import (
     TimingRecorder,
 )
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 CPU = Device("cpu")
 BF16 = torch.bfloat16

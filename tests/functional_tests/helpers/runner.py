@@ -14,8 +14,8 @@ What is compared: with the golden values to 1e-3 (they may come from another mac
 sizes to `agreement`, and within one world size bit for bit. The data is the text of LICENSE in
 bytes, which never changes.
 
-`python -m tests.functional_tests.runner NAME...` runs recipes by hand; with `--update` it writes
-their golden.json.
+`python -m tests.functional_tests.helpers.runner NAME...` runs recipes by hand; with `--update` it
+writes their golden.json.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import pretrain_gpt
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.tokenizer import ByteTokenizer
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-CASES = Path(__file__).resolve().parent / "test_cases"
+ROOT = Path(__file__).resolve().parents[3]
+CASES = Path(__file__).resolve().parents[1] / "test_cases"
 GOLDEN_TOLERANCE = 1e-3
 RUN_TIMEOUT = 300.0  # seconds
 

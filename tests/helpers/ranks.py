@@ -42,7 +42,7 @@ from tests.simulated_accelerator import build
 DEFAULT_TIMEOUT = 120.0  # seconds
 
 # Together they import nearly all of the project, and start no thread, which no fork would have.
-PRELOADED = ["megatron.training.pretrain", "tests.ranks"]
+PRELOADED = ["megatron.training.pretrain", "tests.helpers.ranks"]
 
 
 class RankError(AssertionError):
@@ -158,10 +158,9 @@ class _Pool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        # The ranks cannot import test files, so what is defined in one travels by value.
-        module = sys.modules.get(function.__module__)
-        if module is not None:
-            cloudpickle.register_pickle_by_value(module)
+        for value in (function, *args):
+            _send_by_value(value)
+
         job = cloudpickle.dumps((function, args))
         for pipe in self._pipes:
             pipe.send_bytes(job)
@@ -197,6 +196,17 @@ class _Pool:
             process.kill()
             process.join()
         self._store.cleanup()
+
+
+def _send_by_value(value: Any) -> None:
+    """Has what is defined beside a test's function travel by value: ranks cannot import test files.
+
+    A helper calls `run_ranks` with functions of its own, and hands on those that tests give it.
+    Helpers are imported under their whole name, which ranks can do, too.
+    """
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is not None and module.__name__.rpartition(".")[2].startswith("test_"):
+        cloudpickle.register_pickle_by_value(module)
 
 
 def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection) -> None:

@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.save import publisher as publisher_module
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import LocalStore
-from tests.unit_tests.core.dist_checkpointing.crashes import Operation, intercepted
-from tests.unit_tests.core.dist_checkpointing.scenes import CPU, NEW, Size, State, ending_of
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import Operation, intercepted
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import CPU, NEW, Size, State, ending_of
 
 TINY = Size(2, 1)
 TIMEOUT = 600.0  # seconds on the ranks' clocks

@@ -24,9 +24,9 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.training.health.events import read_events
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 240.0  # seconds
 
 # A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import report
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers import report
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def schedule(names: list[str], num_rounds: int, seed: int = 0) -> Iterator[str]:

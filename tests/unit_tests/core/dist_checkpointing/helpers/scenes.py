@@ -34,7 +34,12 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
-from tests.unit_tests.core.dist_checkpointing.crashes import Before, Child, Operation, watched
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
+    Before,
+    Child,
+    Operation,
+    watched,
+)
 
 CPU = Device("cpu")
 ABANDONED, OLD, NEW, LATER = 5, 10, 20, 30  # iterations

@@ -1,4 +1,6 @@
-"""Stand-ins for an engine and a saver: they note in `calls` what a run does with them."""
+"""The configuration of a small run, and stand-ins for its engine and saver: they note in `calls`
+what the run does with them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.training.arguments import parse_config
+from megatron.training.config import RunConfig
 from megatron.training.step import Batch, StepInfo, StepResult
+
+
+def config_of(*flags: str) -> RunConfig:
+    model = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
+    data = ["--mock-data", "--seq-length", "8", "--micro-batch-size", "4", "--train-iters", "10"]
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "16"]
+    settings = [*model, *data, *tokenizer, "--lr", "1e-3", "--eval-interval", "4"]
+    return parse_config([*settings, *flags], world_size=1)
 
 
 class FakeEngine:

@@ -1,0 +1,111 @@
+"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.options import ConfigError
+from megatron.training.health.exits import ExitError
+from tests.helpers.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT = 120.0  # seconds
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SETTINGS = [
+    *(
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data"
+    ).split(),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "63", "--num-workers", "0"),
+    *"--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1".split(),
+    *("--lr", "1e-2", "--lr-decay-style", "cosine"),
+]
+
+
+def environment() -> dict[str, str]:
+    """This process's, without the ranks of a torchrun that the tests may run under."""
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+
+
+class Run(NamedTuple):
+    """How a run has ended on one rank."""
+
+    error: str  # its type and message; empty if there is none
+    log: str
+
+
+def _undisturbed(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def pretrain(
+    *flags: object,
+    world_size: int = 1,
+    disturb: Callable[[pytest.MonkeyPatch], None] = _undisturbed,
+) -> list[Run]:
+    """A run, on each rank of which something is done first."""
+    answers = run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)], disturb)
+    return [Run(*answer) for answer in answers]
+
+
+def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
+    log, error = io.StringIO(), ""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
+        disturb(patch)
+        try:
+            pretrain_gpt.run(argv)
+        except (CheckpointError, ConfigError, ExitError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return error, log.getvalue()
+
+
+def losses(path: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return {record["iteration"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def published(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def trained(metrics: Path) -> list[int]:
+    """The iterations that a run has made."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["iteration"] for record in records if record["kind"] == "train"]
+
+
+def flip_last_weight(folder: Path, rank: int) -> None:
+    """Changes a bit in what one rank has written last of its share of the weights."""
+    *_, last = [
+        chunk
+        for chunk in json.loads((folder / f"manifest_{rank}.json").read_text())["chunks"]
+        if chunk[1]
+    ]
+    data_offset, data_nbytes = last[6:8]
+    with (folder / f"__{rank}_0.distcp").open("r+b") as stream:
+        stream.seek(data_offset + data_nbytes - 1)
+        byte = stream.read(1)[0]
+        stream.seek(data_offset + data_nbytes - 1)
+        stream.write(bytes([byte ^ 1]))
+
+
+DAMAGE = {
+    "a bit of one rank's data": lambda folder: flip_last_weight(folder, 1),
+    "no data": lambda folder: (folder / "__1_0.distcp").unlink(),
+    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+    "no marker": lambda folder: (folder / "published.json").unlink(),
+    "a short manifest": lambda folder: os.truncate(folder / "manifest_1.json", 100),
+    "an empty state": lambda folder: (folder / "train_state.json").write_text(""),
+    "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+}

@@ -1,0 +1,37 @@
+"""How many bytes of tensors are there at most while something runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """The bytes of tensors that this thread has made and that are still there, at their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in self._plain((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        for tensor in self._plain(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._made.values()))
+        return result
+
+    def _plain(self, values: Any) -> list[torch.Tensor]:
+        return [
+            value
+            for value in tree_leaves(values)
+            if type(value) is torch.Tensor and not value.is_meta
+        ]

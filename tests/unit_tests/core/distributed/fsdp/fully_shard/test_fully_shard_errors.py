@@ -1,0 +1,345 @@
+"""What `fully_shard` refuses: contexts, modules, meshes, placements and divisors that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from megatron.core.distributed.fsdp import (
+    Flat,
+    FsdpModule,
+    Placements,
+    fully_shard,
+    fully_shard_context,
+)
+from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.mistakes import (
+    assert_raises,
+    linear,
+)
+from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
+    DIM,
+    ZERO_3,
+    assert_resting,
+    line,
+    loss_of,
+    own_batch,
+    shard,
+)
+
+# Contexts
+
+
+@on_ranks(2)
+def test_mistakes_with_contexts_have_their_own_messages() -> None:
+    mesh, placements = line(), Placements.for_strategy(ZERO_3)
+    child = linear()
+    fully_shard(child, mesh, placements)
+    child(own_batch())
+    assert_raises(
+        RuntimeError,
+        r"Expected every fully_shard before the first forward, got one of Sequential after 1 has "
+        r"run\.",
+        lambda: fully_shard(nn.Sequential(linear(), child), mesh, placements),
+    )
+    child = linear()
+    with fully_shard_context("cpu"):
+        fully_shard(child, mesh, placements)
+        assert_raises(
+            RuntimeError,
+            r"Expected one fully_shard_context at a time, got one in another; it does not support "
+            r"nesting\.",
+            lambda: fully_shard_context("cpu").__enter__(),
+        )
+        assert_raises(
+            RuntimeError,
+            r"Expected forward after the last fully_shard\. Exit fully_shard_context first\.",
+            lambda: child(own_batch()),
+        )
+        assert child.phase is FsdpModule.Phase.RESTING
+    child(own_batch())
+    with fully_shard_context("cpu"):
+        assert_raises(
+            ValueError,
+            r"Expected inner modules of the same context, got 1 of another fully_shard_context\.",
+            lambda: fully_shard(nn.Sequential(linear(), child), mesh, placements),
+        )
+    with pytest.raises(ArithmeticError, match="mine"), fully_shard_context("cpu"):
+        raise ArithmeticError("mine")
+    shard(linear())
+
+
+# Modules
+
+
+class Clashing(nn.Linear):
+    phase = "of the moon"
+
+
+class Holder(nn.Module):
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.own = parameter
+
+
+def holder_of(make: Callable[[], torch.Tensor], **options: Any) -> Callable[[Any], nn.Module]:
+    return lambda _: Holder(nn.Parameter(make(), **options))
+
+
+def with_meta_buffer() -> nn.Module:
+    module = linear()
+    module.register_buffer("counts", torch.zeros(2, device="meta"))
+    return module
+
+
+def tied(shards: Callable[[nn.Module], nn.Module]) -> nn.ModuleList:
+    """Two modules with one weight, of which the first is sharded."""
+    pair = nn.ModuleList([linear(), linear()])
+    pair[1].weight = pair[0].weight
+    shards(pair[0])
+    return pair
+
+
+def inside_of_sharded(shards: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    outer = nn.Sequential(nn.Sequential(linear()))
+    shards(outer)
+    return outer[0]
+
+
+def owned_twice(name: str, owner: str) -> str:
+    return (
+        f"Expected every parameter in one sharded module, got {name}weight of {owner}, "
+        "which another owns already"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        pytest.param(
+            TypeError, "Expected a module, got Tensor", lambda _: torch.ones(1), id="tensor"
+        ),
+        pytest.param(
+            ValueError,
+            "Expected a module that is not sharded yet, got a FsdpLinear",
+            lambda shards: shards(linear()),
+            id="sharded already",
+        ),
+        pytest.param(ValueError, owned_twice("1.", "ModuleList"), tied, id="around a tied one"),
+        pytest.param(
+            ValueError, owned_twice("", "Linear"), lambda shards: tied(shards)[1], id="tied"
+        ),
+        pytest.param(
+            ValueError, owned_twice("0.", "Sequential"), inside_of_sharded, id="inside of another"
+        ),
+        pytest.param(
+            ValueError,
+            r"without attributes that FsdpModule has, got \['phase'\]",
+            lambda _: Clashing(DIM, DIM),
+            id="attribute",
+        ),
+        pytest.param(
+            TypeError,
+            "Expected plain parameters, got the DTensor own with .*Shard",
+            holder_of(lambda: DTensor.from_local(torch.ones(1, DIM), line(), [Shard(0)])),
+            id="DTensor",
+        ),
+        pytest.param(
+            ValueError,
+            r"with rows and elements, got own of \(\)",
+            holder_of(lambda: torch.tensor(1.0)),
+            id="scalar",
+        ),
+        pytest.param(
+            ValueError,
+            r"with rows and elements, got own of \(0, 2\)",
+            holder_of(lambda: torch.ones(0, 2)),
+            id="no rows",
+        ),
+        pytest.param(
+            TypeError,
+            "Expected parameters whose shapes are known, got weight, which is lazy",
+            lambda _: nn.LazyLinear(2),
+            id="lazy",
+        ),
+        pytest.param(
+            TypeError,
+            "Expected parameters of one of the dtypes .*, got torch.int64",
+            holder_of(lambda: torch.ones(DIM, dtype=torch.int64), requires_grad=False),
+            id="integers",
+        ),
+        pytest.param(
+            RuntimeError,
+            "Expected a reset_parameters in Holder",
+            holder_of(lambda: torch.ones(1, device="meta")),
+            id="meta parameter",
+        ),
+        pytest.param(
+            RuntimeError,
+            "Expected buffers with storage, .*counts.* on meta",
+            lambda _: with_meta_buffer(),
+            id="meta buffer",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_a_module_that_cannot_be_sharded_is_refused_and_leaves_nothing_behind(
+    error: type[Exception], message: str, make: Callable[[Any], Any]
+) -> None:
+    mesh, placements = line(), Placements.for_strategy(ZERO_3)
+    sharded: list[nn.Module] = []  # keeps them alive
+
+    def shards(module: nn.Module) -> nn.Module:
+        sharded.append(fully_shard(module, mesh, placements))
+        return sharded[-1]
+
+    with fully_shard_context("cpu") as context:
+        shards(linear())
+        module = make(shards)
+        assert_raises(error, message, lambda: shards(module))
+    assert context.forward_order == sharded
+    for good in sharded:
+        loss_of(good(own_batch())).backward()
+        assert_resting(good)
+
+
+# Meshes, placements and divisors
+
+
+HSDP = ((Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat()))
+KINDS = (Flat(),), (Flat(),), (Flat(),)
+IN_ORDER = "Expected the axes of a mesh in their order, by name if they are not all of it, got "
+NAMES = ("outer", "inner")
+
+
+@pytest.mark.parametrize(
+    ("message", "shape", "names", "placements"),
+    [
+        (
+            r"Expected axes of the mesh, 0 to 0 or one of \(\), got 'dp'",
+            (2,),
+            None,
+            Placements.for_strategy(ZERO_3, "dp"),
+        ),
+        (
+            r"Expected axes of the mesh, 0 to 0 or one of \(\), got 1\.",
+            (2,),
+            None,
+            Placements((0, 1), *HSDP),
+        ),
+        (
+            r"Expected axes of the mesh, 0 to 1 or one of \('outer', 'inner'\), got 'dp'",
+            (2, 1),
+            NAMES,
+            Placements.for_strategy(ZERO_3, "dp"),
+        ),
+        (IN_ORDER + r"\(0,\) of 2", (2, 1), None, Placements.for_strategy(ZERO_3)),
+        (IN_ORDER + r"\(1, 0\) of 2", (2, 1), None, Placements((1, 0), *HSDP)),
+        (
+            IN_ORDER + r"\('inner', 'outer'\) of ",
+            (2, 1),
+            NAMES,
+            Placements(("inner", "outer"), *HSDP),
+        ),
+    ],
+)
+@on_ranks(2)
+def test_placements_that_do_not_fit_the_mesh_are_refused(
+    message: str, shape: tuple[int, ...], names: tuple[str, ...] | None, placements: Placements
+) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with fully_shard_context("cpu"):
+        assert_raises(ValueError, message, lambda: fully_shard(linear(), mesh, placements))
+
+
+@pytest.mark.parametrize("divisor", [-1, 0, float("nan")])
+@on_ranks(2)
+def test_a_divisor_that_is_not_positive_is_refused(divisor: float) -> None:
+    with fully_shard_context("cpu"):
+        assert_raises(
+            ValueError,
+            rf"Expected a positive grad_divisor, got {divisor}\.",
+            lambda: fully_shard(
+                linear(), line(), Placements.for_strategy(ZERO_3), grad_divisor=divisor
+            ),
+        )
+
+
+@on_ranks(2)
+def test_an_axis_may_be_named_or_numbered() -> None:
+    named = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    with fully_shard_context("cpu"):
+        by_name = fully_shard(linear(), named, Placements.for_strategy(ZERO_3, "outer"))
+        by_number = fully_shard(linear(), named, Placements.for_strategy(ZERO_3, 0))
+    for module in (by_name, by_number):
+        assert module.weight.device_mesh.mesh_dim_names == ("outer",)
+        loss_of(module(own_batch())).backward()
+    assert torch.equal(by_name.weight.grad.to_local() != 0, by_number.weight.grad.to_local() != 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (r"Expected 2 parameter placements for \(0, 1\), got 1", ((0, 1), *KINDS)),
+        (
+            r"Expected 1 gradient placements for \(0,\), got 2",
+            ((0,), (Flat(),), (Flat(), Flat()), (Flat(),)),
+        ),
+        (r"Expected 1 optimizer placements for \(0,\), got 0", ((0,), (Flat(),), (Flat(),), ())),
+        (r"Expected every mesh axis once, got \(0, 0\)", ((0, 0), *HSDP)),
+        (
+            r"Expected parameter buffers that are replicated or sharded",
+            ((0,), (Partial(),), (Flat(),), (Flat(),)),
+        ),
+        (
+            r"Expected gradient placements that are cut wherever parameter",
+            ((0,), (Flat(),), (Partial(),), (Flat(),)),
+        ),
+        (
+            r"Expected optimizer placements that are cut wherever gradient",
+            ((0,), *KINDS[:2], (Replicate(),)),
+        ),
+    ],
+)
+def test_placements_that_contradict_each_other_are_refused(message, arguments):
+    assert_raises(ValueError, message, lambda: Placements(*arguments))
+
+
+def test_a_strategy_that_there_is_not_is_refused():
+    assert_raises(
+        ValueError,
+        "Expected one of .*'optim_grads_params'.*, got 'zero'",
+        lambda: Placements.for_strategy("zero"),
+    )
+
+
+# Hooks and weights
+
+
+@on_ranks(2)
+def test_parameters_with_hooks_are_refused() -> None:
+    hooked = linear()
+    hooked.weight.register_hook(lambda gradient: gradient)
+    assert_raises(
+        ValueError,
+        "Expected parameters without hooks, which would be lost, got some on weight",
+        lambda: shard(hooked),
+    )
+
+
+@on_ranks(2)
+def test_weights_that_differ_between_ranks_are_refused() -> None:
+    torch.manual_seed(dist.get_rank())
+    different = linear()
+    assert_raises(
+        ValueError,
+        "the same weights on every rank, got diff",
+        lambda: shard(different, strategy="no_shard"),
+    )

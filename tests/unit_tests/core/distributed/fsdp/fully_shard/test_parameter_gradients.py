@@ -1,0 +1,300 @@
+"""Gradients of sharded parameters: missing, frozen, views of one buffer, or saved by autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    microbatch,
+)
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from tests.helpers.ranks import on_ranks, run_ranks
+from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
+    DIM,
+    DTYPES,
+    STRATEGIES,
+    ZERO_3,
+    Stack,
+    assert_gradients,
+    assert_resting,
+    clear_gradients,
+    expected_gradients,
+    groups_of,
+    loss_of,
+    outcome_of,
+    own_batch,
+    settle,
+    shard,
+)
+
+
+class Pair(nn.Module):
+    """Two parameters, of which the second is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(DIM, DIM))
+        self.second = nn.Parameter(torch.randn(DIM))
+        self.uses_second = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.first
+        return x * self.second if self.uses_second else x
+
+
+# Gradients that are not there
+
+
+def _sum_of_gradients(plain: Pair, uses: Iterable[bool]) -> dict[str, torch.Tensor]:
+    total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+    for number, uses_second in enumerate(uses):
+        plain.uses_second = uses_second
+        for name, gradient in expected_gradients(plain, number).items():
+            total[name] += 0 if gradient is None else gradient
+    return total
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_unused_parameter_has_no_gradient_until_it_is_used_in_some_microbatch(
+    strategy: str,
+) -> None:
+    plain = Pair()
+    model = copy.deepcopy(plain)
+    context = shard(model, strategy=strategy)
+    plain.uses_second = model.uses_second = False
+    loss_of(model(own_batch())).backward()
+    assert model.second.grad is None
+    assert_gradients(model, expected_gradients(plain))
+    plain.uses_second = model.uses_second = True
+    clear_gradients(model)
+    loss_of(model(own_batch())).backward()
+    assert_gradients(model, expected_gradients(plain))
+    for uses in ((True, False, False), (False, True, False), (False, False, True)):
+        for is_scoped in (True, False):
+            clear_gradients(model)
+            for number, uses_second in enumerate(uses):
+                model.uses_second = uses_second
+                with microbatch(context, is_last=not is_scoped or number == 2):
+                    loss_of(model(own_batch(number))).backward()
+            assert_gradients(model, _sum_of_gradients(plain, uses))
+
+
+def _different_parameters(strategy: str) -> None:
+    model = nn.ModuleDict({"pair": Pair()})
+    _shard_under_root(model, strategy)
+    is_first = dist.get_rank() == 0
+    model["pair"].uses_second = is_first
+    own, other = (
+        "reduce the gradients of pair",
+        "reduce the gradients of pair, which has none for pair.second",
+    )
+    if not is_first:
+        own, other = other, own
+    message = (
+        rf"this rank is about to {own}; rank {int(is_first)} of its group is about to {other}\.$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        loss_of(model["pair"](own_batch())).backward()
+    # The lane is dead: nothing may go out that another rank could take for something else.
+    model["pair"].uses_second = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            model["pair"](own_batch())
+
+
+def _shard_under_root(model: nn.ModuleDict, strategy: str) -> None:
+    """With a parameter at the root, so that names begin there."""
+    model.register_parameter("own", nn.Parameter(torch.ones(DIM)))
+    shard(*model.values(), model, strategy=strategy)
+
+
+def _different_modules(strategy: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in "abc"})
+    _shard_under_root(model, strategy)
+    x = own_batch()
+    for name in "abc" if dist.get_rank() == 0 else "ac":
+        x = model[name](x)
+    # Where weights have to come, ranks disagree about the next ones; else about the next reduction.
+    message = (
+        r"about to gather b[;.]"
+        if strategy == ZERO_3
+        else r"about to reduce the gradients of b[;.]"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        loss_of(x).backward()
+    with pytest.raises(RuntimeError, match=message):
+        model["a"](own_batch())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_with_different_gradients_all_raise_and_name_the_parameter(strategy):
+    run_ranks(2, _different_parameters, strategy)
+    run_ranks(2, _different_modules, strategy)
+
+
+# Gradients as autograd and optimizers see them
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_are_views_of_main_grad(strategy: str) -> None:
+    model = Stack(dtype=torch.bfloat16)
+    shard(
+        *model.layers,
+        strategy=strategy,
+        policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+    )
+    for _ in range(2):
+        loss_of(model(own_batch(dtype=torch.bfloat16))).backward()
+        for parameter in model.parameters():
+            gradient, buffer = parameter.grad.to_local(), group_of(parameter).main_grad.local_buffer
+            assert parameter.grad.placements == parameter.placements
+            assert gradient.dtype == torch.float32
+            begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+            assert gradient.numel() == 0 or begin <= gradient.data_ptr() <= end - gradient.nbytes
+    assert sum(parameter.grad.to_local().numel() for parameter in model.parameters()) > 0
+
+
+class SavesItsArguments(torch.autograd.Function):
+    """x @ weight; complains in backward if either has changed since."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class Viewing(nn.Linear):
+    """Saves a view of its weight that is no leaf."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.weight.t()
+        assert view._is_view()
+        assert not view.is_leaf
+        return SavesItsArguments.apply(x, view) + self.bias
+
+
+def viewing(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Viewing(DIM, DIM, dtype=dtype) for _ in range(3)))
+
+
+@on_ranks(2)
+def test_a_view_of_a_weight_that_autograd_has_saved_survives_the_weights_release_and_return() -> (
+    None
+):
+    plain = viewing()
+    model = copy.deepcopy(plain)
+    shard(*model)
+    for _ in range(2):
+        clear_gradients(model)
+        loss = loss_of(model(own_batch()))
+        assert_resting(model)
+        loss.backward()
+        assert_gradients(model, expected_gradients(plain))
+
+
+MODIFIED = (
+    "RuntimeError: one of the variables needed for gradient computation has been modified by an "
+    "inplace"
+)
+
+
+def _stepped_between(strategy: str, dtype: torch.dtype) -> list[str]:
+    outcomes = []
+    for reshard_after_forward in (True, False):
+        model = viewing(dtype)
+        policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+        context = shard(
+            *model, strategy=strategy, policy=policy, reshard_after_forward=reshard_after_forward
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss_of(model(own_batch(dtype=dtype))).backward()
+        loss = loss_of(model(own_batch(dtype=dtype)))
+        optimizer.step()
+        outcomes.append(outcome_of(loss.backward))
+        settle(context)
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stepping_between_forward_and_backward_is_an_error_as_in_plain_autograd(strategy, dtype):
+    for outcomes in run_ranks(2, _stepped_between, strategy, dtype):
+        assert all(outcome.startswith(MODIFIED) for outcome in outcomes)
+
+
+# requires_grad
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_requires_grad_may_be_switched_off_and_on_again(strategy: str) -> None:
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    shard(*model.layers, strategy=strategy)
+    for frozen in (
+        ["layers.1.weight"],
+        ["layers.1.weight", "layers.1.bias"],
+        ["layers.0.bias"],
+        [],
+    ):
+        for own in (plain, model):
+            for name, parameter in own.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+        clear_gradients(model)
+        loss_of(model(own_batch())).backward()
+        expected = expected_gradients(plain)
+        assert [name for name, gradient in expected.items() if gradient is None] == frozen
+        assert_gradients(model, expected)
+        assert_resting(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_what_was_frozen_when_it_was_sharded_has_no_gradient_buffer_and_stays_frozen(
+    strategy: str,
+) -> None:
+    plain = Stack()
+    plain.layers[0].requires_grad_(False)
+    plain.layers[1].bias.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    shard(*model.layers, strategy=strategy)
+    assert [[group.main_grad is None for group in groups_of(layer)] for layer in model.layers] == [
+        [True],
+        [False, True],
+        [False],
+    ]
+    loss_of(model(own_batch())).backward()
+    assert_gradients(model, expected_gradients(plain))
+    for number, name in ((1, "bias"), (0, "weight")):
+        parameter = getattr(model.layers[number], name)
+        parameter.requires_grad_(True)
+        message = (
+            rf"Expected {name} of .* to stay frozen, as it was when it was sharded and got no "
+            r"gradient buffer"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            model(own_batch())
+        parameter.requires_grad_(False)
+        assert model.layers[number].phase is FsdpModule.Phase.RESTING
+    clear_gradients(model)
+    loss_of(model(own_batch())).backward()
+    assert_gradients(model, expected_gradients(plain))
+    assert_resting(model)

@@ -1,0 +1,192 @@
+"""What a sharded module and the optimizers of its parameters refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial
+
+from megatron.core.distributed.fsdp import (
+    fully_shard_optimizer,
+    microbatch,
+)
+from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.mistakes import (
+    assert_raises,
+    linear,
+)
+from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
+    DIM,
+    Stack,
+    compute_weights,
+    loss_of,
+    own_batch,
+    settle,
+    shard,
+)
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (TypeError, r"Expected a torch\.optim\.Optimizer, got Stack\.", lambda model, _: model),
+        (
+            ValueError,
+            r"Expected an optimizer built after fully_shard, got 6 parameters from before\.",
+            lambda _, parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        (
+            ValueError,
+            r"Expected an optimizer over sharded parameters, got none among its parameters\.",
+            lambda *_: torch.optim.SGD(linear().parameters(), lr=0.1),
+        ),
+    ],
+    ids=["a model", "from before", "of others"],
+)
+@on_ranks(2)
+def test_what_is_no_optimizer_of_sharded_parameters_is_refused(
+    error: type[Exception], message: str, make: Callable[..., Any]
+) -> None:
+    model = Stack(dtype=torch.bfloat16)
+    before = list(model.parameters())
+    shard(*model.layers, strategy="optim")
+    assert_raises(error, message, lambda: fully_shard_optimizer(make(model, before)))
+
+
+@on_ranks(2)
+def test_a_step_that_is_refused_changes_no_weight_and_no_gradient() -> None:
+    model = Stack(dtype=torch.bfloat16)
+    context = shard(*model.layers, strategy="optim")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard_optimizer(optimizer)
+    weights = compute_weights(model)
+    with microbatch(context, is_last=False):
+        loss_of(model(own_batch(dtype=torch.bfloat16))).backward()
+    assert all(parameter.grad.placements == (Partial("avg"),) for parameter in model.parameters())
+    assert_raises(
+        RuntimeError,
+        r"Expected the gradients of a whole step, got partial sums: the last mic",
+        optimizer.step,
+    )
+    with pytest.raises(ArithmeticError, match="mine"), microbatch(context, is_last=False):
+        raise ArithmeticError("mine")
+    assert context.is_last_microbatch
+    loss_of(model(own_batch(1, torch.bfloat16))).backward()
+    message = (
+        r"Expected step without a closure, whose torch\.bfloat16 gradients nothing would cast to "
+        r"torch\.float32"
+    )
+    assert_raises(NotImplementedError, message, lambda: optimizer.step(lambda: 0.0))
+    assert_raises(NotImplementedError, message, lambda: optimizer.step(closure=lambda: 0.0))
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(
+        torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True)
+    )
+    optimizer.step(None)
+    assert not any(
+        torch.equal(old, new) for old, new in zip(weights, compute_weights(model), strict=True)
+    )
+
+
+# In use
+
+
+class Whatever(nn.Linear):
+    """Does in its forward what it is told to."""
+
+    act: Callable[[Whatever, torch.Tensor], Any] = nn.Linear.forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(x)
+
+
+def _looks_up(module: Whatever, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding(x.long().abs() % DIM, module.weight, sparse=True)
+
+
+@on_ranks(2)
+def test_a_sharded_module_is_neither_cast_nor_moved_nor_copied() -> None:
+    model = Stack(1)
+    shard(*model.layers)
+    settled = (
+        "Expected dtype and device to be settled before fully_shard, "
+        "got a change from torch.float32 on cpu to "
+    )
+    assert_raises(RuntimeError, settled + "torch.bfloat16 on cpu", model.bfloat16)
+    assert_raises(RuntimeError, settled + "torch.float32 on meta", lambda: model.to("meta"))
+    assert_raises(
+        NotImplementedError,
+        "Expected a copy to be made before fully_shard",
+        lambda: copy.deepcopy(model),
+    )
+    assert model.to(torch.float32) is model
+
+
+WHOLE_WEIGHT = "got one of its weights or a view of one, which is whole only"
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "act"),
+    [
+        (RuntimeError, WHOLE_WEIGHT, lambda own, _: own.weight),
+        (RuntimeError, WHOLE_WEIGHT, lambda own, _: [own.weight[1:]]),
+        (
+            RuntimeError,
+            "from another phase, got forward; a sharded module cannot run inside itself",
+            Whatever.__call__,
+        ),
+        (
+            NotImplementedError,
+            "Expected a dense gradient for weight, got torch.sparse_coo",
+            _looks_up,
+        ),
+    ],
+    ids=["gives a weight", "gives a view of one", "runs inside itself", "sparse gradient"],
+)
+@on_ranks(2)
+def test_a_forward_that_cannot_be_sharded_is_refused(
+    error: type[Exception], message: str, act: Callable[..., Any]
+) -> None:
+    module = Whatever(DIM, DIM)
+    context = shard(module)
+    module.act = partial(act, module)
+    assert_raises(error, message, lambda: loss_of(module(own_batch())).backward())
+    settle(context)
+
+
+def _swap_bias(module: nn.Linear) -> None:
+    other = linear()
+    shard(other)
+    torch.utils.swap_tensors(module.bias, other.bias)
+
+
+def _replace_weight(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(torch.zeros(DIM, DIM))
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (
+            "Expected bias to be the view of its buffer that fully_shard made, got another tensor",
+            _swap_bias,
+        ),
+        ("Expected weight to be the view of its buffer", _replace_weight),
+    ],
+)
+@on_ranks(2)
+def test_a_parameter_that_was_exchanged_after_sharding_is_noticed(
+    message: str, change: Callable[[nn.Linear], None]
+) -> None:
+    module = linear()
+    shard(module)
+    change(module)
+    assert_raises(RuntimeError, message, lambda: module(own_batch()))

@@ -1,0 +1,298 @@
+"""Reading the weights and states of a `HybridDeviceOptimizer` waits for updates under way; deleting
+it frees its memory and ends its threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dtensors import local_tensor
+from megatron.core.host_memory import HostSlab
+from megatron.core.lanes import delays
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from tests.helpers.ranks import on_ranks, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
+    ALL,
+    IN_ORDER,
+    OVERLAPS,
+    SGD,
+    Net,
+    backward,
+    batch,
+    fsdp,
+    same,
+    same_states,
+    states,
+    train,
+    weights,
+)
+
+
+@on_ranks(2)
+def test_an_evaluation_after_a_step_waits_for_its_weights() -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        seen = []
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch(99)).sum().item())
+            model.train()
+        return seen
+
+    runs = []
+    for seed in (None, 1, 2, 3):
+        model = Net()
+        fsdp(model)
+        make = FusedAdam if seed is None else HybridDeviceOptimizer
+        optimizer = make(
+            model.parameters(), lr=0.1, **({} if seed is None else {"offload_fraction": 1.0, **ALL})
+        )
+        with nullcontext() if seed is None else delays(seed):
+            runs.append(steps(model, optimizer))
+    assert len(set(runs[0])) == 3
+    assert all(run == runs[0] for run in runs)
+
+
+@on_ranks(2)
+def test_reading_weights_and_states_right_after_a_step_waits_for_it() -> None:
+    expected = Net()
+    fsdp(expected)
+    train(expected, own := FusedAdam(expected.parameters(), lr=0.1), range(1))
+    before = Net()
+    fsdp(before)
+    assert not same(weights(expected), weights(before))
+    for seed in range(4):
+        for read in ("weights", "state", "state_dict", "synchronize", "dcp"):
+            model = Net()
+            fsdp(model)
+            optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **ALL)
+            with delays(seed):
+                backward(model)
+                optimizer.step()
+                if read == "weights":
+                    assert same(weights(model), weights(expected))
+                elif read == "state":
+                    assert same_states(states(optimizer), states(own))
+                elif read == "state_dict":
+                    saved = [
+                        optimizer.state_dict()["state"][number]["exp_avg"].to_local()
+                        for number in range(8)
+                    ]
+                    assert same(saved, [state["exp_avg"] for state in states(own)])
+                elif read == "dcp":
+                    state = DCPState(model, optimizer).state_dict()
+                    assert same(
+                        [local_tensor(value) for value in state["model"].values()],
+                        weights(expected),
+                    )
+                else:
+                    optimizer.synchronize()
+                    parameters = [
+                        local_tensor(parameter).detach() for parameter in model.parameters()
+                    ]
+                    assert same(parameters, weights(expected))
+
+
+@contextmanager
+def held_host_updates() -> Iterator[threading.Event]:
+    """AdamW's passes on the host begin when the event is set."""
+    original, may_go = HostAdam.run, threading.Event()
+
+    def run(kernel: HostAdam, pieces: Any) -> None:
+        may_go.wait(60)
+        original(kernel, pieces)
+
+    HostAdam.run = run
+    try:
+        yield may_go
+    finally:
+        may_go.set()
+        HostAdam.run = original
+
+
+@on_ranks(1)
+def test_step_returns_before_the_update_with_overlapping_forward() -> None:
+    model = Net()
+    fsdp(model)
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **ALL)
+    before = [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
+    with held_host_updates() as may_go:
+        backward(model)
+        optimizer.step()
+        assert same([local_tensor(parameter).detach() for parameter in model.parameters()], before)
+        may_go.set()
+        assert not same(weights(model), before)
+
+
+@on_ranks(1)
+def test_a_new_optimizer_takes_over_what_the_old_one_is_still_writing_and_the_old_one_refuses() -> (
+    None
+):
+    runs = []
+    for is_held in (False, True):
+        model = Net()
+        fsdp(model)
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **ALL)
+        with held_host_updates() as may_go:
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_held:
+                threading.Timer(0.5, may_go.set).start()
+            else:
+                may_go.set()
+                optimizer.synchronize()
+            newer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **ALL)
+            assert may_go.is_set(), "it has waited"
+        train(model, newer, range(1, 4))
+        runs.append(weights(model))
+        backward(model)
+        with pytest.raises(RuntimeError, match="Expected"):
+            optimizer.step()
+    assert same(*runs)
+
+
+@on_ranks(1)
+def test_of_two_optimizers_over_one_group_the_first_refuses_to_step() -> None:
+    model = Net()
+    fsdp(model)
+    parameters = list(model.parameters())
+    first = HybridDeviceOptimizer(parameters[::2], 1.0, lr=0.1)
+    second = HybridDeviceOptimizer(parameters[1::2], 1.0, lr=0.1)
+    before = weights(model)
+    backward(model)
+    with pytest.raises(RuntimeError, match="Expected"):
+        first.step()
+    assert same(weights(model), before)
+    second.step()
+    changed = [not torch.equal(*pair) for pair in zip(before, weights(model), strict=True)]
+    assert changed == [False, True] * 4
+
+
+@on_ranks(1)
+def test_allocating_states_waits_for_a_step_under_way() -> None:
+    inside, may_go = threading.Event(), threading.Event()
+
+    class Slow(SGD):
+        def step(self, closure: Any = None) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                may_go.wait(60)
+            else:
+                assert may_go.is_set(), "while the lane is in it too"
+            return super().step(closure)
+
+    model = Net()
+    fsdp(model)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, Slow, Slow, lr=0.1, momentum=0.9, **ALL
+    )
+    backward(model)
+    optimizer.step()
+    assert inside.wait(60)
+    threading.Timer(0.1, may_go.set).start()
+    optimizer.init_state()
+    assert may_go.is_set()
+
+
+# Deletion
+
+
+def lanes() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("optimizer ")]
+
+
+def settled(is_so: Callable[[], bool]) -> bool:
+    """Whether it becomes so: a thread ends a moment after it was told to."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("optimizer "):
+            thread.join(10 if not is_so() else 0)
+    return is_so()
+
+
+@contextmanager
+def slabs_mapped() -> Iterator[list[weakref.ref[memoryview]]]:
+    """The memory of all slabs that are made meanwhile, weakly."""
+    original, mapped = HostSlab._map, []
+
+    def mapping(slab: HostSlab, device: Any) -> None:
+        original(slab, device)
+        mapped.append(weakref.ref(slab._memory))
+
+    HostSlab._map = mapping
+    try:
+        yield mapped
+    finally:
+        HostSlab._map = original
+
+
+def _frees_everything(settings: dict[str, Any], deletes_in_flight: bool) -> None:
+    gc.collect()
+    before = len(lanes())
+    model = Net()
+    fsdp(model)
+    with slabs_mapped() as views:
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **settings)
+    assert len(lanes()) == before + (0 if settings is IN_ORDER else 3)
+    train(model, optimizer, range(2))
+    if not deletes_in_flight:
+        optimizer.synchronize()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert settled(lambda: len(lanes()) == before)
+    assert sum(view() is not None for view in views) == 1 < len(views), (
+        "the main weights are the model's still"
+    )
+    expected = Net()
+    fsdp(expected)
+    train(expected, FusedAdam(expected.parameters(), lr=0.1), range(2))
+    assert same(weights(model), weights(expected))
+    for number in (7, 8):
+        assert model(batch(number)).sum().item() == expected(batch(number)).sum().item()
+    # A new one begins without moments, as a new one does.
+    train(expected, FusedAdam(expected.parameters(), lr=0.1), range(2, 4))
+    with slabs_mapped() as more:
+        newer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **settings)
+    train(model, newer, range(2, 4))
+    assert same(weights(model), weights(expected))
+    assert more
+    del newer, model
+    gc.collect()
+    assert settled(lambda: len(lanes()) == before)
+    assert not any(view() is not None for view in (*views, *more))
+
+
+@pytest.mark.parametrize("settings", OVERLAPS)
+def test_who_lets_go_of_the_optimizer_and_the_model_frees_memory_and_threads(settings):
+    run_ranks(1, _frees_everything, settings, False)
+
+
+def test_an_optimizer_that_is_let_go_of_finishes_its_updates():
+    run_ranks(1, _frees_everything, ALL, True)
+
+
+def test_the_host_side_of_a_plain_module_is_freed_with_the_optimizer():
+    with slabs_mapped() as views:
+        optimizer = HybridDeviceOptimizer(Net().parameters(), 1.0)
+    assert views
+    assert all(view() is not None for view in views)
+    del optimizer
+    gc.collect()
+    assert not any(view() is not None for view in views)

@@ -1,0 +1,257 @@
+"""`HybridDeviceOptimizer`'s state dicts: what is saved at one fraction goes on at any."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from tests.helpers.ranks import on_ranks, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
+    ALL,
+    BF16,
+    CLASSES,
+    FRACTIONS,
+    SGD,
+    SHARDINGS,
+    Net,
+    fsdp,
+    same,
+    same_states,
+    states,
+    train,
+    weights,
+)
+
+
+def snapshot(value: Any) -> Any:
+    """A state dict whose tensors are copies."""
+    if isinstance(value, dict):
+        return {name: snapshot(item) for name, item in value.items()}
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def test_fp32_main_weights_of_bf16_parameters_are_saved_and_loaded():
+    model = Net(dtype=BF16)
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, param_update_in_fp32=True, lr=1e-3)
+    train(model, optimizer, range(5), dtype=BF16)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(5, 20), dtype=BF16)
+    for loads_model_first, fraction in itertools.product((True, False), (1.0, 0.5)):
+        other = Net(seed=1, dtype=BF16)
+        fresh = HybridDeviceOptimizer(
+            other.parameters(), fraction, param_update_in_fp32=True, lr=1e-3
+        )
+        if loads_model_first:
+            other.load_state_dict(saved[0])
+        fresh.load_state_dict(saved[1])
+        if not loads_model_first:
+            other.load_state_dict(saved[0])
+        train(other, fresh, range(5, 20), dtype=BF16)
+        assert same(weights(other), weights(model))
+
+
+def _round_trips(sharding: str, name: str) -> None:
+    cls, options = CLASSES[name]
+
+    def make(fraction: float, seed: int) -> tuple[Net, HybridDeviceOptimizer]:
+        model = Net(seed)
+        SHARDINGS[sharding](model)
+        return model, HybridDeviceOptimizer(
+            model.parameters(), fraction, cls, cls, **options, **ALL
+        )
+
+    for saving in (1.0, 0.5, 0.0):
+        model, optimizer = make(saving, 0)
+        train(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.007
+        saved = snapshot(optimizer.state_dict())
+        saved_weights = snapshot(model.state_dict())
+        train(model, optimizer, range(4, 8))
+        for loading in (1.0, 0.5, 0.0):
+            other, fresh = make(loading, 1)
+            train(other, fresh, range(20, 22))
+            addresses = [
+                local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()
+            ]
+            other.load_state_dict(saved_weights)
+            fresh.load_state_dict(saved)
+            assert [
+                local_tensor(v).data_ptr() for s in fresh.state.values() for v in s.values()
+            ] == addresses
+            assert fresh.param_groups[0]["lr"] == 0.007
+            loaded = states(fresh)
+            train(other, fresh, range(4, 8))
+            assert same(weights(other), weights(model))
+            assert same_states(states(fresh), states(optimizer))
+            assert not same_states(states(fresh), loaded)
+            parts = [
+                (local_tensor(v), local_tensor(fresh.state[p][n]))
+                for p, v, n in _numbered(fresh, saved)
+            ]
+            assert all(not torch.equal(*pair) for pair in parts if pair[0].numel()), (
+                "nothing is shared"
+            )
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@on_ranks(2)
+def test_state_dicts_of_sharded_modules_can_be_copied(sharding: str) -> None:
+    for fraction in FRACTIONS:
+        model = Net()
+        SHARDINGS[sharding](model)
+        optimizer = HybridDeviceOptimizer(model.parameters(), fraction)
+        train(model, optimizer, range(2))
+        copied = copy.deepcopy(optimizer.state_dict())
+        before = states(optimizer)
+        train(model, optimizer, range(2, 4))
+        optimizer.load_state_dict(copied)
+        assert same_states(states(optimizer), before)
+
+
+def _numbered(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> Iterator[tuple[Any, torch.Tensor, str]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            yield parameters[number], value, name
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_what_is_saved_at_one_fraction_goes_on_bit_for_bit_at_any(name):
+    _round_trips("plain", name)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+def test_what_is_saved_of_a_sharded_module_goes_on_bit_for_bit_at_any_fraction(sharding):
+    run_ranks(2, _round_trips, sharding, "AdamW")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_run_that_has_not_stepped_is_loaded_as_one(name, fraction):
+    cls, options = CLASSES[name]
+    model, fresh = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer)
+    model.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    train(model, optimizer, range(2))
+    train(
+        fresh,
+        other := HybridDeviceOptimizer(fresh.parameters(), fraction, cls, cls, **options),
+        range(2),
+    )
+    assert same(weights(model), weights(fresh))
+    assert same_states(states(optimizer), states(other))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_states_of_all_are_loaded_where_some_had_none(fraction):
+    first, second = Net(), Net(seed=1)
+    one = HybridDeviceOptimizer(first.parameters(), fraction, SGD, SGD, lr=0.1, momentum=0.9)
+    other = HybridDeviceOptimizer(second.parameters(), fraction, SGD, SGD, lr=0.1, momentum=0.9)
+    train(first, one)
+    for parameter in (second.layers[0].weight, second.head.weight):
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    other.zero_grad()
+    other.load_state_dict(one.state_dict())
+    assert same_states(states(other), states(one))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@pytest.mark.parametrize("number", [0, 7])
+def test_states_that_do_not_fit_are_refused_and_nothing_is_changed(name, fraction, number):
+    cls, options = CLASSES[name]
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options)
+    train(model, optimizer)
+    before, groups = states(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+
+    def refuses(change: Callable[[dict[str, Any]], None]) -> None:
+        bad = copy.deepcopy(optimizer.state_dict())
+        for state in bad["state"].values():
+            for value in state.values():
+                value.fill_(7)
+        bad["param_groups"][0]["lr"] = 123.0
+        change(bad)
+        with pytest.raises(ValueError, match="Expected"):
+            optimizer.load_state_dict(bad)
+        assert same_states(states(optimizer), before)
+        shown = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        assert [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ] == shown
+
+    exp_avg = optimizer.state_dict()["state"][number]["exp_avg"]
+    refuses(lambda bad: bad["state"][number].update(exp_avg=torch.zeros(2, 2)))
+    refuses(lambda bad: bad["state"][number].update(exp_avg=exp_avg.to(BF16)))
+    refuses(lambda bad: bad["state"][number].update(exp_avg=exp_avg.double()))
+    refuses(lambda bad: bad["state"][number].pop("exp_avg_sq"))
+    refuses(lambda bad: bad["state"][number].update(more=exp_avg))
+    refuses(lambda bad: bad["param_groups"][0]["params"].pop())
+    refuses(lambda bad: bad["param_groups"].append({"params": [], "lr": 0.1}))
+    refuses(lambda bad: bad["state"].update({99: {}}))
+
+
+def _dcp_model(fraction: float, seed: int) -> tuple[Net, HybridDeviceOptimizer]:
+    model = Net(seed)
+    fsdp(model)
+    return model, HybridDeviceOptimizer(model.parameters(), fraction, lr=0.05, **ALL)
+
+
+def _train_alike(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]
+) -> list[float]:
+    """On one global batch, whatever the number of ranks."""
+    losses = []
+    for number in steps:
+        loss = (
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number)))
+            .square()
+            .mean()
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _save_dcp(path: str, fraction: float) -> list[float]:
+    model, optimizer = _dcp_model(fraction, 0)
+    _train_alike(model, optimizer, range(3))
+    dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    return _train_alike(model, optimizer, range(3, 7))
+
+
+def _load_dcp(path: str, fraction: float, expected: list[float]) -> None:
+    model, optimizer = _dcp_model(fraction, 1)
+    assert _train_alike(*_dcp_model(fraction, 1), range(3, 7)) != expected
+    dcp.load({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    got = _train_alike(model, optimizer, range(3, 7))
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {7.0}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [((2, 1.0), (1, 0.5)), ((1, 0.5), (2, 0.0)), ((2, 0.0), (2, 1.0)), ((2, 1.0), (2, 0.5))],
+)
+def test_dcp_saves_at_one_fraction_and_world_size_and_loads_at_another(tmp_path, saving, loading):
+    path = str(tmp_path / "checkpoint")
+    expected = run_ranks(saving[0], _save_dcp, path, saving[1])[0]
+    run_ranks(loading[0], _load_dcp, path, loading[1], expected)

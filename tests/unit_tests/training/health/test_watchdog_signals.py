@@ -1,0 +1,150 @@
+"""Ranks that get signals, and ranks whose launcher has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training.health import watchdog as watchdog_module
+from megatron.training.health.exits import (
+    ExitCode,
+)
+from megatron.training.health.phases import Phase
+from tests.unit_tests.training.health.helpers.jobs import (
+    BOUND,
+    TIMEOUT,
+    Rank,
+    forever,
+    in_c,
+    on,
+    training,
+)
+
+
+def test_sigterm_ends_a_rank_that_sits_in_a_collective(start):
+    """As it would without a watchdog, had the rank not been in a call that does not return."""
+    job = start(on(1, forever))
+    job.wait_until_ready()
+    job.kill(0, signal.SIGTERM)
+    assert job.end(0, within=BOUND) == [128 + signal.SIGTERM]
+    assert job.causes() == []
+    assert [event["signal"] for event in job.events("signal")] == ["SIGTERM"]
+    assert job.events("exit")[0]["code"] == 143
+
+
+def test_a_rank_that_another_ones_sigterm_has_ended_is_named_as_such(start):
+    job = start(training)
+    job.wait_until_ready()
+    job.kill(1, signal.SIGTERM)
+    assert job.end(within=BOUND) == [ExitCode.LOST_RANK, 128 + signal.SIGTERM]
+    assert job.causes() == [f"{job.name(1)} was ended by SIGTERM"]
+
+
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_that_death(
+    start, is_handled
+):
+    """torchrun sends it to the survivors. Over NCCL nothing else would tell them."""
+
+    def body(rank: Rank) -> None:
+        if is_handled:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        rank.ready()
+        in_c()
+
+    job = start(body, grace_seconds=1000.0)
+    job.wait_until_ready()
+    job.kill(1, signal.SIGKILL)
+    job.kill(0, signal.SIGTERM)
+    assert job.end(0, within=BOUND) == [ExitCode.LOST_RANK]
+    assert job.causes()[0].startswith(f"{job.name(1)} was killed or has crashed")
+
+
+def test_a_signalled_rank_that_waits_in_vain_asks_once_more_and_ends(start):
+    """The rank that it waits for is on another machine as far as it knows, and may just be slow to
+    answer.
+    """
+
+    def body(rank: Rank) -> None:
+        watchdog_module._SIGNALLED_IDLE_SECONDS = 0.5
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        rank.ready()
+        dist.barrier()
+
+    job = start(lambda rank: body(rank) if rank.rank == 0 else (rank.ready(), in_c(holds_gil=True)))
+    job.wait_until_ready()
+    job.kill(0, signal.SIGTERM)
+    assert job.end(0, within=2 * BOUND) == [ExitCode.LOST_RANK]
+    assert job.causes()[0].startswith(f"{job.name(1)} does not answer: it hangs")
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "status"), [(True, 0), (False, int(ExitCode.PREEMPTED_UNSAVED))]
+)
+def test_a_rank_that_cannot_finish_its_iteration_ends_with_the_grace_period(
+    start, is_elastic, status
+):
+    def body(rank: Rank) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        rank.watchdog.mark(Phase.FORWARD, 7)
+        rank.ready()
+        in_c()
+
+    job = start(body, is_elastic=is_elastic, grace_seconds=1.0)
+    job.wait_until_ready()
+    job.kill(0, signal.SIGUSR1)
+    assert job.end(0, within=1.0 + BOUND) == [status]
+    assert job.causes() == [
+        "rank 0: the 1 s after SIGUSR1 are over in iteration 7, forward, whose state was not saved"
+    ]
+    event = job.events("exit")[0]
+    assert (event["code"], event["name"]) == (76, "PREEMPTED_UNSAVED")
+
+
+def test_a_signal_to_all_ranks_that_finish_in_time_is_no_alarm(start):
+    def body(rank: Rank) -> None:
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        rank.ready()
+        while not received:
+            rank.watchdog.mark(Phase.FORWARD, 1)
+            time.sleep(0.01)
+        time.sleep(0.3)  # saves
+
+    job = start(body, world_size=3, grace_seconds=30.0)
+    job.wait_until_ready()
+    for rank in range(3):
+        job.kill(rank, signal.SIGTERM)
+    assert job.end() == [0, 0, 0]
+    assert job.causes() == []
+    assert sorted(event["rank"] for event in job.events("signal")) == [0, 1, 2]
+
+
+def test_a_signal_to_a_forked_data_worker_is_none_of_the_ranks(start):
+    def body(_rank: Rank) -> None:
+        pid = os.fork()
+        if pid == 0:
+            forever()
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.5)
+
+    job = start(body, world_size=1, tick_seconds=0.05)
+    assert job.end() == [0], job.outputs()
+    assert job.events("signal") == []
+
+
+def test_a_rank_whose_agent_has_died_ends(start):
+    def orphan() -> None:
+        os.getppid = lambda: 1
+
+    job = start(on(1, orphan), hang_timeout_seconds=TIMEOUT)
+    job.wait_until_ready()
+    assert job.end(within=BOUND) == [ExitCode.LOST_RANK] * 2
+    assert job.causes()[0].startswith(f"{job.name(1)} failed in iteration ")
+    assert job.causes()[0].endswith(": its torchrun agent has died")
+    assert job.causes()[1] == "rank 1 ends, since its torchrun agent has died"
