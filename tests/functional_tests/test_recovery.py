@@ -95,7 +95,10 @@ def planned_kills(seed: int) -> list[Kill]:
     ]
 
 
-KILLS = planned_kills(seed=6)
+@pytest.fixture(scope="module", params=[3, pytest.param(5, marks=pytest.mark.wide)])
+def kills(request: pytest.FixtureRequest) -> list[Kill]:
+    """The first of them: every start of a job takes seconds."""
+    return planned_kills(seed=6)[: request.param]
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +111,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The same run, killed five times, and started again by torchrun each time."""
+def killed(tmp_path_factory: pytest.TempPathFactory, kills: list[Kill]) -> Job:
+    """The same run, killed again and again, and each time started again by torchrun."""
     job = Job(tmp_path_factory.mktemp("killed"))
-    assert (
-        run(
-            job, torchrun("--max-restarts", "6"), *FLAGS, "--inject", *(kill.spec for kill in KILLS)
-        )
-        == 0
-    ), job.log
+    specs = [kill.spec for kill in kills]
+    assert run(job, torchrun("--max-restarts", "6"), *FLAGS, "--inject", *specs) == 0, job.log
     return job
 
 
@@ -134,16 +133,16 @@ def assert_goes_the_way_of(job: Job, whole: Job, first: int = 1) -> None:
     assert_same_tensors(read_checkpoint(job.saved), read_checkpoint(whole.saved))
 
 
-def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time_the_job_comes_back(
-    killed,
+def test_a_rank_is_killed_in_forward_save_and_resume_and_each_time_the_job_comes_back(
+    killed, kills
 ):
     deaths = killed.events("inject")
     assert [(death["restart"], death["spec"]) for death in deaths] == [
-        (n, kill.spec) for n, kill in enumerate(KILLS)
+        (n, kill.spec) for n, kill in enumerate(kills)
     ]
-    for death, kill in zip(deaths, KILLS, strict=True):
+    for death, kill in zip(deaths, kills, strict=True):
         assert death["phase"] in kill.phases, kill.spec
-    assert [start["restart"] for start in killed.events("start")] == list(range(6))
+    assert [start["restart"] for start in killed.events("start")] == list(range(len(kills) + 1))
     for death, loss in zip(deaths, killed.events("lost"), strict=True):
         assert (loss["restart"], loss["ranks"]) == (death["restart"], [death["rank"]])
         assert "was killed or has crashed" in loss["cause"]
@@ -152,7 +151,7 @@ def test_a_rank_is_killed_in_forward_step_save_resume_and_backward_and_each_time
         "FINISHED",
         0,
         NUM_ITERS,
-        5,
+        len(kills),
     )
 
 

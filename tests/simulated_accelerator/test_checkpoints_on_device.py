@@ -28,7 +28,7 @@ from tests.simulated_accelerator.helpers.engines import CASES
 pytestmark = pytest.mark.sim
 
 LIMIT = 500.0  # seconds
-SOME = ["zero3", "offload forward half", "fp16 moments"]
+SOME = ["offload forward half", "fp16 moments"]
 Snapshot = dict[str, torch.Tensor]
 
 

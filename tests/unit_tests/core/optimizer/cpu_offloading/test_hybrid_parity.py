@@ -83,8 +83,18 @@ def test_a_plain_module_trains_as_with_the_class_itself(name):
     _trains_as_the_class_itself("plain", name, FRACTIONS)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@pytest.mark.parametrize(
+    ("sharding", "name"),
+    [
+        *(("groups", name) for name in CLASSES),
+        ("fsdp2", "AdamW"),
+        *(
+            pytest.param("fsdp2", name, marks=pytest.mark.wide)
+            for name in CLASSES
+            if name != "AdamW"
+        ),
+    ],
+)
 def test_a_sharded_module_trains_as_with_the_class_itself(sharding, name):
     run_ranks(2, _trains_as_the_class_itself, sharding, name, FRACTIONS)
 
