@@ -277,10 +277,9 @@ class RunConfig:
         places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
         check_paths(self.inject, [place for place in places if place is not None])
         expect(
-            self.checkpoint.ckpt_format != TORCH_DCP
-            or all(one.kind != "disk-full" for one in self.inject.injections),
+            self.checkpoint.ckpt_format != TORCH_DCP or not self.inject.is_in_saves,
             "--inject",
-            f"disk-full with --ckpt-format {FSDP_DTENSOR} only",
+            f"disk-full and kill-in-save with --ckpt-format {FSDP_DTENSOR} only",
             self.checkpoint.ckpt_format,
         )
 

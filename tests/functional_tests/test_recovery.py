@@ -10,7 +10,6 @@ import random
 import shutil
 import socket
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from subprocess import Popen
@@ -71,20 +70,16 @@ def planned_kills(seed: int) -> list[Kill]:
         at: str,
         step: int | None = None,
         delay: tuple[float, float] | None = None,
-        ranks: Sequence[int] = (0, 1),
     ) -> str:
         when = "" if step is None else f",step={step}"
         late = "" if delay is None else f",delay={draw.uniform(*delay):.4f}"
-        return f"kill:restart={restart},rank={draw.choice(ranks)},at={at}{when}{late}"
+        return f"kill:restart={restart},rank={draw.choice((0, 1))},at={at}{when}{late}"
 
     return [
         Kill(spec(0, "forward", draw.randint(4, 5)), ("forward",)),
-        # The save goes on in the background while the next iteration begins. Rank 0, which tells
-        # that a save begins: the other one may be ahead of it by more than the delay.
-        Kill(
-            spec(1, "save", 6, (0.015, 0.03), ranks=[0]),
-            ("save", "batch", "forward", "backward", "agree", "step"),
-        ),
+        # The save goes on in the background, with all data written and nothing published. Rank 0,
+        # which tells that a save begins.
+        Kill("kill-in-save:restart=1,rank=0,step=6", ("save",)),
         # The weights are there, and where the data goes on is about to be found.
         Kill(spec(2, "data"), ("data",)),
         # The first update of a process takes the longest. It goes on from iteration 4, the last

@@ -46,7 +46,9 @@ KINDS = {
     "nan": (),
     "slow": ("at", "seconds", "times"),
     "disk-full": (),
+    "kill-in-save": (),
 }
+_IN_SAVES = ("disk-full", "kill-in-save")
 _COMMON = ("rank", "step", "restart")
 _PRODUCTION = {"prod", "production", "release", "live"}
 _FLAG = "--inject"
@@ -59,7 +61,8 @@ class Injection:
     Attributes:
         kind: `kill` sends SIGKILL to this process; `hang` sleeps for ever; `nan` makes the loss
             NaN; `slow` sleeps `seconds` in each iteration from `step` on; `disk-full` fails the
-            writes of the checkpoint of `step`.
+            writes of the checkpoint of `step`; `kill-in-save` sends SIGKILL when this rank's data
+            of that checkpoint is written, and its file is about to be closed.
         rank: None: all.
         step: the iteration, as phases count it: the one being made in a step, those made in a save,
             the one resumed from at the start. None: any; in phases of the start alone.
@@ -126,8 +129,8 @@ class InjectConfig:
 
     inject: tuple[str, ...] = option(
         (),
-        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow or disk-full; e.g. "
-        "kill:rank=1,step=17",
+        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow, disk-full or "
+        "kill-in-save; e.g. kill:rank=1,step=17",
         may_change=True,
     )
 
@@ -138,6 +141,11 @@ class InjectConfig:
     @property
     def injections(self) -> tuple[Injection, ...]:
         return tuple(Injection.parse(spec) for spec in self.inject)
+
+    @property
+    def is_in_saves(self) -> bool:
+        """Whether a fault strikes in the files of a save."""
+        return any(injection.kind in _IN_SAVES for injection in self.injections)
 
 
 @dataclass
@@ -203,10 +211,12 @@ class Injections:
         return poisoned
 
     def store(self, store: Store) -> Store:
-        """Where checkpoints are written: the given store, or one that is full during some saves."""
+        """Where checkpoints are written: the given store, or one with faults in some saves."""
         for armed in self._armed:
             if armed.injection.kind == "disk-full":
                 store = cast(Store, _FullStore(store, armed.injection, self._tell))
+            elif armed.injection.kind == "kill-in-save":
+                store = cast(Store, _DeadlyStore(store, armed.injection, self._kill_in_save))
         return store
 
     def _strike(self, injection: Injection, is_first: bool) -> None:
@@ -227,6 +237,11 @@ class Injections:
 
     def _kill(self, injection: Injection) -> None:
         self._tell(injection, *self._now)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_in_save(self, injection: Injection) -> None:
+        assert injection.step is not None, "Injection.parse has seen to that"
+        self._tell(injection, Phase.SAVE, injection.step)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _tell(self, injection: Injection, phase: Phase, iteration: int) -> None:
@@ -259,22 +274,34 @@ def looks_like_production(path: str) -> bool:
     return "://" in path or not words.isdisjoint(_PRODUCTION)
 
 
-class _FullStore:
+class _FaultyStore:
+    """A store that is another one but for the checkpoint of one iteration."""
+
+    def __init__(self, store: Store, injection: Injection) -> None:
+        assert injection.step is not None, "Injection.parse has seen to that"
+        self._store = store
+        self._injection = injection
+        self._iteration = injection.step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _is_of_draft(self, path: str) -> bool:
+        """Drafts have the checkpoint's name, or a token behind a dot (`Store.draft_name`)."""
+        found = parse_folder(path.partition("/")[0])
+        return found is not None and found.iteration == self._iteration
+
+
+class _FullStore(_FaultyStore):
     """A store whose disk is full while the checkpoint of one iteration is written."""
 
     def __init__(
         self, store: Store, injection: Injection, tell: Callable[[Injection, Phase, int], None]
     ) -> None:
-        assert injection.step is not None, "Injection.parse has seen to that"
-        self._store = store
-        self._injection = injection
-        self._iteration = injection.step
+        super().__init__(store, injection)
         self._tell = tell
         self._lock = threading.Lock()
         self._is_told = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         # An empty file takes no room, on a real disk either.
@@ -287,11 +314,6 @@ class _FullStore:
         if not self._is_of_draft(path):
             return sink
         return cast(DataSink, _FullSink(sink, lambda: self._error(path)))
-
-    def _is_of_draft(self, path: str) -> bool:
-        """Drafts have the checkpoint's name, or a token behind a dot (`Store.draft_name`)."""
-        found = parse_folder(path.partition("/")[0])
-        return found is not None and found.iteration == self._iteration
 
     def _error(self, path: str) -> OSError:
         with self._lock:
@@ -313,6 +335,34 @@ class _FullSink:
 
     def write(self, _buffer: memoryview) -> None:
         raise self._error()
+
+
+class _DeadlyStore(_FaultyStore):
+    """A store that kills this process in the middle of a save, at the same operation each time."""
+
+    def __init__(self, store: Store, injection: Injection, kill: Callable[[Injection], None]):
+        super().__init__(store, injection)
+        self._kill = kill
+
+    def open_data(self, path: str) -> DataSink:
+        sink = self._store.open_data(path)
+        if not self._is_of_draft(path):
+            return sink
+        return cast(DataSink, _DeadlySink(sink, lambda: self._kill(self._injection)))
+
+
+class _DeadlySink:
+    """A data file that takes all its bytes, and never gets closed."""
+
+    def __init__(self, sink: DataSink, kill: Callable[[], None]) -> None:
+        self._sink = sink
+        self._kill = kill
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    def close(self, _nbytes: int) -> None:
+        self._kill()
 
 
 def _convert(key: str, text: str, spec: str) -> Any:

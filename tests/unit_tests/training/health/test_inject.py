@@ -94,7 +94,7 @@ def test_a_specification_names_rank_iteration_phase_delay_and_restart():
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("reboot:step=1", "a kind among kill, hang, nan, slow, disk-full"),
+        ("reboot:step=1", "a kind among kill, hang, nan, slow, disk-full, kill-in-save"),
         ("", "a non-empty string"),
         ("kill", "step=, the iteration to strike in"),
         ("kill:", "step=, the iteration to strike in"),
@@ -120,6 +120,7 @@ def test_a_specification_names_rank_iteration_phase_delay_and_restart():
         ("slow:step=1,seconds=1,times=0", "times= of at least 1"),
         ("disk-full:step=2,at=save", "keys among rank, step, restart for disk-full"),
         ("disk-full:rank=1", "step=, the iteration to strike in"),
+        ("kill-in-save:step=2,delay=1", "keys among rank, step, restart for kill-in-save"),
     ],
 )
 def test_whatever_cannot_be_injected_is_refused_with_what_was_expected(spec, expected):
@@ -292,6 +293,24 @@ def test_the_loss_is_nan_in_all_microbatches_of_its_iteration_and_no_other(tmp_p
             assert math.isnan(loss.item()) == is_bad, iteration
             loss.backward()
     assert told(tmp_path) == [(spec, "forward", 2)], "once"
+
+
+def test_a_kill_in_a_save_comes_when_all_is_written_and_before_the_file_is_closed(
+    tmp_path, monkeypatch
+):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    spec = "kill-in-save:step=4"
+    store = injections(tmp_path / "events", spec).store(open_store(str(tmp_path / "saves")))
+    for iteration in (2, 4):
+        draft = store.draft_name(f"iter_{iteration:07d}", "0a1b2")
+        store.make_folder(draft)
+        sink = store.open_data(f"{draft}/__0_0.distcp")
+        sink.write(memoryview(b"data"))
+        assert killed == []
+        sink.close(4)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    assert told(tmp_path / "events") == [(spec, "save", 4)]
 
 
 @pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
