@@ -8,10 +8,17 @@ torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    # Until the run begins, Ctrl-C ends the process as it would a C program: a traceback from the
+    # middle of an import tells nobody anything. The run's watchdog takes over.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from torch import nn

@@ -41,6 +41,7 @@ from megatron.training.engines import build_engine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
+from megatron.training.health.interrupts import OnInterrupt
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
@@ -103,15 +104,12 @@ def pretrain(
     log.configure(launch.rank)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
-    with (
-        process_group(
-            launch,
-            device,
-            config.parallel.distributed_timeout_minutes,
-            watched_seconds=max(_hang_limits(config)),
-        ) as signer,
-        StopConditions(config.stop, rank=launch.rank) as stop,
-    ):
+    with process_group(
+        launch,
+        device,
+        config.parallel.distributed_timeout_minutes,
+        watched_seconds=max(_hang_limits(config)),
+    ) as signer:
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
@@ -125,7 +123,11 @@ def pretrain(
                 max_restarts=_max_restarts(),
             )
 
-        with _watch(config, launch, events, signer, is_embedded) as watch:
+        # The watchdog comes first: it handles the signals that the stop conditions leave alone.
+        with (
+            _watch(config, launch, events, signer, is_embedded) as watch,
+            StopConditions(config.stop, rank=launch.rank, is_watched=not is_embedded) as stop,
+        ):
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
                 outcome = run.run()
@@ -419,6 +421,9 @@ def _watch(
         hang_timeout_seconds=limit,
         long_timeout_seconds=long_limit,
         grace_seconds=config.stop.exit_signal_grace_seconds if handles_signals else None,
+        on_interrupt=OnInterrupt(
+            handles_signals, config.checkpoint.save is not None, launch.is_elastic
+        ),
         failed_collective=failed_collective,
     ) as watchdog:
         yield watchdog

@@ -7,6 +7,7 @@ the votes travel with the loss in the step's all-reduce, and every rank acts on 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple
 
 from megatron.core.options import check_options, option
 from megatron.training.health.exits import ExitCode
+from megatron.training.health.interrupts import Press, Presses
 
 logger = logging.getLogger(__name__)
 
-# What a scheduler sends before it takes the machine away.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# What a scheduler sends before it takes the machine away, and what a terminal sends for Ctrl-C.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class StopConfig:
         None, "save and exit after this many minutes", more_than=0, may_change=True
     )
     exit_signal_handler: bool = option(
-        False, "on SIGTERM or SIGUSR1 finish the iteration, save and exit", may_change=True
+        False,
+        "on SIGTERM, SIGUSR1 or Ctrl-C (SIGINT) finish the iteration, save and exit",
+        may_change=True,
     )
     exit_signal_grace_seconds: float | None = option(
         None,
@@ -51,7 +55,7 @@ class StopConfig:
 class Votes(NamedTuple):
     """What a rank says about stopping and saving, 0 or 1 each, or the sum over all ranks."""
 
-    signalled: float = 0.0  # a scheduler's signal has come
+    signalled: float = 0.0  # a scheduler's signal, or Ctrl-C, has come
     out_of_time: float = 0.0  # --exit-duration-in-mins are over
     too_short: float = 0.0  # a save takes longer than what is left of the grace period
     saving: float = 0.0  # a save is under way
@@ -75,14 +79,24 @@ class StopConditions:
         config: which reasons there are.
         clock: seconds that only grow.
         rank: of this process, for the log.
+        is_watched: whether a watchdog announces a SIGINT, and ends the process at the second one;
+            otherwise the second one raises KeyboardInterrupt.
     """
 
     def __init__(
-        self, config: StopConfig, clock: Callable[[], float] = time.monotonic, *, rank: int = 0
+        self,
+        config: StopConfig,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        rank: int = 0,
+        is_watched: bool = False,
     ) -> None:
         self._config = config
         self._clock = clock
         self._rank = rank
+        self._is_watched = is_watched
+        self._presses = Presses(clock)
+        self._pid = os.getpid()
         self._start = clock()
         # (signal, when it came), set by the handler. The first one counts: schedulers repeat
         # themselves.
@@ -92,8 +106,11 @@ class StopConditions:
 
     def __enter__(self) -> StopConditions:
         if self._config.exit_signal_handler:
+            # A shell has its background jobs ignore SIGINT: that Ctrl-C is meant for others.
             self._previous_handlers = {
-                number: signal.signal(number, self._on_signal) for number in _SIGNALS
+                number: signal.signal(number, self._on_signal)
+                for number in _SIGNALS
+                if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
             }
         return self
 
@@ -108,8 +125,16 @@ class StopConditions:
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # A forked process has this handler too, but no run to end.
+        if os.getpid() != self._pid:
+            return
+
         if self._received is None:
             self._received = (signal.Signals(number), self._clock())
+        if number == signal.SIGINT:
+            press = self._presses.add()
+            if press is Press.SECOND and not self._is_watched:
+                raise KeyboardInterrupt
 
     def votes(self, save_seconds: float | None = None) -> Votes:
         """This rank's votes on stopping; those on saving are the saver's.
@@ -127,7 +152,9 @@ class StopConditions:
         past = self._clock() - when
         grace = self._config.exit_signal_grace_seconds
         is_too_short = grace is not None and past + (save_seconds or 0.0) > grace
-        if not self._is_logged:
+        # All ranks of a terminal get a Ctrl-C; the watchdog has announced it, once.
+        is_announced = number is signal.SIGINT and self._is_watched and grace is None
+        if not self._is_logged and not is_announced:
             self._is_logged = True
             self._log_signal(number, past, save_seconds)
 

@@ -180,6 +180,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.health.events",
         "megatron.training.health.earlier_starts",
         "megatron.training.health.exits",
+        "megatron.training.health.interrupts",
         "megatron.training.tokenizer",
         "megatron.training.stop",
         "megatron.training.rng",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -161,14 +163,29 @@ def build_data_loader(
         pin_memory=pin_memory,
         generator=generator,
         persistent_workers=False,
-        worker_init_fn=_leave_sigterm_to_the_rank,
+        worker_init_fn=_serve_the_rank_to_its_end,
     )
     return BatchLoader(loader)
 
 
-def _leave_sigterm_to_the_rank(_worker: int) -> None:
-    """In a worker: ignores SIGTERM, which schedulers send to all processes of a job.
+def _serve_the_rank_to_its_end(_worker: int) -> None:
+    """In a worker: ignores what schedulers (SIGTERM, SIGUSR1) and terminals (SIGINT, for Ctrl-C)
+    send to all processes of a job.
 
     A rank that has yet to finish its iteration and save needs its workers. They end when it does.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _report_own_error
+
+
+def _report_own_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """In a worker: an excepthook that is silent about a rank that has gone.
+
+    A thread of multiprocessing's passes batches on and calls it if the rank ends in the middle of
+    one. Errors of the dataset take another way, to the rank.
+    """
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.log import printable
-from megatron.training.health.exits import ExitCode
+from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
 
 # How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
@@ -154,6 +154,16 @@ class Verdict:
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends, as this rank is concerned."""
+
+    code: ExitCode  # that this rank ends with
+    ranks: tuple[int, ...]  # whose fault it is
+    text: str
+    is_own: bool  # an error of this rank's own: its traceback is worth printing
+
+
 # The types that a field may have in JSON, or had before it, by the field's annotation.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -266,6 +276,16 @@ def is_peer_failure(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
     return False
+
+
+def in_one_line(error: BaseException | None) -> str:
+    """The type and message of an error, in a harmless line; empty for None."""
+    if error is None:
+        return ""
+    text = " ".join(str(error).split())
+    name = "" if isinstance(error, ExitError) else type(error).__name__
+    # It may quote a file, or a name in one.
+    return printable(": ".join(part for part in (name, text) if part), 1000)
 
 
 def stack_of(frame: FrameType | None) -> Stack:

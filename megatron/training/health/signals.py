@@ -14,14 +14,15 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# Schedulers and launchers end processes with these.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Schedulers, launchers and terminals end processes with these.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender
 
 
@@ -39,7 +40,7 @@ class SignalSocket:
         self._poll = select.poll()
         self._poll.register(self._reader, select.POLLIN)
         self._previous_fd: int | None = None
-        self._previous_handler: Any = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def install(self, is_watching: Callable[[], bool]) -> None:
         """Signals reach the socket from now on. Outside of the main thread nothing is installed.
@@ -52,9 +53,12 @@ class SignalSocket:
 
         self._is_watching = is_watching
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # Without a handler of Python's the signal would not reach the socket.
-            self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
+        # Without a handler of Python's a signal would not reach the socket.
+        self._previous_handlers = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if _is_unhandled(number)
+        }
         _installed.add(self)
 
     def uninstall(self) -> None:
@@ -65,8 +69,9 @@ class SignalSocket:
 
         signal.set_wakeup_fd(self._previous_fd)
         self._previous_fd = None
-        if self.is_own(signal.SIGTERM):
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        for number, handler in self._previous_handlers.items():
+            if self.is_own(number):
+                signal.signal(number, handler)
 
     def close(self) -> None:
         """For when nobody waits any more."""
@@ -98,14 +103,27 @@ class SignalSocket:
         """For a forked process: its signals are not ours, and end it as they would any other."""
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.set_wakeup_fd(-1)
-            if self.is_own(signal.SIGTERM):
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in self._previous_handlers:
+                if self.is_own(number):
+                    signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread: leaves the signal to the watching thread, if there is one."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _is_unhandled(number: signal.Signals) -> bool:
+    """Whether the program leaves a signal to Python or the system.
+
+    At a Python prompt, a notebook's too, Ctrl-C must stay KeyboardInterrupt: whoever types it wants
+    the prompt back.
+    """
+    handler = signal.getsignal(number)
+    if handler is signal.default_int_handler:
+        return not hasattr(sys, "ps1")
+    return handler is signal.SIG_DFL
 
 
 _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()

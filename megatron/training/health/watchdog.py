@@ -8,7 +8,7 @@ when something happens, whether
 - another rank has called the roll (`roll_call.py`);
 - the backend has found the failure of a collective, which the main thread may never be told of
   (`process_groups.py`);
-- a signal has come (`signals.py`);
+- a signal has come (`signals.py`; Ctrl-C: `interrupts.py`);
 - torchrun's agent, the parent of the rank, is still alive.
 
 The roll call gives the same cause on all ranks (`cause.py`). The lowest that answers tells the log
@@ -29,16 +29,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from megatron.core import issued_collectives
 from megatron.core.issued_collectives import IssuedCollectives
-from megatron.core.log import printable
 from megatron.core.rank_waits import rank_wait
-from megatron.training.health.cause import Record, Verdict, is_peer_failure, place_of, stack_of
+from megatron.training.health.cause import (
+    Cause,
+    Record,
+    Verdict,
+    in_one_line,
+    is_peer_failure,
+    place_of,
+    stack_of,
+)
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import (
     ExitCode,
@@ -48,6 +55,7 @@ from megatron.training.health.exits import (
     is_foreseen,
     process_status,
 )
+from megatron.training.health.interrupts import OnInterrupt, Press, Presses
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.progress import Progress
@@ -66,16 +74,6 @@ _LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the 
 _FLUSH_SECONDS = 2.0
 # After a signal, an iteration that takes longer may be waiting for a rank that is dead.
 _SIGNALLED_IDLE_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a run ends, as this rank is concerned."""
-
-    code: ExitCode  # that this rank ends with
-    ranks: tuple[int, ...]  # whose fault it is
-    text: str
-    is_own: bool  # an error of this rank's own: its traceback is worth printing
 
 
 class _Wait(NamedTuple):
@@ -99,8 +97,9 @@ class Watchdog:
         signer: signs what the ranks tell each other through it; default: without a secret.
         events: the run's event log.
         hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
-        grace_seconds: from SIGTERM or SIGUSR1, if the main thread handles them, to the end of the
-            process; None: none.
+        grace_seconds: from SIGTERM, SIGUSR1 or SIGINT, if the main thread handles them, to the end
+            of the process; None: none.
+        on_interrupt: what SIGINT does, unless the program has a handler of its own for it.
         long_timeout_seconds: in place of `hang_timeout_seconds`, if longer, for building, loading
             and saving, and for the first iteration.
         exit_process: ends the process, from the watchdog's thread.
@@ -118,6 +117,7 @@ class Watchdog:
         hang_timeout_seconds: float | None,
         signer: Signer | None = None,
         grace_seconds: float | None = None,
+        on_interrupt: OnInterrupt | None = None,
         long_timeout_seconds: float = 600.0,
         exit_process: Callable[[int], NoReturn] = _leave,
         tick_seconds: float = _TICK_SECONDS,
@@ -126,6 +126,8 @@ class Watchdog:
     ) -> None:
         self._launch = launch
         self._grace = grace_seconds
+        self._on_interrupt = on_interrupt or OnInterrupt()
+        self._presses = Presses()
         self._exit_process = exit_process
         self._tick = tick_seconds
         self._collectives = collectives
@@ -327,11 +329,11 @@ class Watchdog:
         """The cause as this rank is concerned: by the verdict, or else by its own error alone."""
         if error is not None and not is_peer_failure(error):
             ranks = (self._launch.rank,) if verdict is None else verdict.ranks
-            text = _in_one_line(error) if verdict is None else verdict.text
+            text = in_one_line(error) if verdict is None else verdict.text
             return Cause(code_of(error), ranks, text, is_own=True)
         if verdict is not None:
             return Cause(verdict.code, verdict.ranks, verdict.text, is_own=False)
-        text = f"another rank failed: {_in_one_line(error)}"
+        text = f"another rank failed: {in_one_line(error)}"
         return Cause(ExitCode.LOST_RANK, (), text, is_own=False)
 
     def _record(self, error: BaseException | None) -> Record:
@@ -346,7 +348,7 @@ class Watchdog:
         failed, is_own = self._failed_collective, False
         if error is not None:
             is_own = not is_peer_failure(error)
-            failed = None if is_own else _in_one_line(error)
+            failed = None if is_own else in_one_line(error)
         if is_own and self._error_order is None:
             self._error_order = self._roll_call.error_order()
 
@@ -360,7 +362,7 @@ class Watchdog:
             is_excused=is_excused,
             place=f"{place_of(main)} ({wait.text})" if wait.text else place_of(main),
             stack="\n".join(f"  {frame}" for frame in main) if is_stuck else "",
-            error=_in_one_line(error) if is_own else None,
+            error=in_one_line(error) if is_own else None,
             error_code=ExitCode.FAILED if error is None else code_of(error),
             error_order=self._error_order or 0,
             failed_collective=failed,
@@ -401,6 +403,9 @@ class Watchdog:
             self._signalled = (number, time.monotonic())
             iteration = self._progress.seen.iteration
             self._reports.event(EventKind.SIGNAL, signal=number.name, iteration=iteration)
+        if number is signal.SIGINT:
+            self._on_ctrl_c()
+            return
         if self._failure is not None:
             return
 
@@ -408,10 +413,28 @@ class Watchdog:
             self._take_part()
         if self._signals.is_own(number):
             # Nobody else handles it: the process ends as it would have without the watchdog.
-            self._say_last_words(replace(self._identity(), signal=number.name))
-            if self._launch.rank == 0:
-                self._write_exit(128 + number, number.name, "it is not handled")
-            self._exit_process(128 + number)
+            self._end_by(number)
+
+    def _on_ctrl_c(self) -> None:
+        """Unlike the other signals this is never the news that a rank is dead: no roll call."""
+        when, plan, press = self._identity().when, self._on_interrupt, self._presses.add()
+        # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
+        speaks = self._launch.local_rank == 0
+        if self._signals.is_own(signal.SIGINT):
+            if speaks:
+                self._reports.warn(plan.unhandled(when, self._progress.mark.num_steps > 0))
+            self._end_by(signal.SIGINT)
+        elif plan.is_handled and press is Press.SECOND:
+            self._end_unfinished(signal.SIGINT, "a second SIGINT ends the run")
+        elif plan.is_handled and press is Press.FIRST and speaks:
+            self._reports.warn(plan.first(when))
+
+    def _end_by(self, number: signal.Signals) -> NoReturn:
+        """Ends the process as the signal would have, had it no handler."""
+        self._say_last_words(replace(self._identity(), signal=number.name))
+        if self._launch.rank == 0:
+            self._write_exit(128 + number, number.name, "it is not handled")
+        self._exit_process(128 + number)
 
     def _check_grace(self) -> None:
         """Ends the process when the time that schedulers give it is over."""
@@ -421,11 +444,14 @@ class Watchdog:
         if time.monotonic() - when < self._grace:
             return
 
+        self._end_unfinished(number, f"the {self._grace:g} s after {number.name} are over")
+
+    def _end_unfinished(self, number: signal.Signals, reason: str) -> NoReturn:
+        """Ends the process in the middle of what a handled signal has it do."""
         own = self._identity()
         is_saved = self._status.get("saved_iteration") == own.iteration
         code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
-        text = f"the {self._grace:g} s after {number.name} are over {own.when}, "
-        text += "whose state is saved" if is_saved else "whose state was not saved"
+        text = f"{reason} {own.when}, whose state {'is' if is_saved else 'was not'} saved"
 
         self._reports.error(f"rank {self._launch.rank}: {text}")
         self._write_exit(code, code.name, text)
@@ -450,12 +476,3 @@ class Watchdog:
             self._roll_call.leave(None if record is None else replace(record, has_left=True))
         except StoreLostError as error:
             logger.debug("could not leave word: %s", error)
-
-
-def _in_one_line(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    text = " ".join(str(error).split())
-    name = "" if isinstance(error, ExitError) else type(error).__name__
-    # It may quote a file, or a name in one.
-    return printable(": ".join(part for part in (name, text) if part), 1000)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +22,15 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.fixture(autouse=True)
+def sigint_as_in_the_foreground():
+    """What started the tests may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
     before = signal.getsignal(number)
     with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
@@ -35,9 +44,69 @@ def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
 
 
 def test_without_the_flag_the_signals_are_left_alone():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
     with StopConditions(StopConfig()):
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+        assert [signal.getsignal(number) for number in numbers] == before
+
+
+def interrupt(clock: Clock, *times: float, is_watched: bool) -> None:
+    config = StopConfig(exit_signal_handler=True)
+    with StopConditions(config, clock, is_watched=is_watched) as stop:
+        for now in times:
+            clock.now = now
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.votes() == Votes(signalled=1.0)
+
+
+def test_the_second_sigint_is_a_keyboard_interrupt_unless_a_watchdog_ends_the_process():
+    interrupt(Clock(), 1.0, 1.2, is_watched=False)  # one Ctrl-C that arrives twice
+    interrupt(Clock(), 1.0, 3.0, is_watched=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(Clock(), 1.0, 3.0, is_watched=False)
+
+
+def test_a_sigterm_between_two_sigints_counts_as_neither():
+    clock = Clock()
+    with StopConditions(StopConfig(exit_signal_handler=True), clock) as stop:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            clock.now += 10.0
+        assert stop.stop(3, stop.votes()).reason == "SIGINT was received"
+
+
+def test_a_sigint_that_a_shell_has_its_background_jobs_ignore_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.votes() == Votes()
+
+
+def test_a_forked_process_has_no_run_to_end():
+    """A data worker, say: it has the handler too, and two SIGINTs must not end it."""
+    clock = Clock()
+    with StopConditions(StopConfig(exit_signal_handler=True), clock):
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    clock.now += 10.0
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_sigint_that_the_watchdog_has_announced_is_not_announced_again(caplog, monkeypatch):
+    monkeypatch.setattr("megatron.training.stop.logger", logging.getLogger("test_stop"))
+    for is_watched, grace in ((True, None), (True, 30.0), (False, None)):
+        config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=grace)
+        with StopConditions(config, Clock(), is_watched=is_watched) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            stop.votes()
+    with_grace, unwatched = caplog.messages
+    assert "30.0 s of 30 s are left" in with_grace
+    assert unwatched.startswith("SIGINT was received by rank 0")
 
 
 def test_a_rank_votes_to_stop_once_its_clock_has_run_out():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.mock_dataset import MockGPTDataset
-from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+from megatron.core.datasets.sampler import (
+    GlobalBatchSampler,
+    _serve_the_rank_to_its_end,
+    build_data_loader,
+)
 
 
 def _global_batches(
@@ -100,3 +107,22 @@ def test_a_plain_loader_would_draw_from_the_global_generator() -> None:
     before = torch.get_rng_state()
     list(torch.utils.data.DataLoader([1, 2], num_workers=0))
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_data_worker_ignores_the_signals_to_its_job_and_the_end_of_its_rank(capfd):
+    """A traceback of a worker's own is still printed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _serve_the_rank_to_its_end(0)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            for error in (ConnectionResetError("rank"), EOFError("rank"), ValueError("own")):
+                sys.excepthook(type(error), error, None)
+        finally:
+            sys.stderr.flush()
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    printed = capfd.readouterr().err
+    assert "ValueError: own" in printed
+    assert "rank" not in printed

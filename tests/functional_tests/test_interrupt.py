@@ -1,0 +1,330 @@
+"""Ctrl-C, typed into a pseudo-terminal: the byte goes to the terminal, whose driver signals every
+process in the foreground, as it does for a user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import multiprocessing as mp
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.format.names import latest_iteration
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.training.health.exits import exit_process
+from megatron.training.health.inject import Injections
+from megatron.training.health.phases import Phase
+from megatron.training.health.reports import Reports
+from tests.functional_tests.recovery_scenes import ROOT, TIMEOUT, Job, environment, torchrun
+from tests.functional_tests.test_checkpoints import SETTINGS
+from tools import run_status
+
+CTRL_C = b"\x03"
+LONG = [*SETTINGS, *"--train-iters 100000 --log-interval 1 --save-interval 2".split()]
+HANDLED = [*LONG, "--exit-signal-handler"]
+ITERATION = 4  # in or after which Ctrl-C is typed: checkpoint 2 is there, 4 is due
+
+
+class Process(Protocol):
+    """What multiprocessing's and subprocess's processes have in common."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class Terminal:
+    """A pseudo-terminal. What is printed to it is read as it comes, since its buffer is small."""
+
+    def __init__(self) -> None:
+        self._master, self.slave = os.openpty()
+        self.name = os.ttyname(self.slave)
+        self._output = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def type(self, data: bytes) -> None:
+        os.write(self._master, data)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while text not in self.text:
+            assert time.monotonic() < deadline, f"expected {text!r}, got\n{self.text}"
+            time.sleep(0.01)
+
+    def read_to_the_end(self) -> str:
+        """All that was printed, once no process has the terminal open."""
+        os.close(self.slave)
+        self._reader.join(TIMEOUT)
+        assert not self._reader.is_alive(), f"a process still holds the terminal:\n{self.text}"
+        os.close(self._master)
+        return self.text
+
+    @property
+    def text(self) -> str:
+        return bytes(self._output).decode(errors="replace").replace("\r\n", "\n")
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._master, 65536):
+                self._output += data
+        except OSError:  # on Linux, the end
+            pass
+
+
+@contextmanager
+def killed_at_the_end(process: Process) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+# A run in a forked process that has imported everything, and waits at a place of the test's choice.
+
+
+def run_at_terminal(name: str, flags: list[str], place: str, pipe: Any) -> None:
+    """The run's process: as `pretrain_gpt.py` is started from a terminal."""
+    os.environ.clear()
+    os.environ.update(environment())
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # becomes the session's own
+    for standard in range(3):
+        os.dup2(terminal, standard)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    PLACES[place](lambda: pipe.send("there"))
+    exit_process(pretrain_gpt.main(flags))
+
+
+def hold(reached: Callable[[], None]) -> Callable[[], None]:
+    """A function that reports that it is reached, and returns once Ctrl-C has been announced."""
+    is_announced, real = threading.Event(), Reports.warn
+
+    def warn(reports: Reports, text: str) -> None:
+        real(reports, text)
+        is_announced.set()
+
+    Reports.warn = warn  # type: ignore[method-assign]
+
+    def held() -> None:
+        reached()
+        assert is_announced.wait(TIMEOUT)
+
+    return held
+
+
+def at_phase(phase: Phase, held: Callable[[], None]) -> None:
+    """Has a run call a function in a phase of `ITERATION`."""
+    real = Injections.at
+
+    def at(injections: Injections, now: Phase, iteration: int) -> None:
+        if (now, iteration) == (phase, ITERATION):
+            held()
+        real(injections, now, iteration)
+
+    Injections.at = at  # type: ignore[method-assign]
+
+
+def in_the_step(reached: Callable[[], None]) -> None:
+    at_phase(Phase.FORWARD, hold(reached))
+
+
+def in_the_evaluation(reached: Callable[[], None]) -> None:
+    at_phase(Phase.EVALUATE, hold(reached))
+
+
+def in_the_save(reached: Callable[[], None]) -> None:
+    """Its files are written, and it is about to be published."""
+    held, real = hold(reached), LocalStore.publish
+
+    def publish(store: LocalStore, draft: str, final: str) -> bool:
+        if final.endswith(f"{ITERATION}"):
+            held()
+        return real(store, draft, final)
+
+    LocalStore.publish = publish  # type: ignore[method-assign]
+
+
+def for_ever(reached: Callable[[], None]) -> None:
+    """Outside of Python most of the time, and never on to the end of the step."""
+
+    def stay() -> None:
+        reached()
+        while True:
+            ctypes.CDLL(None).sleep(1000)
+
+    at_phase(Phase.FORWARD, stay)
+
+
+PLACES = {
+    place.__name__: place for place in (in_the_step, in_the_evaluation, in_the_save, for_ever)
+}
+
+
+def interrupted(place: Callable[..., None], *flags: str, again: bool = False) -> tuple[int, str]:
+    """Types Ctrl-C when a run has come to a place. Returns (exit code, what was printed).
+
+    Args:
+        again: whether it is typed until the run ends.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["pretrain_gpt", __name__])
+    terminal, (ours, theirs) = Terminal(), context.Pipe()
+    process = context.Process(
+        target=run_at_terminal, args=(terminal.name, list(flags), place.__name__, theirs)
+    )
+    process.start()
+    with killed_at_the_end(process):
+        assert ours.poll(TIMEOUT), f"the run did not get there:\n{terminal.text}"
+        terminal.type(CTRL_C)
+        deadline = time.monotonic() + TIMEOUT
+        while process.is_alive() and time.monotonic() < deadline:
+            process.join(0.1 if again else TIMEOUT)
+            if again and process.is_alive():
+                terminal.type(CTRL_C)
+        assert process.exitcode is not None, terminal.text
+        return process.exitcode, terminal.read_to_the_end()
+
+
+def assert_no_traceback(text: str) -> None:
+    for word in ("Traceback", "KeyboardInterrupt"):
+        assert word not in text, text
+
+
+def status_of(job: Job, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """(exit code, first line) of tools/run_status.py."""
+    code = run_status.main([str(job.saved)])
+    return code, capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "flags"),
+    [
+        (in_the_step, "iteration 4, forward", ["--num-workers", "2"]),
+        (in_the_evaluation, "iteration 4, evaluate", ["--eval-interval", "2"]),
+        (in_the_save, "iteration 4, save", []),
+        (in_the_save, r"iteration \d+, \w+", ["--async-save"]),
+    ],
+    ids=["step", "evaluation", "save", "async save"],
+)
+def test_ctrl_c_saves_and_ends_the_run_as_a_preempted_one(tmp_path, capsys, place, phase, flags):
+    job = Job(tmp_path)
+    code, text = interrupted(place, *HANDLED, *job.flags, *flags)
+    assert code == 75, text
+    assert_no_traceback(text)
+
+    # One line at once, and two when it has happened.
+    lines = [line for line in text.splitlines() if "SIGINT" in line]
+    assert len(lines) == 2, text
+    assert re.search(rf"SIGINT in {phase}: the run will finish its step, save and end", lines[0])
+    (end,) = job.events("exit")
+    assert lines[1].endswith(f"exiting at iteration {end['iteration']} of 100000: {end['reason']}")
+
+    assert (end["name"], end["reason"]) == ("PREEMPTED", "SIGINT was received")
+    assert end["iteration"] == latest_iteration(open_store(job.saved)) >= ITERATION
+    assert f"iter_{ITERATION:07d}" in " ".join(
+        event["checkpoint"] for event in job.events("save_published")
+    ), "the save that was under way is not lost"
+    status, first = status_of(job, capsys)
+    assert status == 75
+    assert re.match(r"state: preempted since .*, exit code 75 \(PREEMPTED\)$", first)
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_wherever_it_is(tmp_path, capsys):
+    job = Job(tmp_path)
+    code, text = interrupted(for_ever, *HANDLED, *job.flags, again=True)
+    assert code == 76, text
+    assert_no_traceback(text)
+    assert text.count("the run will finish its step, save and end. A second Ctrl-C") == 1
+    reason = "a second SIGINT ends the run in iteration 4, forward, whose state was not saved"
+    assert f"ERROR: rank 0: {reason}\n" in text
+    (end,) = job.events("exit")
+    assert (end["code"], end["reason"]) == (76, reason)
+    assert latest_iteration(open_store(job.saved)) == 2
+    assert status_of(job, capsys)[0] == 76
+
+
+# Runs as a user starts them.
+
+
+@contextmanager
+def typed_at(command: Sequence[str], cwd: Path = ROOT) -> Iterator[tuple[Terminal, Any]]:
+    """A command in the foreground of a terminal of its own."""
+    terminal = Terminal()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what started the tests may ignore it
+
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdin=terminal.slave,
+        stdout=terminal.slave,
+        stderr=terminal.slave,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    with killed_at_the_end(process):
+        yield terminal, process
+
+
+def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_it(
+    tmp_path, capsys
+):
+    """Also the data workers, which the terminal signals too, print nothing."""
+    job = Job(tmp_path)
+    flags = [*LONG, *job.flags, "--num-workers", "2"]
+    with typed_at([sys.executable, "pretrain_gpt.py", *flags]) as (terminal, process):
+        terminal.wait_for("saved checkpoint")
+        terminal.type(CTRL_C)
+        assert process.wait(TIMEOUT) == 128 + signal.SIGINT, terminal.text
+        text = terminal.read_to_the_end()
+
+    assert_no_traceback(text)
+    (line,) = [line for line in text.splitlines() if "SIGINT" in line]
+    assert "What it trained since its last checkpoint is lost; --exit-signal-handler saves" in line
+    assert status_of(job, capsys)[0] == 130
+    assert "(SIGINT)" in run_status.lines_of(run_status.run_status(job.saved, now=time.time()))[0]
+
+
+def test_ctrl_c_while_make_runs_torchrun_saves_on_all_ranks(tmp_path, capsys):
+    """The terminal signals make and torchrun, and torchrun its ranks, which are in sessions of
+    their own. The one traceback is torchrun's.
+    """
+    job = Job(tmp_path)
+    command = [*torchrun(), str(ROOT / "pretrain_gpt.py"), *HANDLED, *job.flags]
+    (tmp_path / "Makefile").write_text(f"pretrain:\n\t{' '.join(command)}\n")
+    with typed_at(["make", "pretrain"], tmp_path) as (terminal, process):
+        terminal.wait_for("saved checkpoint")
+        terminal.type(CTRL_C)
+        assert process.wait(TIMEOUT) != 0, terminal.text
+        text = terminal.read_to_the_end()
+
+    assert "KeyboardInterrupt" not in text, text
+    assert text.count("Traceback (most recent call last)") == text.count("SignalException: ") == 1
+    assert text.count("SIGINT in iteration") == 1, "one rank speaks for its machine"
+    assert "torchrun kills it after 30 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)" in text
+    assert {event["rank"] for event in job.events("signal")} == {0, 1}
+    (end,) = job.events("exit")
+    assert end["iteration"] == latest_iteration(open_store(job.saved))
+    status, first = status_of(job, capsys)
+    assert status == 75
+    assert first.startswith("state: preempted")
