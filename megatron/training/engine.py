@@ -104,6 +104,11 @@ class TrainEngine(Protocol):
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
             votes: called after the backward; the result holds the sums of its numbers over ranks.
             mark: called with each phase of the step as it begins.
+
+        Raises:
+            RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
+                the run and of a schedule whose last rate is 0: it would train nothing. Where that
+                rate is more, it is used, with a warning once.
         """
 
     def eval_batch(

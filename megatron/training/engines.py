@@ -96,6 +96,7 @@ class ModuleEngine:
         self.mesh = mesh
         self._num_local_ranks = num_local_ranks
         self._state: RunState | None = None
+        self._has_warned_of_schedule = False
 
     @property
     def state(self) -> RunState:
@@ -166,6 +167,7 @@ class ModuleEngine:
         mark: Mark = unmarked,
     ) -> StepResult:
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
+        self._check_schedule()
         # The schedule counts from 0, the iterations that are logged and saved from 1.
         learning_rate = state.schedule.apply(
             state.optimizer.param_groups, state.step_info.iteration
@@ -188,6 +190,31 @@ class ModuleEngine:
         state.step_info.skipped_iterations += result.is_skipped
         state.step_info.nan_iterations += not result.is_finite
         return replace(result, learning_rate=learning_rate)
+
+    def _check_schedule(self) -> None:
+        """A run ends at `train_iters`. A program with a loop of its own may go on, at a rate that
+        it should know of: RuntimeError if that is 0, since nothing would be trained.
+        """
+        iteration, schedule = self.state.step_info.iteration, self.state.schedule
+        end = schedule.last_change
+        if end is None or iteration < max(end, self.config.train_iters):
+            return
+
+        if schedule.least == 0 < schedule.peak:
+            raise RuntimeError(
+                f"Expected at most {iteration} steps, after which the learning rate stays at 0, "
+                f"got step {iteration + 1}, which would train nothing. Raise train_iters "
+                f"({self.config.train_iters}) or lr_decay_iters, or set min_lr, or "
+                "lr_decay_style='constant'."
+            )
+        if not self._has_warned_of_schedule:
+            self._has_warned_of_schedule = True
+            logger.warning(
+                "step %d is beyond train_iters (%d): the learning rate stays at min_lr, %g",
+                iteration + 1,
+                self.config.train_iters,
+                schedule.least,
+            )
 
     def eval_batch(
         self,

@@ -175,6 +175,11 @@ class LRSchedule:
             _check(state["decay_iters"] >= phases, "decay_iters", most, state["decay_iters"])
         return cls(**state)
 
+    @property
+    def last_change(self) -> int | None:
+        """The number of iterations after which the rate stays at `least`; None if it never does."""
+        return None if self.style == "constant" else self.decay_iters
+
     def state(self) -> dict[str, Any]:
         """The settings, as plain data."""
         return asdict(self)
