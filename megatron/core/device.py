@@ -159,7 +159,7 @@ class Device:
         """The most memory this rank has held, on the accelerator, or resident on the CPU."""
         if self.is_accelerator:
             return self._driver.peak_memory_bytes(self.index)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_host_memory_bytes()
 
     def pin(self, address: int, nbytes: int) -> None:
         """Keeps mapped host memory in its place, so the device can copy from and to it directly.
@@ -242,3 +242,8 @@ def _is_bound_by_slurm(local_rank: int) -> bool:
         return False
     # One, or one of a kind: "a100:1".
     return per_task.rpartition(":")[2] == "1" and "," not in per_task
+
+
+def peak_host_memory_bytes() -> int:
+    """The most memory of this process that was ever resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -47,27 +47,32 @@ class _StdoutHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """`[time] message`; warnings and errors name their level, ranks other than 0 their rank."""
+    """`[date and time] message`, or `time message`; warnings and errors name their level, ranks
+    other than 0 their rank.
+    """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+    def __init__(self, rank: int, short_time: bool) -> None:
+        super().__init__(datefmt="%H:%M:%S" if short_time else "[%Y-%m-%d %H:%M:%S]")
         self._prefix = "" if rank == 0 else f"[rank {rank}] "
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        return (
-            f"{self._prefix}[{self.formatTime(record, self.datefmt)}] {level}{record.getMessage()}"
-        )
+        moment = self.formatTime(record, self.datefmt)
+        return f"{self._prefix}{moment} {level}{record.getMessage()}"
 
 
-def configure(rank: int) -> logging.Logger:
-    """Sets up the project's logger for this rank and returns it, in the place of an earlier one."""
+def configure(rank: int, *, short_time: bool = False) -> logging.Logger:
+    """Sets up the project's logger for this rank and returns it, in the place of an earlier one.
+
+    Args:
+        short_time: whether lines begin with the time of day alone, without the date.
+    """
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
 
     handler = _StdoutHandler()
-    handler.setFormatter(_Formatter(rank))
+    handler.setFormatter(_Formatter(rank, short_time))
     logger.addHandler(handler)
 
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

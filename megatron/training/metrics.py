@@ -20,6 +20,14 @@ from tqdm import tqdm
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.health.jsonl import JsonLines
+from megatron.training.log_lines import (
+    Interval,
+    Memory,
+    long_evaluation,
+    long_line,
+    short_evaluation,
+    short_line,
+)
 from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,13 @@ class LoggingConfig:
     """Where a run's progress is reported."""
 
     log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
+    log_format: str | None = option(
+        None,
+        "long: Megatron's line; short: 100 columns, with memory and the time left; default: short "
+        "where the output is a terminal",
+        choices=("short", "long"),
+        may_change=True,
+    )
     timing_log_level: int = option(
         0,
         "1: report at each log line how long the offloaded optimizer's lanes took",
@@ -79,6 +94,11 @@ class LoggingConfig:
                 "a folder of the file system",
                 self.events_dir,
             )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this process's log has the short format."""
+        return sys.stdout.isatty() if self.log_format is None else self.log_format == "short"
 
 
 class Sink(Protocol):
@@ -234,6 +254,7 @@ class Metrics:
         start_iteration: int,
         shows_progress: bool,
         state: Mapping[str, Any] | None = None,
+        memory: Callable[[], Memory] = lambda: Memory(None, 0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -242,11 +263,14 @@ class Metrics:
             start_iteration: iterations made before this start.
             state: what `state` returned in the run that is resumed. Anything it lacks, or that
                 cannot be used, starts afresh.
+            memory: how much this process has held at most.
             clock: seconds.
         """
         self._rates = rates
         self._config = config
         self._sinks = sinks
+        self._memory = memory
+        self._is_short = config.is_short
         self._clock = clock
         self._losses = _saved_losses(state)  # the finite ones of the interval under way
         self._num_steps = 0  # of the interval, made by this process: those whose time is known
@@ -336,13 +360,8 @@ class Metrics:
         """Reports an evaluation and leaves the time it took out of the next step's."""
         # exp overflows from 710 on; a loss above 20 has no perplexity worth reading anyway.
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
-        logger.info(
-            "%s loss at iteration %d | lm loss: %.6E | lm loss PPL: %.6E",
-            split,
-            iteration,
-            loss,
-            perplexity,
-        )
+        line = short_evaluation if self._is_short else long_evaluation
+        logger.info("%s", line(split, iteration, loss, perplexity))
         for sink in self._sinks:
             sink.write(
                 "eval",
@@ -386,30 +405,22 @@ class Metrics:
         self._interval_start = self._clock()
 
     def _interval_line(self, record: dict[str, Any]) -> str:
-        """Megatron's line for the steps since the last one: means of the loss and the time, the
-        rest as of now.
+        """The line for the steps since the last one: means of the loss and the time, the rest as
+        of now.
         """
         seconds = (self._step_start - self._interval_start) / self._num_steps
         tokens_per_second, tflops = self._throughput(seconds)
-        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-
-        width = len(str(self._rates.train_iters))
-        parts = [
-            f"iteration {record['iteration']:{width}}/{self._rates.train_iters}",
-            f"consumed samples: {record['consumed_samples']:8}",
-            f"elapsed time per iteration (ms): {seconds * _MILLISECONDS:.1f}",
-            f"throughput per device (TFLOP/s): {tflops:.3f}",
-            f"tokens per second: {tokens_per_second:.0f}",
-            f"learning rate: {record['learning_rate']:.6E}",
-            f"global batch size: {self._rates.global_batch_size}",
-            f"lm loss: {loss:.6E}",
-            *([f"loss scale: {record['loss_scale']:.1f}"] if "loss_scale" in record else []),
-            f"grad norm: {record['grad_norm']:.3f}",
-            *([f"num zeros: {record['num_zeros']}"] if "num_zeros" in record else []),
-            f"number of skipped iterations: {record['skipped_iterations']:3}",
-            f"number of nan iterations: {record['nan_iterations']:3}",
-        ]
-        return " | ".join(parts) + " |"
+        interval = Interval(
+            record=record,
+            train_iters=self._rates.train_iters,
+            global_batch_size=self._rates.global_batch_size,
+            loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            seconds=seconds,
+            tokens_per_second=tokens_per_second,
+            tflops=tflops,
+            memory=self._memory(),
+        )
+        return short_line(interval) if self._is_short else long_line(interval)
 
 
 def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:

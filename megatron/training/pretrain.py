@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron.core import log
 from megatron.core.datasets.builder import GPTDatasets
 from megatron.core.datasets.sample_dataset import SampleDataset
-from megatron.core.device import Device
+from megatron.core.device import Device, peak_host_memory_bytes
 from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
@@ -46,6 +46,7 @@ from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
+from megatron.training.log_lines import Memory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
@@ -101,7 +102,7 @@ def pretrain(
     launch = Launch.from_environment()
 
     device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
-    log.configure(launch.rank)
+    log.configure(launch.rank, short_time=config.logging.is_short)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
     with process_group(
@@ -322,6 +323,10 @@ class _Run:
             start_iteration=step_info.iteration,
             shows_progress=is_first,
             state=state,
+            memory=lambda: Memory(
+                self._device.peak_memory_bytes() if self._device.is_accelerator else None,
+                peak_host_memory_bytes(),
+            ),
         )
         try:
             yield metrics

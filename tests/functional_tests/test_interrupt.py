@@ -299,6 +299,7 @@ def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_
         text = terminal.read_to_the_end()
 
     assert_no_traceback(text)
+    assert re.search(r"^\d\d:\d\d:\d\d +1/100000  loss \d", text, re.M), "a terminal's format"
     (line,) = [line for line in text.splitlines() if "SIGINT" in line]
     assert "What it trained since its last checkpoint is lost; --exit-signal-handler saves" in line
     assert status_of(job, capsys)[0] == 130

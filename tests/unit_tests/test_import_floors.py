@@ -196,6 +196,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.step",
         "megatron.training.health.inject",
         "megatron.training.checkpoint.run_info",
+        "megatron.training.log_lines",
         "megatron.training.metrics",
         "megatron.training.checkpoint.run_state",
         "megatron.training.engine",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -31,6 +32,13 @@ def test_other_ranks_show_warnings_with_their_rank(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("[rank 3] [")
     assert line.endswith("] ERROR: broken")
+
+
+def test_the_date_can_be_left_out(capsys):
+    log.configure(rank=0, short_time=True)
+    logging.getLogger("megatron.some.file").info("loss")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d loss", line)
 
 
 def test_configuring_again_does_not_say_everything_twice(capsys):

@@ -78,7 +78,7 @@ def shown(caplog, monkeypatch):
 
 
 def make(now, sink, log_interval=2, state=None, start_iteration=0) -> Metrics:
-    config = LoggingConfig(log_interval=log_interval)
+    config = LoggingConfig(log_interval=log_interval, log_format="long")
     return Metrics(
         RATES,
         config,
