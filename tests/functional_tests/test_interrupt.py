@@ -29,8 +29,8 @@ from megatron.training.health.exits import exit_process
 from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase
 from megatron.training.health.reports import Reports
-from tests.functional_tests.recovery_scenes import ROOT, TIMEOUT, Job, environment, torchrun
-from tests.functional_tests.test_checkpoints import SETTINGS
+from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT, Job, environment, torchrun
+from tests.functional_tests.helpers.runs import SETTINGS
 from tools import run_status
 
 CTRL_C = b"\x03"

@@ -16,7 +16,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.engines import EngineConfig, ModuleEngine
 from megatron.training.step import StepInfo
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SCHEDULE = LRScheduleConfig(lr=1e-2)
 STEPS = 3

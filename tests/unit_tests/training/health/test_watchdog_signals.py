@@ -9,10 +9,12 @@ import time
 import pytest
 import torch.distributed as dist
 
+from megatron.training.health import interrupts
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.exits import (
     ExitCode,
 )
+from megatron.training.health.interrupts import OnInterrupt
 from megatron.training.health.phases import Phase
 from tests.unit_tests.training.health.helpers.jobs import (
     BOUND,
@@ -136,6 +138,57 @@ def test_a_signal_to_a_forked_data_worker_is_none_of_the_ranks(start):
     job = start(body, world_size=1, tick_seconds=0.05)
     assert job.end() == [0], job.outputs()
     assert job.events("signal") == []
+
+
+@pytest.mark.parametrize("body", [training, on(1, in_c)], ids=["training", "in a collective"])
+def test_a_ctrl_c_that_nobody_handles_ends_all_ranks_and_accuses_none(start, body):
+    """Each ends by itself, before it notices that the others do."""
+    job = start(body)
+    job.wait_until_ready()
+    for rank in range(2):
+        job.kill(rank, signal.SIGINT)
+    assert job.end(within=BOUND) == [128 + signal.SIGINT] * 2
+    assert job.causes() == []
+    assert "Traceback" not in job.outputs()
+    assert job.outputs().count("SIGINT ends the run in iteration") == 1
+    (end,) = job.events("exit")
+    assert (end["code"], end["name"]) == (130, "SIGINT")
+
+
+def test_a_handled_ctrl_c_is_announced_once_and_the_second_one_ends_a_rank_without_python(start):
+    def body(rank: Rank) -> None:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        rank.watchdog.mark(Phase.SAVE, 7)
+        rank.ready()
+        in_c(holds_gil=False)
+
+    job = start(body, world_size=1, is_elastic=False, on_interrupt=OnInterrupt(True, saves=True))
+    job.wait_until_ready()
+    deadline = time.monotonic() + BOUND
+    while job.processes[0].exitcode is None and time.monotonic() < deadline:
+        job.kill(0, signal.SIGINT)
+        job.processes[0].join(0.05)
+    assert job.end() == [ExitCode.PREEMPTED_UNSAVED], job.outputs()
+    assert job.output(0).count("SIGINT in iteration 7, save: the run will finish its step") == 1
+    reason = "a second SIGINT ends the run in iteration 7, save, whose state was not saved"
+    assert job.causes() == [f"rank 0: {reason}"]
+    assert [event["reason"] for event in job.events("exit")] == [reason]
+
+
+def test_a_handler_of_the_programs_own_keeps_sigint(start):
+    """However often it comes: the program has not said that it means the end."""
+
+    def body(_rank: Rank) -> None:
+        received: list[int] = []
+        signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(interrupts._SAME_PRESS_SECONDS)
+        assert len(received) == 2
+
+    job = start(body, world_size=1, tick_seconds=0.05)
+    assert job.end() == [0], job.outputs()
+    assert "SIGINT" not in job.output(0)
 
 
 def test_a_rank_whose_agent_has_died_ends(start):

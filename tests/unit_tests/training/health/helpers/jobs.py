@@ -86,6 +86,7 @@ def live(rank: int, environment: dict[str, str], folder: str, job: bytes, pipe: 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the tests may ignore it
     torch.set_num_threads(1)
     body, options = cloudpickle.loads(job)
     launch = Launch.from_environment()
