@@ -105,12 +105,17 @@ def pretrain(
     log.configure(launch.rank, short_time=config.logging.is_short)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
-    with process_group(
-        launch,
-        device,
-        config.parallel.distributed_timeout_minutes,
-        watched_seconds=max(_hang_limits(config)),
-    ) as signer:
+    # The stop conditions outlive the watchdog, which may look late at a signal and must then still
+    # find it handled.
+    with (
+        process_group(
+            launch,
+            device,
+            config.parallel.distributed_timeout_minutes,
+            watched_seconds=max(_hang_limits(config)),
+        ) as signer,
+        StopConditions(config.stop, rank=launch.rank, is_watched=not is_embedded) as stop,
+    ):
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
@@ -124,11 +129,7 @@ def pretrain(
                 max_restarts=_max_restarts(),
             )
 
-        # The watchdog comes first: it handles the signals that the stop conditions leave alone.
-        with (
-            _watch(config, launch, events, signer, is_embedded) as watch,
-            StopConditions(config.stop, rank=launch.rank, is_watched=not is_embedded) as stop,
-        ):
+        with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
                 outcome = run.run()
