@@ -7,9 +7,15 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 # One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before
 # torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# On a machine that others use, a first example may take a second; and what fails must fail again.
+settings.register_profile("project", deadline=None, derandomize=True)
+settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent
 # The scripts at the root (pretrain_gpt.py), tools/ and the tests' own helpers (tests/helpers) are
