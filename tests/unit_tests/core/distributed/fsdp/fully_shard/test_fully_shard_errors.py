@@ -215,7 +215,8 @@ def test_a_module_that_cannot_be_sharded_is_refused_and_leaves_nothing_behind(
 
 HSDP = ((Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat()))
 KINDS = (Flat(),), (Flat(),), (Flat(),)
-IN_ORDER = "Expected the axes of a mesh in their order, by name if they are not all of it, got "
+IN_ORDER = "Expected data-parallel axes in mesh-axis order, got dp_axes="
+WHOLE = "Expected dp_axes to match every axis of a mesh without mesh_dim_names, got "
 NAMES = ("outer", "inner")
 
 
@@ -240,10 +241,10 @@ NAMES = ("outer", "inner")
             NAMES,
             Placements.for_strategy(ZERO_3, "dp"),
         ),
-        (IN_ORDER + r"\(0,\) of 2", (2, 1), None, Placements.for_strategy(ZERO_3)),
-        (IN_ORDER + r"\(1, 0\) of 2", (2, 1), None, Placements((1, 0), *HSDP)),
+        (WHOLE + r"\(0,\) of 2", (2, 1), None, Placements.for_strategy(ZERO_3)),
+        (IN_ORDER + r"\(1, 0\)", (2, 1), None, Placements((1, 0), *HSDP)),
         (
-            IN_ORDER + r"\('inner', 'outer'\) of ",
+            IN_ORDER + r"\('inner', 'outer'\)",
             (2, 1),
             NAMES,
             Placements(("inner", "outer"), *HSDP),
