@@ -126,6 +126,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.cpu_offloading.tensor_bucket",
         "megatron.core.optimizer.cpu_offloading.groups",
         "megatron.core.optimizer.cpu_offloading.host_allocator",
+        "megatron.core.optimizer.cpu_offloading.sub_optimizers",
         "megatron.core.optimizer.cpu_offloading.bucket_optimizers",
         "megatron.core.optimizer.cpu_offloading.device_side",
         "megatron.core.optimizer.cpu_offloading.host_side",

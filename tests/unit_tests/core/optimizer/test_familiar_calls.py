@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.optimizer import FusedAdam
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from tests.ranks import on_ranks
 
 
@@ -187,3 +188,151 @@ def test_skip_unscale_gives_bf16_states_as_they_are(dtype: torch.dtype) -> None:
 def test_what_transformer_engine_refuses_by_a_runtime_error_is_one(options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="Expected"):
         FusedAdam(parameters((2,)), **options)
+
+
+# megatron-core's HybridDeviceOptimizer
+
+Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(4, 4, bias=False).to(dtype)
+        self.out = nn.Linear(4, 3).to(dtype)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.proj(x)) * self.scale
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    dtype = model.out.bias.dtype
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        model(torch.randn(2, 4).to(dtype)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("cls", [AdamW, Adam, SGD], ids=lambda cls: cls.__name__)
+def test_sub_optimizers_are_the_sides_and_show_their_states(
+    cls: type[torch.optim.Optimizer], fraction: float, overlap: bool
+) -> None:
+    """As megatron-core's tests make one: with groups that hold further options."""
+    model = Net()
+    own = list(model.parameters())
+    groups = [
+        {"params": own[:2], "wd_mult": 1.0, "lr_mult": 1e-4},
+        {"params": own[2:], "wd_mult": 0.0, "lr_mult": 2e-4},
+    ]
+    optimizer = HybridDeviceOptimizer(
+        groups,
+        offload_fraction=fraction,
+        cpu_optimizer_cls=cls,
+        gpu_optimizer_cls=cls,
+        lr=0.1,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    train(model, optimizer, 2)
+
+    assert (optimizer.gpu_optimizer is None) == (fraction == 1)
+    assert (optimizer.cpu_optimizers == []) == (fraction == 0)
+    subs = optimizer.sub_optimizers
+    assert len(subs) == len(optimizer.cpu_optimizers) + (optimizer.gpu_optimizer is not None)
+    assert subs == optimizer.sub_optimizers
+    shown = [
+        (parameter, sub, group)
+        for sub in subs
+        for group in sub.param_groups
+        for parameter in group["params"]
+    ]
+    # Every parameter once, with its values, its group's options and its states.
+    for parameter in own:
+        (found,) = [each for each in shown if torch.equal(each[0], parameter)]
+        assert found[2]["lr"] == 0.05
+        for name, value in optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[1].state[found[0]][name], value)
+    assert len(shown) == len(own)
+
+
+def test_a_part_of_the_host_side_is_for_looking_only() -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1)
+    (part,) = optimizer.cpu_optimizers
+    for call in (
+        part.step,
+        lambda: part.load_state_dict(part.state_dict()),
+        lambda: part.register_step_pre_hook(print),
+        lambda: part.register_step_post_hook(print),
+    ):
+        with pytest.raises(RuntimeError, match=r"Expected .* of the HybridDeviceOptimizer,"):
+            call()
+
+    # It goes on showing what is there, and steps of the whole are not disturbed by it.
+    other = Net()
+    train(model, optimizer, 3)
+    train(other, HybridDeviceOptimizer(other.parameters(), 1.0, lr=0.1), 3)
+    for group, parameter in zip(part.param_groups, other.parameters(), strict=True):
+        assert torch.equal(group["params"][0], parameter)
+        assert int(part.state[group["params"][0]]["step"]) == 3
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_fp32_main_weights_are_found_by_their_parameters(fraction: float) -> None:
+    model = Net(torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), fraction, param_update_in_fp32=True, lr=1e-4
+    )
+    train(model, optimizer)
+    found = optimizer.param_to_fp32_param
+    # As there: a parameter in fp32 needs no other.
+    assert set(found) == {p for p in model.parameters() if p.dtype == torch.bfloat16}
+    for parameter, master in found.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.to(torch.bfloat16), parameter)
+        assert not torch.equal(master, parameter.float()), "it has bits that the parameter lacks"
+        assert torch.equal(master, optimizer.state[parameter]["master_param"])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_new_parameters_become_the_main_weights(fraction: float) -> None:
+    """After weights were loaded into the model, on either side of the optimizer."""
+    model = Net(torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), fraction, param_update_in_fp32=True, lr=1e-4
+    )
+    train(model, optimizer, 2)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.full_like(parameter, 0.3))
+    optimizer.update_fp32_param_by_new_param()
+    for parameter, master in optimizer.param_to_fp32_param.items():
+        assert torch.equal(master, parameter.float())
+
+    train(model, optimizer)
+    assert all((parameter - 0.3).abs().max() < 0.01 for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_sub_optimizers_of_sharded_parameters() -> None:
+    """Of a sharded model the host's parameters are this rank's rows, and main weights already."""
+    model = Net()
+    fully_shard(model.proj)
+    fully_shard(model)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
+    )
+    train(model, optimizer, 2)
+    optimizer.step()
+    assert optimizer.param_to_fp32_param == {}
+    shown = [group["params"][0] for sub in optimizer.sub_optimizers for group in sub.param_groups]
+    own = [parameter.to_local() for parameter in model.parameters()]
+    assert sorted(each.numel() for each in shown) == sorted(each.numel() for each in own)
+    assert all(any(torch.equal(each, other) for other in own) for each in shown)
+    optimizer.update_fp32_param_by_new_param()
