@@ -15,7 +15,7 @@ from torch import nn
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.optimizer import FusedAdam
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.optimizer import FusedAdam
-from tests.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 
 class Net(nn.Module):
