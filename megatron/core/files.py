@@ -63,6 +63,12 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
         raise
 
 
+def is_empty_folder(path: str | Path) -> bool:
+    """Whether there is a folder, and no link to one, with nothing in it. A rename may replace it."""
+    folder = Path(path)
+    return folder.is_dir() and not folder.is_symlink() and next(folder.iterdir(), None) is None
+
+
 def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> bytes:
     """The content of a regular file of at most `max_bytes`.
 

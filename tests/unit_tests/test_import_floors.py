@@ -205,6 +205,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.load_extras",
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
+        "megatron.training.checkpoint.hf_extras",
         "megatron.training.checkpoint.hf_weights",
         "megatron.training.engines",
         "megatron.training.config",

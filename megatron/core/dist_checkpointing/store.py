@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink,
 from megatron.core.files import (
     Sync,
     UnusableFileError,
+    is_empty_folder,
     open_regular,
     published,
     read_regular,
@@ -130,7 +131,8 @@ class Store(Protocol):
             same, but may not outlive a crash.
 
         Raises:
-            FileExistsError: if there is a checkpoint of that name. It stays as it is.
+            FileExistsError: if there is something of that name, other than an empty folder. It
+                stays as it is.
             FileNotFoundError: if the draft, or a part of it, has been swept.
         """
 
@@ -239,7 +241,7 @@ class LocalStore:
 
     def publish(self, draft: str, final: str) -> bool:
         source, target = self._root / draft, self._root / final
-        if os.path.lexists(target):
+        if os.path.lexists(target) and not is_empty_folder(target):
             raise _is_published(target)
 
         folder = None

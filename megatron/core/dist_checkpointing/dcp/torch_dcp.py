@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
-from megatron.core.files import open_regular, read_regular, sync_stream
+from megatron.core.files import is_empty_folder, open_regular, read_regular, sync_stream
 from megatron.core.optimizer.state_loading import check_step
 
 # Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
@@ -104,7 +104,7 @@ class _Draft:
         """Makes an empty folder."""
         if train_state is not None:
             self._train_state = train_state_bytes(train_state)
-        if self.folder.exists():
+        if self.folder.exists() and not is_empty_folder(self.folder):
             raise CheckpointError(
                 f"Expected no checkpoint yet at {self.folder}, got a published one."
             )
