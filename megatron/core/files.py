@@ -64,7 +64,7 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 
 def is_empty_folder(path: str | Path) -> bool:
-    """Whether there is a folder, and no link to one, with nothing in it. A rename may replace it."""
+    """Whether this is a folder, and no link to one, with nothing in it: a rename may replace it."""
     folder = Path(path)
     return folder.is_dir() and not folder.is_symlink() and next(folder.iterdir(), None) is None
 
