@@ -74,7 +74,9 @@ def test_items_behind_the_last_document_are_sequences_like_all_others(
     dataset = IndexedDataset(prefix)
     assert [each.tolist() for each in dataset] == SEQUENCES
     assert dataset.document_indices.tolist() == [0, *ends]
-    assert f"the last {4 - max(ends, default=0)} of 4 sequences belong to no document" in caplog.text
+    assert (
+        f"the last {4 - max(ends, default=0)} of 4 sequences belong to no document" in caplog.text
+    )
 
     caplog.clear()
     ended = IndexedDataset(as_there(tmp_path / "ended", SEQUENCES, [*ends, 4]))
