@@ -63,10 +63,10 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
         raise
 
 
-def is_empty_folder(path: str | Path) -> bool:
-    """Whether this is a folder, and no link to one, with nothing in it: a rename may replace it."""
-    folder = Path(path)
-    return folder.is_dir() and not folder.is_symlink() and next(folder.iterdir(), None) is None
+def remove_empty_folder(path: str | Path) -> None:
+    """Removes a folder that has nothing in it. Anything else stays, a link to such a folder too."""
+    with contextlib.suppress(OSError):
+        Path(path).rmdir()
 
 
 def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> bytes:

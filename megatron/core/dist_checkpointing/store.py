@@ -39,7 +39,6 @@ from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink,
 from megatron.core.files import (
     Sync,
     UnusableFileError,
-    is_empty_folder,
     open_regular,
     published,
     read_regular,
@@ -131,8 +130,7 @@ class Store(Protocol):
             same, but may not outlive a crash.
 
         Raises:
-            FileExistsError: if there is something of that name, other than an empty folder. It
-                stays as it is.
+            FileExistsError: if there is a checkpoint of that name. It stays as it is.
             FileNotFoundError: if the draft, or a part of it, has been swept.
         """
 
@@ -241,7 +239,7 @@ class LocalStore:
 
     def publish(self, draft: str, final: str) -> bool:
         source, target = self._root / draft, self._root / final
-        if os.path.lexists(target) and not is_empty_folder(target):
+        if os.path.lexists(target):
             raise _is_published(target)
 
         folder = None

@@ -50,7 +50,7 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
-from megatron.core.files import is_empty_folder, sync_folder, sync_stream
+from megatron.core.files import remove_empty_folder, sync_folder, sync_stream
 from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
@@ -103,8 +103,7 @@ def save_hf(
         model: sharded by either engine, or plain and the same on every rank.
         folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
             deleted.
-        tokenizer, processor, base_model_path: what goes beside the weights, see `FolderExtras`;
-            rank 0's are written.
+        tokenizer, processor, base_model_path: see `FolderExtras`; rank 0's are written.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
@@ -229,6 +228,7 @@ def _remove(folder: Path, token: str) -> None:
 
 def _begin(folder: Path) -> str:
     """Rank 0: checks that the folder is free, deletes remains of earlier saves, draws a token."""
+    remove_empty_folder(folder)
     _check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove(folder, "[0-9a-f]{8}")
@@ -236,7 +236,7 @@ def _begin(folder: Path) -> str:
 
 
 def _check_is_free(folder: Path) -> None:
-    if os.path.lexists(folder) and not is_empty_folder(folder):
+    if os.path.lexists(folder):
         raise CheckpointError(
             f"Expected nothing yet at {folder}, got what is there. Weights are never overwritten."
         )

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.files import is_empty_folder
+from megatron.core.files import remove_empty_folder
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
@@ -149,12 +149,12 @@ def save_once(
         )
 
     def prepare() -> str:
-        if store.exists(name) and not (
-            store.is_rename_atomic and is_empty_folder(Path(store.root) / name)
-        ):
+        if store.is_rename_atomic:
+            remove_empty_folder(Path(store.root) / name)
+        if store.exists(name):
             raise CheckpointError(
-                f"Expected nothing at {path} yet, or an empty folder, got what is there. "
-                "Checkpoints are never overwritten."
+                f"Expected nothing at {path} yet, got what is there. Checkpoints are never "
+                "overwritten."
             )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):

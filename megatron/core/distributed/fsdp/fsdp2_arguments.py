@@ -26,12 +26,15 @@ _INSTEAD = {
 }
 
 
-def check_options(not_offered: Mapping[str, Any]) -> None:
-    """Refuses further keyword arguments.
+def check_arguments(
+    module: object, reshard_after_forward: bool | None, not_offered: Mapping[str, Any]
+) -> None:
+    """Refuses what FSDP2's `fully_shard` takes and ours does not.
 
     Raises:
-        NotImplementedError: for an argument of FSDP2.
-        TypeError: for any other.
+        NotImplementedError: for an argument of FSDP2, among them a number of ranks between which
+            weights would stay cut.
+        TypeError: for an argument of neither, and for a list of modules.
     """
     for name, value in not_offered.items():
         if name not in _INSTEAD:
@@ -42,13 +45,15 @@ def check_options(not_offered: Mapping[str, Any]) -> None:
                 f"{_INSTEAD[name]}"
             )
 
-
-def check_reshard_after_forward(value: bool | None) -> None:
-    """NotImplementedError for FSDP2's numbers of ranks, between which weights would stay cut."""
-    if value is not None and not isinstance(value, bool):
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError(
-            f"Expected reshard_after_forward to be True, False or None, got {value!r}: weights are "
-            "freed or kept as a whole."
+            "Expected reshard_after_forward to be True, False or None, got "
+            f"{reshard_after_forward!r}: weights are freed or kept as a whole."
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"Expected a module, got {type(module).__name__}. Call fully_shard for each module of "
+            "a list, or for the one that contains them."
         )
 
 

@@ -42,8 +42,7 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fsdp2_arguments import (
     PrecisionPolicies,
-    check_options,
-    check_reshard_after_forward,
+    check_arguments,
     own_offload_policy,
 )
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
@@ -138,34 +137,27 @@ def fully_shard(
             those on meta are drawn by one submodule at a time, see `fully_shard_context`.
         mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
         placements: what is cut, on which axis; default: `Placements.usual`.
-        mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
-            PyTorch's policy means what it means in FSDP2.
+        mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
+            weights. PyTorch's policy, and the second name, mean what they mean in FSDP2.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        reshard_after_forward: free the full weights between forward and backward; None: except
-            those of the outermost module, whose backward comes next.
+        reshard_after_forward: free the full weights between forward and backward; None: not
+            those of the outermost module.
         offload_policy: what lies in host memory from the start; default: nothing.
-        mp_policy: FSDP2's name of `mixed_precision_policy`.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: meta parameters that nothing initialises; an inner module has run already; a
+        RuntimeError: meta parameters that nothing initialises; an inner module that has run; a
             rank outside the mesh.
         ValueError: a module or parameter that is sharded already; placements that do not fit the
             mesh, or none for more than two axes; a divisor that is not positive; two policies.
         TypeError: a parameter that is not a float, or is another library's DTensor.
         NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
     """
-    check_options(not_offered)
-    check_reshard_after_forward(reshard_after_forward)
+    check_arguments(module, reshard_after_forward, not_offered)
     policies = PrecisionPolicies.of(mixed_precision_policy, mp_policy)
     offload = own_offload_policy(offload_policy)
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"Expected a module, got {type(module).__name__}. Call fully_shard for each module of "
-            "a list, or for the one that contains them."
-        )
 
     construction = _current.get()
     mesh = _world_mesh(construction) if mesh is None else mesh
@@ -173,27 +165,15 @@ def fully_shard(
     if construction is None:
         construction = _Construction(_open_context(module, mesh), _reset_parameters)
     mesh = data_parallel_mesh(mesh, placements)
-    if mesh.get_coordinate() is None:
-        raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
-
     if not grad_divisor > 0:
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
-    context = construction.context
-    owned = _checked_parameters(module, context)
 
-    device, first = context.device, context.next_number
+    context = construction.context
+    owned, device, first = _checked_parameters(module, context), context.device, context.next_number
     groups = [
-        FsdpParameterGroup(
-            own,
-            mesh,
-            placements,
-            policies.for_dtype(own[0].original.dtype),
-            grad_divisor,
-            device,
-            first + number,
-            offload,
-        )
-        for number, own in enumerate(_grouped(owned))
+        FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
+        for number, own in enumerate(_grouped(owned), start=first)
+        for policy in [policies.for_dtype(own[0].original.dtype)]
     ]
     _fill(groups, owned, device.torch_device, construction.reset_parameters)
     return _attach(module, context, groups, reshard_after_forward, policies)

@@ -204,8 +204,13 @@ class Placements:
 def data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
     """The mesh of the placements' axes, outer to inner.
 
-    ValueError for axes that the mesh does not have, or has in another order.
+    Raises:
+        ValueError: for axes that the mesh does not have, or has in another order.
+        RuntimeError: on a rank outside the mesh.
     """
+    if mesh.get_coordinate() is None:
+        raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
+
     names = mesh.mesh_dim_names or ()
     numbers = [_axis_number(mesh, axis) for axis in placements.dp_axes]
     # One axis may have been given twice, by its name and its number.
