@@ -67,6 +67,25 @@ def shown(value: object) -> str:
 class ConfigError(ValueError):
     """A configuration that cannot be honoured. One line: "FLAG: expected X, got Y."."""
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message, a line for each thing that is wrong."""
+        return (str(self),)
+
+
+class ConfigErrors(ConfigError):  # noqa: N818  a plural
+    """Everything that is wrong with a configuration, so that its user need not find it out one
+    by one. The message is still one line.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(f"{len(lines)} settings cannot be used: {' '.join(lines)}")
+        self._lines = tuple(lines)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self._lines
+
 
 @dataclass(frozen=True)
 class Option:

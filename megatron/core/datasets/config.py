@@ -43,6 +43,8 @@ class GPTDatasetConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        # Launch scripts that keep `--split '99,1,0'` in an array of bash pass the quotes on.
+        object.__setattr__(self, "split", self.split.strip("'\""))
         self._check_source()
         _ = self.split_fractions
 
