@@ -30,6 +30,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# The most that a timeout may be. Waits count nanoseconds in 63 bits, and add them to the present.
+YEAR_SECONDS = 365 * 24 * 60 * 60.0
+
 _METADATA_KEY = "megatron.option"
 _MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 

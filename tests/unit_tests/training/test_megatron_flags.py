@@ -40,7 +40,7 @@ def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_i
     assert " ".join(map(str, parsed.without_effect)) == flags
 
 
-def test_they_are_one_line_of_the_log(monkeypatch, capsys):
+def test_they_are_one_line_of_the_log(capsys):
     parsed = parse_command_line([*MINIMAL, "--use-mcore-models", "--manual-gc-interval", "5"], 1)
     pretrain_gpt.log.configure(rank=0)
     try:
