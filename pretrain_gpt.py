@@ -113,10 +113,10 @@ def _say(error: Exception, code: ExitCode) -> None:
     # All ranks have this error, as a rule, and the first one prints it. The launcher ends all ranks
     # of a machine as soon as one exits, so the others wait for that. If it does not come, only this
     # machine's ranks had the error, or this rank, which print it then.
-    is_first = os.environ.get("RANK", "0") == "0"
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not is_first:
-        time.sleep(_SECONDS_TO_SAY_IT if is_first_here else 2 * _SECONDS_TO_SAY_IT)
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    is_first_machine = os.environ.get("RANK", local_rank) == local_rank
+    if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):
+        time.sleep(patience)
 
     lines = error.lines if isinstance(error, ConfigError) else (str(error),)
     lines = tuple(printable(line, _MOST_CHARACTERS) for line in lines)

@@ -102,6 +102,7 @@ class Option:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+    ceiling: float | None = None
     noun: str | None = None
     requires: str | None = None
     no_effect_unless: tuple[tuple[str, Any], ...] = ()
@@ -120,6 +121,7 @@ def option(
     more_than: float | None = None,
     at_most: float | None = None,
     less_than: float | None = None,
+    ceiling: float | None = None,
     noun: str | None = None,
     requires: str | None = None,
     no_effect_unless: str | Mapping[str, Any] | None = None,
@@ -135,6 +137,8 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
+        ceiling: a bound of a number that has a lower one, far beyond any use: what is above it
+            would overflow somewhere. It is named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
         requires: the option that must have a value where this one is given. Given means: with
             another value than the default.
@@ -158,6 +162,7 @@ def option(
         more_than=more_than,
         at_most=at_most,
         less_than=less_than,
+        ceiling=ceiling,
         noun=noun,
         requires=requires,
         no_effect_unless=tuple((no_effect_unless or {}).items()),
@@ -281,6 +286,9 @@ class Field:
             or (rule.less_than is not None and not item < rule.less_than)
         ):
             raise self.error(got)
+        if rule.ceiling is not None and item > rule.ceiling:
+            expected = f"{self.expected} and <= {rule.ceiling}"
+            raise ConfigError(f"{self.flag}: expected {expected}, got {shown(got)}.")
 
 
 def options_of(config: type[Any]) -> list[Field]:

@@ -83,7 +83,9 @@ def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLin
 
     given, stray = _split(argv)
     settings = _Settings()
-    settings.errors += [f"{word}: expected a flag before it, got none." for word in stray]
+    for word in stray:
+        shown_word = printable(word, _SHOWN_KEY)
+        settings.errors.append(f"{shown_word}: expected a flag before it, got none.")
     paths = [one for one in given if one.flag == "--config"]
     if paths:
         settings.read_file(_only_value(paths[-1], "a YAML file"))
@@ -142,8 +144,8 @@ class _Settings:
     strangers: list[_Stranger] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
     without_effect: list[Given] = dataclasses.field(default_factory=list)
-    # Flags whose value a message leaves to the user.
-    left_open: list[str] = dataclasses.field(default_factory=list)
+    # Flags of which a message speaks already: what their lack leads to is not worth another.
+    spoken_of: set[str] = dataclasses.field(default_factory=set)
 
     def read_file(self, path: str) -> None:
         """Takes the settings of a YAML file."""
@@ -161,7 +163,7 @@ class _Settings:
             try:
                 value = _convert_setting(switch.field, setting)
             except ConfigError as error:
-                self.errors += error.lines
+                self._refuse(switch.field, error)
                 continue
             if switch.field.name in self.values:
                 shown_key = printable(key, _SHOWN_KEY)
@@ -180,7 +182,7 @@ class _Settings:
             try:
                 self.values[switch.field.name] = _convert_given(switch, one)
             except ConfigError as error:
-                self.errors += error.lines
+                self._refuse(switch.field, error)
 
     def answer_strangers(self, world_size: int) -> None:
         """Sorts what sets none of our fields into what has no effect and what is an error; takes
@@ -201,7 +203,7 @@ class _Settings:
                 if found.is_complete:
                     self.take(_split(found.use)[0])
                 else:
-                    self.left_open += [word for word in found.use if word.startswith("--")]
+                    self.spoken_of |= {word for word in found.use if word.startswith("--")}
 
         self.errors = lines + self.errors
 
@@ -211,9 +213,13 @@ class _Settings:
         try:
             config = build_config(self.values).resolve(world_size)
         except ConfigError as error:
-            errors += [line for line in error.lines if line.split(":")[0] not in self.left_open]
+            errors += [line for line in error.lines if line.split(":")[0] not in self.spoken_of]
         _raise(errors)
         return config
+
+    def _refuse(self, field: Field, error: ConfigError) -> None:
+        self.errors += error.lines
+        self.spoken_of.add(field.flag)
 
     def _samples_per_iteration(self, world_size: int) -> int:
         """0 if the flags for it are missing or wrong."""

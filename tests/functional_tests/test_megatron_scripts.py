@@ -23,6 +23,7 @@ from megatron.training.pretrain import Outcome
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from tests.functional_tests.test_launch import ROOT, TORCHRUN, run
 from tests.ranks import run_ranks
+from tests.unit_tests.training.test_coming_from_megatron import commands
 
 SCRIPTS = yaml.safe_load((Path(__file__).parent / "megatron_scripts.yaml").read_text())
 NUM_RANKS = 2
@@ -101,6 +102,14 @@ def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, tmp
     assert [outcome.iteration for outcome in outcomes] == [2] * NUM_RANKS
     assert outcomes[0].validation_loss is not None
     assert any((tmp_path / "checkpoints").iterdir()), "it has saved"
+
+
+def test_the_command_of_the_docs_trains():
+    """It shows one with flags that change nothing here, and one that is refused."""
+    accepted, _ = commands()
+    num_ranks, argv = accepted
+    outcomes = run_ranks(num_ranks, train, argv)
+    assert [outcome.iteration for outcome in outcomes] == [20] * num_ranks
 
 
 def test_under_torchrun_the_message_is_printed_once_and_without_a_traceback_of_ours(tmp_path):

@@ -24,7 +24,7 @@ class GPTDatasetConfig:
     exist included.
     """
 
-    seq_length: int = option(help="tokens per training sample", at_least=1, at_most=2**26)
+    seq_length: int = option(help="tokens per training sample", at_least=1, ceiling=2**26)
     data_path: tuple[str, ...] | None = option(
         None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
     )
@@ -41,7 +41,7 @@ class GPTDatasetConfig:
         2,
         "processes per rank that read samples ahead; 0 reads in the training process",
         at_least=0,
-        at_most=2**10,
+        ceiling=2**10,
     )
 
     def __post_init__(self) -> None:

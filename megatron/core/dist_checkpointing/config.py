@@ -83,7 +83,7 @@ class CheckpointConfig:
         10.0,
         "minutes that ranks wait for each other's files in a save",
         more_than=0,
-        at_most=YEAR_SECONDS / 60,
+        ceiling=YEAR_SECONDS / 60,
         requires="save",
         no_effect_unless=_OUR_FORMAT,
     )
@@ -137,9 +137,6 @@ class CheckpointConfig:
         """With the format chosen, if none was named. ConfigError for a flag or a folder that this
         format cannot honour.
         """
-        for flag, place in (("--save", self.save), ("--load", self.load)):
-            check_protocol(place or "", f"{flag}: ")
-
         config = replace(self, ckpt_format=self.ckpt_format or default_format)
         save = config.save
         is_folder = save is None or "://" not in save or save.startswith("file://")
@@ -149,6 +146,8 @@ class CheckpointConfig:
             f"a folder of a file system with --ckpt-format {TORCH_DCP}",
             save,
         )
+        for flag, place in (("--save", save), ("--load", config.load)):
+            check_protocol(place or "", f"{flag}: ")
         return config
 
 

@@ -69,7 +69,7 @@ class DataParallelConfig:
         10.0,
         "how long a collective may take before the run ends",
         more_than=0,
-        at_most=YEAR_SECONDS / 60,
+        ceiling=YEAR_SECONDS / 60,
     )
 
     def __post_init__(self) -> None:

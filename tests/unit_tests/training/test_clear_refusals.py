@@ -36,8 +36,8 @@ def refusal(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("flag", "value", "expected"),
     [
-        ("--hidden-size", "1e30", "an integer >= 1 and <= 16777216, got '1e30'"),
-        ("--hidden-size", "9" * 19, "an integer >= 1 and <= 16777216, got " + "9" * 19),
+        ("--hidden-size", "1e30", "an integer >= 1, got '1e30'"),
+        ("--hidden-size", str(2**62), f"an integer >= 1 and <= 16777216, got {2**62}"),
         ("--seq-length", str(2**62), f"an integer >= 1 and <= 67108864, got {2**62}"),
         ("--train-iters", str(2**62), f"an integer >= 1 and <= 4294967296, got {2**62}"),
         ("--distributed-timeout-minutes", "1e30", "a number > 0 and <= 525600.0, got 1e+30"),
@@ -53,7 +53,7 @@ def test_values_that_nothing_could_hold_are_refused_with_the_bound(flag, value, 
 
 def test_every_timeout_has_a_bound_that_clocks_can_hold():
     names = [
-        field.option.at_most
+        field.option.ceiling
         for _, section in parse_config(MINIMAL, 1).sections()
         for field in options_of(type(section))
         if "timeout" in field.name

@@ -117,6 +117,13 @@ def test_samples_are_counted_in_the_batch_that_all_ranks_make_by_default():
     assert "--train-iters 5 " in refusal("--train-samples", "15", world_size=3)[0]
 
 
+def test_a_wrong_value_of_a_flag_that_must_be_given_is_one_line():
+    assert refusal("--hidden-size", "wide", "--lr", "fast") == (
+        "--hidden-size: expected an integer >= 1, got 'wide'.",
+        "--lr: expected a number >= 0, got 'fast'.",
+    )
+
+
 def test_flags_that_the_message_itself_leaves_open_are_not_named_again():
     flags = [*MINIMAL[: MINIMAL.index("--tokenizer-type")], *MINIMAL[-6:]]
     with pytest.raises(ConfigError) as error:
