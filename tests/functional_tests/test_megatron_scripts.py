@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_command_line
 from megatron.training.pretrain import Outcome
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
-from tests.functional_tests.test_launch import ROOT, TORCHRUN, run
-from tests.ranks import run_ranks
-from tests.unit_tests.training.test_coming_from_megatron import commands
+from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
+from tests.helpers.doc_commands import commands_in, section_of
+from tests.helpers.ranks import run_ranks
 
 SCRIPTS = yaml.safe_load((Path(__file__).parent / "megatron_scripts.yaml").read_text())
 NUM_RANKS = 2
@@ -106,8 +107,7 @@ def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, tmp
 
 def test_the_command_of_the_docs_trains():
     """It shows one with flags that change nothing here, and one that is refused."""
-    accepted, _ = commands()
-    num_ranks, argv = accepted
+    (num_ranks, argv), _ = commands_in(section_of("coming-from.md", "Megatron-LM"))
     outcomes = run_ranks(num_ranks, train, argv)
     assert [outcome.iteration for outcome in outcomes] == [20] * num_ranks
 
@@ -115,7 +115,14 @@ def test_the_command_of_the_docs_trains():
 def test_under_torchrun_the_message_is_printed_once_and_without_a_traceback_of_ours(tmp_path):
     script = next(name for name in SCRIPTS if "llama3_8b_h100" in name)
     argv = words(flags_of(script, tmp_path))
-    done = run(TORCHRUN, *argv)
+    done = subprocess.run(
+        [*TORCHRUN, "pretrain_gpt.py", *argv],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode != 0
     assert done.stdout == ""
     for line in message_about(argv):

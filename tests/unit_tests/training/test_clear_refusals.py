@@ -4,6 +4,8 @@ each.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_config
 from megatron.training.engines import EngineConfig, MegatronEngine
-from tests.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 MINIMAL = [
     *("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data").split(),
@@ -146,3 +148,26 @@ def test_microbatches_that_are_no_dicts_of_tensors_are_refused():
     # Nothing has been left half done.
     engine.train_batch([{"x": tensor}], lambda model, batch: model(batch["x"]).mean())
     assert engine.step_info().iteration == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "waited"),
+    [("0", "0", []), ("1", "1", [10.0]), ("8", "0", [10.0]), ("9", "1", [20.0])],
+)
+def test_the_first_rank_of_the_job_speaks_for_all_of_them(
+    monkeypatch, capsys, rank, local_rank, waited
+):
+    """The others wait to be ended by their launcher: on another machine, too."""
+    found: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(pretrain_gpt, "time", SimpleNamespace(sleep=found.append))
+    assert pretrain_gpt.main([*MINIMAL, "--lr", "-1", "--fp8-format", "e4m3"]) == 2
+    assert found == waited
+    assert capsys.readouterr().err == (
+        "pretrain_gpt.py: 2 settings cannot be used:\n"
+        "  --fp8-format e4m3: remove it. Compute in fp8 or fp4 is not offered; --bf16 is.\n"
+        "  --lr: expected a number >= 0, got -1.0.\n"
+    )

@@ -6,23 +6,16 @@ understood.
 
 from __future__ import annotations
 
-import re
-import shlex
-from pathlib import Path
-
 import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_command_line
 from megatron.training.megatron_flags import MEGATRON_FLAGS, MegatronFlags, Ruling
-
-ROOT = Path(__file__).resolve().parents[3]
-RANKS = re.compile(r"--nproc-per-node (\d+)")
+from tests.helpers.doc_commands import commands_in, section_of
 
 
 def section() -> str:
-    text = (ROOT / "docs" / "coming-from.md").read_text()
-    return text.split("\n## Megatron-LM\n")[1].split("\n## ")[0]
+    return section_of("coming-from.md", "Megatron-LM")
 
 
 def row_of(flags: MegatronFlags) -> str:
@@ -39,19 +32,6 @@ def rows_of(ruling: Ruling) -> list[str]:
     return [row_of(flags) for flags in MEGATRON_FLAGS if flags.ruling is ruling]
 
 
-def commands() -> list[tuple[int, list[str]]]:
-    """The command lines in the section: on how many ranks, and the program's arguments."""
-    found = []
-    for block in re.findall(r"```bash\n(.*?)```", section(), re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            launcher, program, arguments = line.partition("pretrain_gpt.py ")
-            if program:
-                ranks = RANKS.search(launcher)
-                argv = shlex.split(arguments, comments=True)
-                found.append((int(ranks[1]) if ranks else 1, argv))
-    return found
-
-
 @pytest.mark.parametrize("ruling", Ruling)
 def test_the_tables_are_those_of_the_code(ruling):
     rows = [line for line in section().splitlines() if line.startswith("| `--")]
@@ -61,7 +41,7 @@ def test_the_tables_are_those_of_the_code(ruling):
 
 
 def test_the_commands_are_understood():
-    understood = commands()
+    understood = commands_in(section())
     assert len(understood) >= 2
     without_effect, errors = [], []
     for ranks, argv in understood:
