@@ -23,11 +23,13 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
+from megatron.core import log
 from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.arguments import parse_config
+from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.health.exits import (
     ExitCode,
@@ -56,7 +58,12 @@ def run(argv: Sequence[str]) -> Outcome:
     """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
     honoured.
     """
-    config = parse_config(argv, Launch.from_environment().world_size)
+    launch = Launch.from_environment()
+    parsed = parse_command_line(argv, launch.world_size)
+    log.configure(launch.rank)
+    parsed.log_without_effect()
+
+    config = parsed.config
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
 
@@ -95,16 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, code: ExitCode) -> None:
-    """Prints an error in one line, on the first rank that has it."""
-    text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
+    """Prints an error in one line, or in a line for each setting that is wrong; on the first rank
+    that has it.
+    """
     if code is not ExitCode.BAD_CONFIGURATION:
+        text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
         print(f"pretrain_gpt.py: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
         return
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # All ranks of a machine have this error, and the first one prints it. The launcher ends all
-        # ranks as soon as one exits, so the others wait for that. If it does not come, only this
-        # rank had the error, and prints it.
-        time.sleep(_SECONDS_TO_SAY_IT)
+
+    # All ranks have this error, as a rule, and the first one prints it. The launcher ends all ranks
+    # of a machine as soon as one exits, so the others wait for that. If it does not come, only this
+    # machine's ranks had the error, or this rank, which print it then.
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    is_first_machine = os.environ.get("RANK", local_rank) == local_rank
+    if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):
+        time.sleep(patience)
+
+    lines = error.lines if isinstance(error, ConfigError) else (str(error),)
+    lines = tuple(printable(line, _MOST_CHARACTERS) for line in lines)
+    text = lines[0]
+    if len(lines) > 1:
+        text = "\n  ".join((f"{len(lines)} settings cannot be used:", *lines))
     print(f"pretrain_gpt.py: {text}", file=sys.stderr)
 
 

@@ -30,6 +30,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# The most that a timeout may be. Waits count nanoseconds in 63 bits, and add them to the present.
+YEAR_SECONDS = 365 * 24 * 60 * 60.0
+
 _METADATA_KEY = "megatron.option"
 _MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 
@@ -67,6 +70,25 @@ def shown(value: object) -> str:
 class ConfigError(ValueError):
     """A configuration that cannot be honoured. One line: "FLAG: expected X, got Y."."""
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message, a line for each thing that is wrong."""
+        return (str(self),)
+
+
+class ConfigErrors(ConfigError):  # noqa: N818  a plural
+    """Everything that is wrong with a configuration, so that its user need not find it out one
+    by one. The message is still one line.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(f"{len(lines)} settings cannot be used: {' '.join(lines)}")
+        self._lines = tuple(lines)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self._lines
+
 
 @dataclass(frozen=True)
 class Option:
@@ -80,6 +102,7 @@ class Option:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+    ceiling: float | None = None
     noun: str | None = None
     requires: str | None = None
     no_effect_unless: tuple[tuple[str, Any], ...] = ()
@@ -98,6 +121,7 @@ def option(
     more_than: float | None = None,
     at_most: float | None = None,
     less_than: float | None = None,
+    ceiling: float | None = None,
     noun: str | None = None,
     requires: str | None = None,
     no_effect_unless: str | Mapping[str, Any] | None = None,
@@ -113,6 +137,8 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
+        ceiling: a bound of a number that has a lower one, far beyond any use: what is above it
+            would overflow somewhere. It is named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
         requires: the option that must have a value where this one is given. Given means: with
             another value than the default.
@@ -136,6 +162,7 @@ def option(
         more_than=more_than,
         at_most=at_most,
         less_than=less_than,
+        ceiling=ceiling,
         noun=noun,
         requires=requires,
         no_effect_unless=tuple((no_effect_unless or {}).items()),
@@ -259,6 +286,9 @@ class Field:
             or (rule.less_than is not None and not item < rule.less_than)
         ):
             raise self.error(got)
+        if rule.ceiling is not None and item > rule.ceiling:
+            expected = f"{self.expected} and <= {rule.ceiling}"
+            raise ConfigError(f"{self.flag}: expected {expected}, got {shown(got)}.")
 
 
 def options_of(config: type[Any]) -> list[Field]:

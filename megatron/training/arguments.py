@@ -2,7 +2,11 @@
 
 A flag given on the command line overrides the file of `--config`, which overrides the default. A
 file's keys are the flags' names without the dashes in front (`lr-warmup-iters` or
-`lr_warmup_iters`). Whatever is wrong is one line, a `ConfigError`, before anything has been built.
+`lr_warmup_iters`). Whatever is wrong is a `ConfigError` before anything has been built.
+
+A launch script written for Megatron-LM may need many changes, so one error names all of them that
+can be known at once. What it says to write instead (megatron_flags.py) is checked as if it had been
+written.
 """
 
 from __future__ import annotations
@@ -10,20 +14,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
+import logging
 import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.core.log import printable
-from megatron.core.options import ConfigError, Field, options_of
+from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.training.config import RunConfig
+from megatron.training.megatron_flags import Given, Ruling, answer
 from megatron.training.settings_file import Setting, read_settings
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C")
 _SHOWN_KEY = 80  # characters of a key or a number in a message
+_MOST_LINES = 60  # of a message; a launch script has as many flags
+_OFF = ("false",)  # what a file gives to a flag that is not meant
 _IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+_IS_NUMBER = re.compile(r"\d+")
+_ALIKE = 0.7  # of a misspelt word's letters, that it has in common with the word that is meant
 
 
 @dataclass(frozen=True)
@@ -36,14 +49,25 @@ class _Switch:
     is_negated: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose complaints are `ConfigError`s."""
+class ParsedCommandLine(NamedTuple):
+    """What a command line means."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+    config: RunConfig  # resolved
+    without_effect: tuple[Given, ...]  # flags of Megatron-LM's that change nothing here
+
+    def log_without_effect(self) -> None:
+        """One line that lists them, if there are any."""
+        if self.without_effect:
+            flags = printable(", ".join(map(str, self.without_effect)), limit=4000)
+            logger.info("flags without effect here (docs/coming-from.md says why): %s", flags)
 
 
 def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
+    """The resolved configuration of a run from its command line; see `parse_command_line`."""
+    return parse_command_line(argv, world_size).config
+
+
+def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLine:
     """The resolved configuration of a run from its command line.
 
     Args:
@@ -51,27 +75,36 @@ def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
         world_size: ranks in the run.
 
     Raises:
-        ConfigError: one line that names the flag or key, what was expected and what was got.
+        ConfigError: for each thing that is wrong a line that names the flag or key, what was
+            expected and what was got, or what to do.
     """
-    given, unknown = build_parser().parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(_unknown(unknown[0], "a known flag", _switches()))
+    if not {"-h", "--help"}.isdisjoint(argv):
+        build_parser().parse_args(["--help"])
 
-    flags = vars(given)
-    path = flags.pop("config", None)
+    given, stray = _split(argv)
+    settings = _Settings()
+    for word in stray:
+        shown_word = printable(word, _SHOWN_KEY)
+        settings.errors.append(f"{shown_word}: expected a flag before it, got none.")
+    paths = [one for one in given if one.flag == "--config"]
+    if paths:
+        settings.read_file(_only_value(paths[-1], "a YAML file"))
 
-    values = {} if path is None else read_yaml(path)
-    fields = {field.name: field for field in _all_fields()}
-    values |= {name: fields[name].convert(value) for name, value in flags.items()}
-    return build_config(values).resolve(world_size)
+    settings.take([one for one in given if one.flag != "--config"])
+    settings.answer_strangers(world_size)
+    return ParsedCommandLine(settings.build(world_size), tuple(settings.without_effect))
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
     """An unresolved configuration from converted values by field name, and defaults."""
-    sections = {
-        name: _build_section(config_class, values)
-        for name, config_class in _section_classes().items()
-    }
+    sections: dict[str, Any] = {}
+    errors: list[str] = []
+    for name, config_class in _section_classes().items():
+        try:
+            sections[name] = _build_section(config_class, values)
+        except ConfigError as error:
+            errors += error.lines
+    _raise(errors)
     return RunConfig(**sections)
 
 
@@ -89,20 +122,160 @@ def section_from_values(config_class: type[C], values: dict[str, Any]) -> C:
 
 def read_yaml(path: str) -> dict[str, Any]:
     """The settings in a YAML file, converted, by field name. ConfigError for unusable ones."""
-    switches = {flag.lstrip("-"): switch for flag, switch in _switches().items()}
-    values: dict[str, Any] = {}
-    for key, setting in read_settings(path).items():
-        shown = printable(key, _SHOWN_KEY)
-        switch = switches.get(key.replace("_", "-"))
-        if switch is None:
-            raise ConfigError(f"{path}: " + _unknown(shown, "a known key", list(switches)))
-        if switch.field.name in values:
-            expected = f"{switch.field.flag} to be set once"
-            raise ConfigError(f"{path}: {shown}: expected {expected}, got it twice.")
-        converted = _convert_setting(switch.field, setting)
-        values[switch.field.name] = not converted if switch.is_negated else converted
+    settings = _Settings()
+    settings.read_file(path)
+    settings.answer_strangers(world_size=1)
+    _raise(settings.errors)
+    return settings.values
 
-    return values
+
+class _Stranger(NamedTuple):
+    """A flag that sets none of our fields, at least not to such a value."""
+
+    given: Given
+    path: str | None  # of the file it stands in; None: it stands on the command line
+
+
+@dataclass
+class _Settings:
+    """Settings as they are collected from a file and a command line."""
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)  # converted, by field name
+    strangers: list[_Stranger] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+    without_effect: list[Given] = dataclasses.field(default_factory=list)
+    # Flags of which a message speaks already: what their lack leads to is not worth another.
+    spoken_of: set[str] = dataclasses.field(default_factory=set)
+
+    def read_file(self, path: str) -> None:
+        """Takes the settings of a YAML file."""
+        switches = {flag.lstrip("-"): switch for flag, switch in _switches().items()}
+        for key, setting in read_settings(path).items():
+            given = _given_by_file(key, setting)
+            switch = switches.get(given.flag[2:])
+            if switch is None or _is_megatrons(given):
+                # A key of Megatron-LM's that is false is a flag that is not given.
+                is_off = given.values == _OFF and _is_megatrons(Given(given.flag, ()))
+                if not is_off:
+                    self.strangers.append(_Stranger(given, path))
+                continue
+
+            try:
+                value = _convert_setting(switch.field, setting)
+            except ConfigError as error:
+                self._refuse(switch.field, error)
+                continue
+            if switch.field.name in self.values:
+                shown_key = printable(key, _SHOWN_KEY)
+                expected = f"{switch.field.flag} to be set once"
+                self.errors.append(f"{path}: {shown_key}: expected {expected}, got it twice.")
+            self.values[switch.field.name] = not value if switch.is_negated else value
+
+    def take(self, given: Sequence[Given]) -> None:
+        """Takes flags of a command line. Of several that set one field, the last counts."""
+        switches = _switches()
+        for one in given:
+            switch = switches.get(one.flag)
+            if switch is None or _is_megatrons(one):
+                self.strangers.append(_Stranger(one, None))
+                continue
+            try:
+                self.values[switch.field.name] = _convert_given(switch, one)
+            except ConfigError as error:
+                self._refuse(switch.field, error)
+
+    def answer_strangers(self, world_size: int) -> None:
+        """Sorts what sets none of our fields into what has no effect and what is an error; takes
+        what is to be written instead.
+        """
+        lines: list[str] = []
+        for given, path in self.strangers:
+            if len(lines) > _MOST_LINES:
+                continue  # a file may hold thousands
+            where = "" if path is None else f"{path}: "
+            found = answer(given, self.values, self._samples_per_iteration(world_size))
+            if found is None:
+                lines.append(where + _unknown(given, is_key=path is not None))
+            elif found.ruling is Ruling.NO_EFFECT:
+                self.without_effect.append(given)
+            else:
+                lines.append(where + str(found))
+                if found.is_complete:
+                    self.take(_split(found.use)[0])
+                else:
+                    self.spoken_of |= {word for word in found.use if word.startswith("--")}
+
+        self.errors = lines + self.errors
+
+    def build(self, world_size: int) -> RunConfig:
+        """The resolved configuration. ConfigError for all that has been wrong so far, too."""
+        errors = list(self.errors)
+        try:
+            config = build_config(self.values).resolve(world_size)
+        except ConfigError as error:
+            errors += [line for line in error.lines if line.split(":")[0] not in self.spoken_of]
+        _raise(errors)
+        return config
+
+    def _refuse(self, field: Field, error: ConfigError) -> None:
+        self.errors += error.lines
+        self.spoken_of.add(field.flag)
+
+    def _samples_per_iteration(self, world_size: int) -> int:
+        """0 if the flags for it are missing or wrong."""
+        micro, whole = (
+            self.values.get(name) or 0 for name in ("micro_batch_size", "global_batch_size")
+        )
+        return int(max(whole or micro * world_size, 0))
+
+
+def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
+    """The flags with their values, and the words before the first flag. `--flag=value` and negative
+    numbers are understood.
+    """
+    stray: list[str] = []
+    given: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            given.append((name, [value] if equals else []))
+        else:
+            (given[-1][1] if given else stray).append(word)
+    return [Given(flag, tuple(values)) for flag, values in given], stray
+
+
+def _is_megatrons(given: Given) -> bool:
+    """Whether the table knows this: a flag of Megatron-LM's, or such a value of one of ours."""
+    return answer(given, {}, 1) is not None
+
+
+def _only_value(given: Given, expected: str) -> str:
+    if len(given.values) != 1:
+        got = shown(" ".join(given.values)) if given.values else "no value"
+        raise ConfigError(f"{given.flag}: expected {expected}, got {got}.")
+    return given.values[0]
+
+
+def _convert_given(switch: _Switch, given: Given) -> Any:
+    """The value that a flag of the command line gives to its field."""
+    if switch.field.scalar is bool:
+        if given.values:
+            got = shown(" ".join(given.values))
+            raise ConfigError(f"{given.flag}: expected no value, got {got}.")
+        return not switch.is_negated
+    if switch.field.is_list and given.values:
+        return switch.field.convert(given.values)
+    return switch.field.convert(_only_value(given, switch.field.expected))
+
+
+def _given_by_file(key: str, setting: Setting | list[Setting]) -> Given:
+    """A key of a file as the flag that it stands for. One that is null or false is not given."""
+    flag = "--" + key.replace("_", "-")
+    if isinstance(setting, list):
+        return Given(flag, tuple(one.text for one in setting))
+    if setting.truth is not None or setting.is_null:
+        return Given(flag, () if setting.truth else _OFF)
+    return Given(flag, (setting.text,))
 
 
 def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
@@ -123,7 +296,7 @@ def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one group of flags for each owner."""
-    parser = _Parser(description="Trains a GPT.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Trains a GPT.", allow_abbrev=False)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -179,15 +352,29 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
-    mine = {}
+    mine: dict[str, Any] = {}
+    errors: list[str] = []
     for field in options_of(config_class):
         if field.name in values:
             mine[field.name] = values[field.name]
+            try:
+                field.check(values[field.name])
+            except ConfigError as error:
+                errors += error.lines
         elif field.default is dataclasses.MISSING:
-            raise ConfigError(
-                f"{field.flag}: expected {field.expected}, got none; it has no default."
-            )
+            errors.append(f"{field.flag}: expected {field.expected}, got none; it has no default.")
+    _raise(errors)
     return config_class(**mine)
+
+
+def _raise(errors: Sequence[str]) -> None:
+    """ConfigError for the lines, if there are any."""
+    if len(errors) > _MOST_LINES:
+        errors = [*errors[:_MOST_LINES], "There may be more."]
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    if errors:
+        raise ConfigErrors(errors)
 
 
 def _section_classes() -> dict[str, type[Any]]:
@@ -201,6 +388,7 @@ def _all_fields() -> list[Field]:
     ]
 
 
+@functools.cache
 def _switches() -> dict[str, _Switch]:
     """Every flag and every bool's opposite, by name; and field names that differ from the flag."""
     switches: dict[str, _Switch] = {}
@@ -212,7 +400,38 @@ def _switches() -> dict[str, _Switch]:
     return switches
 
 
-def _unknown(name: str, expected: str, known: Sequence[str] | dict[str, _Switch]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    return f"{name}: expected {expected}, got one that does not exist.{hint}"
+def _unknown(given: Given, *, is_key: bool) -> str:
+    """The line about a flag or a file's key that nobody knows."""
+    strip = "-" if is_key else ""
+    name = printable(given.flag, _SHOWN_KEY).lstrip(strip)
+    kind = "a known key" if is_key else "a known flag"
+    meant = _meant_by(given.flag)
+    hint = "" if meant is None else f" Did you mean {meant.lstrip(strip)}?"
+    return f"{name}: expected {kind}, got one that does not exist.{hint}"
+
+
+def _meant_by(flag: str) -> str | None:
+    """The flag of which this one is a misspelling; None rather than one that means something else.
+
+    The nearest name may mean something else (`--lr-decay-samples`, `--no-load-optim`). A
+    misspelling has the same words, each with few other letters, and the same numbers.
+    """
+    words = flag.replace("_", "-").strip("-").split("-")
+    for name in _switches():
+        others = name.strip("-").split("-")
+        if "".join(words) == "".join(others):
+            return name
+        if len(words) == len(others) and _IS_NUMBER.findall(flag) == _IS_NUMBER.findall(name):
+            pairs = zip(words, others, strict=True)
+            if all(_are_alike(word, other) for word, other in pairs):
+                return name
+    return None
+
+
+def _are_alike(word: str, other: str) -> bool:
+    if word == other:
+        return True
+    # A word that is short has nothing in common with another one, or is another one.
+    return min(len(word), len(other)) > 2 and (
+        difflib.SequenceMatcher(None, word, other).ratio() >= _ALIKE
+    )

@@ -15,6 +15,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import (
+    YEAR_SECONDS,
     ConfigError,
     Field,
     check_needs,
@@ -36,12 +37,15 @@ from megatron.training.tokenizer import TokenizerConfig
 class TrainingConfig:
     """The run itself: how long, in what batches, in what precision."""
 
-    train_iters: int = option(help="iterations to train", at_least=1)
-    micro_batch_size: int = option(help="sequences in one forward pass of one rank", at_least=1)
+    train_iters: int = option(help="iterations to train", at_least=1, ceiling=2**32)
+    micro_batch_size: int = option(
+        help="sequences in one forward pass of one rank", at_least=1, ceiling=2**20
+    )
     global_batch_size: int | None = option(
         None,
         "sequences in one iteration; default: micro-batch-size x data-parallel size",
         at_least=1,
+        ceiling=2**28,
     )
     bf16: bool = option(
         False, "compute in bf16, with main weights, reductions and optimizer in fp32"
@@ -57,7 +61,7 @@ class TrainingConfig:
         1000, "iterations between evaluations on the validation split", at_least=1
     )
     eval_iters: int = option(
-        100, "global batches in an evaluation; 0 evaluates nothing", at_least=0
+        100, "global batches in an evaluation; 0 evaluates nothing", at_least=0, ceiling=2**32
     )
     skip_train: bool = option(False, "evaluate only")
     check_for_nan_in_loss: bool = option(False, "end the run at a loss that is not finite")
@@ -94,6 +98,7 @@ class RecoverConfig:
         "end the run when a rank makes no progress for so long; default: "
         "--distributed-timeout-minutes",
         more_than=0,
+        ceiling=YEAR_SECONDS,
         may_change=True,
     )
 

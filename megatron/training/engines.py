@@ -36,6 +36,7 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.host_preflight import check_host_memory_for
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
+from megatron.core.options import expect
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
@@ -53,6 +54,8 @@ from megatron.training.step import (
 
 logger = logging.getLogger(__name__)
 
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -63,6 +66,9 @@ class EngineConfig:
         compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
         seed: of the initial weights.
         records_timings: whether an offloaded optimizer records how long its lanes took.
+
+    Raises:
+        ConfigError: for another compute dtype.
     """
 
     optimizer: OptimizerConfig
@@ -72,6 +78,14 @@ class EngineConfig:
     compute_dtype: str = "fp32"
     seed: int = 1234
     records_timings: bool = False
+
+    def __post_init__(self) -> None:
+        expect(
+            self.compute_dtype in COMPUTE_DTYPES,
+            "compute_dtype",
+            f"one of {', '.join(COMPUTE_DTYPES)}",
+            self.compute_dtype,
+        )
 
 
 class ModuleEngine:

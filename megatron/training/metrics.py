@@ -160,10 +160,17 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: str, start_iteration: int) -> None:
+        """Raises ConfigError if the folder cannot be written."""
         # Not at the top: the import takes about a second, which runs without TensorBoard save.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
+        try:
+            self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir: expected a folder that can be written, got {folder} "
+                f"({error.strerror})."
+            ) from None
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         for name, value in _scalars(kind, record).items():

@@ -119,6 +119,8 @@ def pretrain(
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
+            if config.logging.events_dir is not None:
+                events.require_folder()
             events.write(
                 EventKind.START,
                 iteration=None,

@@ -9,7 +9,7 @@ norm, so the device does not idle afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -194,6 +194,13 @@ def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
+    if not isinstance(batch, Mapping) or not all(map(torch.is_tensor, batch.values())):
+        kind = type(batch).__name__
+        got = f"a {kind} of other values" if isinstance(batch, Mapping) else f"a {kind}"
+        raise TypeError(
+            f"Expected microbatches that are each a dict of tensors, got {got}. A global batch is "
+            'a sequence of them: train_batch([{"tokens": ...}, ...], forward_step).'
+        )
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

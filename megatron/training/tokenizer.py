@@ -64,7 +64,7 @@ class TokenizerConfig:
         None, "size of the vocabulary before padding; by default the tokenizer's own", at_least=1
     )
     make_vocab_size_divisible_by: int = option(
-        128, "the embedding has a multiple of this many rows", at_least=1
+        128, "the embedding has a multiple of this many rows", at_least=1, ceiling=2**24
     )
 
     def __post_init__(self) -> None:

@@ -214,6 +214,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.decision",
         "megatron.training.loop",
         "megatron.training.settings_file",
+        "megatron.training.megatron_flags",
     ],
     ["megatron.training.arguments", "megatron.training.pretrain"],
 ]

@@ -24,7 +24,7 @@ class GPTDatasetConfig:
     exist included.
     """
 
-    seq_length: int = option(help="tokens per training sample", at_least=1)
+    seq_length: int = option(help="tokens per training sample", at_least=1, ceiling=2**26)
     data_path: tuple[str, ...] | None = option(
         None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
     )
@@ -38,11 +38,16 @@ class GPTDatasetConfig:
     )
     mock_data: bool = option(False, "train on a synthetic language instead of --data-path")
     num_workers: int = option(
-        2, "processes per rank that read samples ahead; 0 reads in the training process", at_least=0
+        2,
+        "processes per rank that read samples ahead; 0 reads in the training process",
+        at_least=0,
+        ceiling=2**10,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
+        # Launch scripts that keep `--split '99,1,0'` in an array of bash pass the quotes on.
+        object.__setattr__(self, "split", self.split.strip("'\""))
         self._check_source()
         _ = self.split_fractions
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.core.options import check_options, expect, option
+import fsspec
+
+from megatron.core.options import YEAR_SECONDS, ConfigError, check_options, expect, option
 
 FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
 # Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
@@ -81,6 +83,7 @@ class CheckpointConfig:
         10.0,
         "minutes that ranks wait for each other's files in a save",
         more_than=0,
+        ceiling=YEAR_SECONDS / 60,
         requires="save",
         no_effect_unless=_OUR_FORMAT,
     )
@@ -143,4 +146,29 @@ class CheckpointConfig:
             f"a folder of a file system with --ckpt-format {TORCH_DCP}",
             save,
         )
+        for flag, place in (("--save", save), ("--load", config.load)):
+            check_protocol(place or "", f"{flag}: ")
         return config
+
+
+def check_protocol(place: str, prefix: str = "") -> None:
+    """ConfigError for a URL whose protocol fsspec does not know, or lacks the package for.
+
+    Args:
+        place: a folder, or an fsspec URL; "simplecache::s3://bucket/run" has two protocols.
+        prefix: what the message begins with.
+    """
+    if "://" not in place:
+        return
+    for part in place.split("::"):
+        protocol = part.partition("://")[0]
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            raise ConfigError(
+                f"{prefix}expected the package that fsspec needs for {place}, got none ({error})."
+            ) from None
+        except ValueError:
+            raise ConfigError(
+                f"{prefix}expected a protocol that fsspec knows, got {place}."
+            ) from None

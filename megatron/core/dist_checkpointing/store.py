@@ -32,6 +32,7 @@ from typing import Any, NoReturn, Protocol
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from megatron.core.dist_checkpointing.config import check_protocol
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
@@ -153,7 +154,10 @@ class Store(Protocol):
 
 
 def open_store(root: str | Path) -> Store:
-    """The store in a folder: a path, or an fsspec URL such as "s3://bucket/run"."""
+    """The store in a folder: a path, or an fsspec URL such as "s3://bucket/run". ConfigError as
+    `check_protocol`.
+    """
+    check_protocol(str(root))
     if "://" not in str(root):
         return LocalStore(Path(root))
     file_system, path = fsspec.url_to_fs(str(root))

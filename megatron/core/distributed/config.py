@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, expect, option, resolve_default
+from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
 
 _DTYPES = ("fp32", "bf16", "fp16", "auto")
 
@@ -66,7 +66,10 @@ class DataParallelConfig:
         no_effect_unless="use_torch_fsdp2",
     )
     distributed_timeout_minutes: float = option(
-        10.0, "how long a collective may take before the run ends", more_than=0
+        10.0,
+        "how long a collective may take before the run ends",
+        more_than=0,
+        ceiling=YEAR_SECONDS / 60,
     )
 
     def __post_init__(self) -> None:

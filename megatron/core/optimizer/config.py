@@ -142,6 +142,7 @@ class OptimizerConfig:
         "threads that step Adam on the CPU; default: a rank's share of the cores, less two that "
         "launch a GPU's kernels",
         at_least=1,
+        ceiling=2**12,
     )
 
     def __post_init__(self) -> None:

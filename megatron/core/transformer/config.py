@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from megatron.core.options import check_options, expect, option, resolve_default
 
+# Bounds far beyond any model, within which the number of elements of a weight is an int64.
+_MOST_CHANNELS = 2**24
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -19,17 +22,25 @@ class TransformerConfig:
         ConfigError: a value is of the wrong type or out of bounds, or values contradict each other.
     """
 
-    num_layers: int = option(help="number of transformer layers", at_least=1)
-    hidden_size: int = option(help="width of the residual stream", at_least=1)
-    num_attention_heads: int = option(help="number of query heads", at_least=1)
+    num_layers: int = option(help="number of transformer layers", at_least=1, ceiling=2**16)
+    hidden_size: int = option(
+        help="width of the residual stream", at_least=1, ceiling=_MOST_CHANNELS
+    )
+    num_attention_heads: int = option(
+        help="number of query heads", at_least=1, ceiling=_MOST_CHANNELS
+    )
     ffn_hidden_size: int | None = option(
         None,
         "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of "
         "64)",
         at_least=1,
+        ceiling=4 * _MOST_CHANNELS,
     )
     kv_channels: int | None = option(
-        None, "channels of one attention head (default: hidden / heads)", at_least=1
+        None,
+        "channels of one attention head (default: hidden / heads)",
+        at_least=1,
+        ceiling=_MOST_CHANNELS,
     )
     group_query_attention: bool = option(
         False, "share key and value heads among query heads (needs --num-query-groups)"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.files import read_regular, temporary_path
+from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import JsonLines, finite, parse_object, read_json_lines
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,18 @@ class EventLog:
         self._restart = restart
         self._clock = clock
         self._has_warned = False
+
+    def require_folder(self) -> None:
+        """ConfigError if the events cannot be written. For a folder that the user has named."""
+        if self._lines is None:
+            return
+        try:
+            self._lines.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"--events-dir: expected a folder that can be written, got "
+                f"{self._lines.path.parent} ({error.strerror})."
+            ) from None
 
     def write(self, kind: EventKind, /, **fields: object) -> None:
         """Appends {"time", "event", "rank", "restart", **fields}; NaN and infinity become null."""

@@ -204,7 +204,7 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ["--save-staging-share", "0.3"],
             "--save: expected a folder, since --save-staging-share is given",
         ),
-        (["--lr"], "argument --lr: expected one argument"),
+        (["--lr"], "--lr: expected a number >= 0, got no value."),
     ],
 )
 def test_what_cannot_be_honoured_is_one_line_that_names_the_flag(flags, message):
@@ -247,7 +247,7 @@ def test_a_file_sets_flags_and_the_command_line_overrides_it(tmp_path):
 def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path):
     path = write(tmp_path, "hiden-size: 16\n")
     with pytest.raises(ConfigError) as error:
-        parse_config(["--config", path], 1)
+        parse_config(["--config", path, *MINIMAL], 1)
     assert str(error.value) == (
         f"{path}: hiden-size: expected a known key, got one that does not exist. Did you mean "
         "hidden-size?"

@@ -1,0 +1,62 @@
+"""The section of docs/coming-from.md about Megatron-LM: its tables are the code's, its commands are
+understood.
+
+`python -m tests.unit_tests.training.test_coming_from_megatron` prints the tables as they should be.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_command_line
+from megatron.training.megatron_flags import MEGATRON_FLAGS, MegatronFlags, Ruling
+from tests.helpers.doc_commands import commands_in, section_of
+
+
+def section() -> str:
+    return section_of("coming-from.md", "Megatron-LM")
+
+
+def row_of(flags: MegatronFlags) -> str:
+    """A row of the table that shows these flags."""
+    names = " ".join(f"`{name}`" for name in flags.names)
+    values = " ".join(f"`{value}`" for value in flags.values)
+    names = f"{names} with {values}" if values else names
+    unless = f", unless `--{flags.unless.replace('_', '-')}` is given" if flags.unless else ""
+    middle = f" | `{flags.use}`" if flags.use else ""
+    return f"| {names}{unless}{middle} | {flags.why} |"
+
+
+def rows_of(ruling: Ruling) -> list[str]:
+    return [row_of(flags) for flags in MEGATRON_FLAGS if flags.ruling is ruling]
+
+
+@pytest.mark.parametrize("ruling", Ruling)
+def test_the_tables_are_those_of_the_code(ruling):
+    rows = [line for line in section().splitlines() if line.startswith("| `--")]
+    shown = [row for row in rows if row in rows_of(ruling)]
+    assert shown == rows_of(ruling)
+    assert len(rows) == len(MEGATRON_FLAGS), "there are no other rows"
+
+
+def test_the_commands_are_understood():
+    understood = commands_in(section())
+    assert len(understood) >= 2
+    without_effect, errors = [], []
+    for ranks, argv in understood:
+        try:
+            without_effect += parse_command_line(argv, ranks).without_effect
+        except ConfigError as error:
+            errors.append(error.lines)
+    assert without_effect, "a command shows flags that change nothing here"
+
+    # One command shows the message, which stands below it.
+    (lines,) = errors
+    assert all(line in section() for line in lines)
+    assert f"{len(lines)} settings cannot be used:" in section()
+
+
+if __name__ == "__main__":
+    for ruling in Ruling:
+        print(f"{ruling.value}:", *rows_of(ruling), sep="\n")

@@ -1,0 +1,90 @@
+"""docs/training.md lists every flag whose default differs from Megatron-LM's, and the table of its
+flags names no others than it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.core.options import Field
+from megatron.training.arguments import parse_config
+from megatron.training.megatron_flags import MEGATRON_FLAGS
+
+ROOT = Path(__file__).resolve().parents[3]
+DEFAULTS: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "megatron_defaults.yaml").read_text()
+)
+ROW = re.compile(r"\| `(--[a-z0-9-]+)` \| `([^`]+)` \| `([^`]+)` \| (.+) \|")
+# In earlier releases than the one of the table, whose scripts are still around.
+EARLIER = {"--check-for-nan-in-loss-and-grad", "--retro-*"}
+CONFIG = parse_config(
+    [
+        *"--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --lr 1".split(),
+        *"--mock-data --tokenizer-type NullTokenizer --vocab-size 31 --train-iters 1".split(),
+        *"--micro-batch-size 1".split(),
+    ],
+    world_size=1,
+)
+
+
+def shown(value: Any) -> str:
+    return (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def defaults_here(field: Field) -> dict[str, Any]:
+    """The default of each flag of an option, as the parser of Megatron-LM would have it: a switch
+    is true where it is in effect without being given.
+    """
+    value = field.default
+    if value is dataclasses.MISSING:
+        value = None
+    if field.scalar is not bool:
+        return {field.flag: value}
+    if value is None:  # follows from others
+        value = CONFIG.values()[field.name]
+    return {field.flag: value, field.off_flag: not value}
+
+
+def differing() -> dict[str, tuple[str, str]]:
+    found = {}
+    for field in CONFIG.options():
+        for flag, value in defaults_here(field).items():
+            # A switch that turns off what is off would be given for nothing.
+            is_void = field.scalar is bool and flag == field.off_flag and value
+            if flag in DEFAULTS and not is_void and value != DEFAULTS[flag]:
+                found[flag] = (shown(value), shown(DEFAULTS[flag]))
+    return found
+
+
+def test_the_docs_list_every_flag_whose_default_differs_with_both_and_a_reason():
+    text = (ROOT / "docs" / "training.md").read_text()
+    section = text.split("### Defaults that differ from Megatron-LM's")[1].split("\n## ")[0]
+    rows = ROW.findall(section)
+    assert {flag: (here, there) for flag, here, there, _ in rows} == differing()
+    assert len(rows) == len(differing()), "each once"
+    assert all(len(why) > 20 for *_, why in rows)
+
+
+def test_the_comparison_is_not_vacuous():
+    shared = [
+        flag for field in CONFIG.options() for flag in defaults_here(field) if flag in DEFAULTS
+    ]
+    assert len(shared) > 70
+    assert "--disable-bias-linear" in shared
+    assert "--position-embedding-type" in differing()
+    assert "--adam-eps" not in differing()
+
+
+def test_the_table_of_megatrons_flags_has_its_names():
+    for row in MEGATRON_FLAGS:
+        for name in row.names:
+            is_there = bool(fnmatch.filter(DEFAULTS, name))
+            assert is_there != (name in EARLIER), f"{name} is none of its flags, or still one"

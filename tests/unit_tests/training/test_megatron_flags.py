@@ -1,0 +1,276 @@
+"""Flags of Megatron-LM's on our command line: accepted, refused with what to do, all in one
+message.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.options import ConfigError, options_of
+from megatron.training.arguments import parse_command_line, parse_config, read_yaml
+from megatron.training.config import RunConfig
+from megatron.training.megatron_flags import MEGATRON_FLAGS, Given, Ruling, answer
+
+MINIMAL = [
+    *("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data").split(),
+    *"--tokenizer-type NullTokenizer --vocab-size 31".split(),
+    *"--micro-batch-size 1 --train-iters 4 --lr 0.1".split(),
+]
+
+
+def refusal(*flags: str, world_size: int = 1) -> tuple[str, ...]:
+    """The lines of the one error."""
+    with pytest.raises(ConfigError) as error:
+        parse_config([*MINIMAL, *flags], world_size)
+    assert "\n" not in str(error.value)
+    return error.value.lines
+
+
+def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_it_was():
+    flags = (
+        "--use-mcore-models --tensor-model-parallel-size 1 --transformer-impl local "
+        "--use-distributed-optimizer --overlap-grad-reduce --no-gradient-accumulation-fusion"
+    )
+    parsed = parse_command_line([*MINIMAL, *flags.split()], 1)
+    assert parsed.config == parse_config(MINIMAL, 1)
+    assert " ".join(map(str, parsed.without_effect)) == flags
+
+
+def test_they_are_one_line_of_the_log(capsys):
+    parsed = parse_command_line([*MINIMAL, "--use-mcore-models", "--manual-gc-interval", "5"], 1)
+    pretrain_gpt.log.configure(rank=0)
+    try:
+        parsed.log_without_effect()
+        parse_command_line(MINIMAL, 1).log_without_effect()
+    finally:
+        logging.getLogger("megatron").handlers.clear()
+        logging.getLogger("megatron").propagate = True
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert "--use-mcore-models, --manual-gc-interval 5" in lines[0]
+
+
+def test_everything_that_is_wrong_is_in_one_error():
+    """Unknown flags, flags of Megatron-LM's, values out of bounds, and flags that need others."""
+    lines = refusal(
+        *"--adam-bet1 0.9 --tensor-model-parallel-size 2 --no-such-thing a b".split(),
+        *"--clip-grad -1 --dropout".split(),
+        *"--save-interval 5 --bf16 yes --fp8-format hybrid".split(),
+    )
+    assert lines == (
+        "--adam-bet1: expected a known flag, got one that does not exist. Did you mean "
+        "--adam-beta1?",
+        "--tensor-model-parallel-size 2: remove it. Tensor parallelism is not offered; FSDP "
+        "shards.",
+        "--no-such-thing: expected a known flag, got one that does not exist.",
+        "--dropout: expected a known flag, got one that does not exist.",
+        "--fp8-format hybrid: remove it. Compute in fp8 or fp4 is not offered; --bf16 is.",
+        "--bf16: expected no value, got 'yes'.",
+        "--clip-grad: expected a number >= 0, got -1.0.",
+        "--save: expected a folder, since --save-interval is given, got None.",
+    )
+
+
+def test_all_flags_without_a_default_that_are_missing_are_named_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--mock-data"], 1)
+    missing = [line.split(":")[0] for line in error.value.lines if "it has no default" in line]
+    assert missing == [
+        *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--lr"),
+        *("--train-iters", "--micro-batch-size"),
+    ]
+
+
+def test_what_is_to_be_written_instead_is_checked_as_if_it_had_been_written():
+    assert refusal("--recompute-activations") == (
+        "--recompute-activations: use --recompute-granularity selective instead. It is the same "
+        "setting.",
+    )
+    # Written instead, the batch of 3 would not fit two ranks.
+    assert refusal("--batch-size", "3", "--global-batch-size", "8", world_size=2) == (
+        "--batch-size 3: use --micro-batch-size 3 instead. It is the same setting.",
+        "--global-batch-size: expected a multiple of 6, micro-batch-size 3 x 2 rank(s), got 8.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        # 22 // 4: Megatron-LM drops what is left over, too.
+        ("--train-samples 22", "use --train-iters 5 instead."),
+        ("--lr-warmup-samples 1", "use --lr-warmup-iters 1 instead."),
+        ("--lr-warmup-samples 0", "use --lr-warmup-iters 0 instead."),
+        ("--lr-decay-samples many", "use --lr-decay-iters N instead."),
+        ("--lr-decay-samples " + "9" * 5000, "use --lr-decay-iters N instead."),
+    ],
+)
+def test_samples_become_iterations_of_the_global_batch(given, line):
+    (found,) = refusal("--global-batch-size", "4", *given.split(), world_size=2)
+    assert line in found
+
+
+def test_samples_are_counted_in_the_batch_that_all_ranks_make_by_default():
+    assert "--train-iters 5 " in refusal("--train-samples", "15", world_size=3)[0]
+
+
+def test_a_wrong_value_of_a_flag_that_must_be_given_is_one_line():
+    assert refusal("--hidden-size", "wide", "--lr", "fast") == (
+        "--hidden-size: expected an integer >= 1, got 'wide'.",
+        "--lr: expected a number >= 0, got 'fast'.",
+    )
+
+
+def test_flags_that_the_message_itself_leaves_open_are_not_named_again():
+    flags = [*MINIMAL[: MINIMAL.index("--tokenizer-type")], *MINIMAL[-6:]]
+    with pytest.raises(ConfigError) as error:
+        parse_config([*flags, "--vocab-file", "gpt2-vocab.json"], 1)
+    assert error.value.lines == (
+        "--vocab-file gpt2-vocab.json: use --tokenizer-model FILE instead. FILE is the "
+        "tokenizer.json of the same vocabulary.",
+    )
+
+
+def test_a_value_that_only_megatron_knows_is_answered_for_a_flag_of_ours_too():
+    assert refusal("--ckpt-format", "torch_dist") == (
+        "--ckpt-format torch_dist: use --ckpt-format fsdp_dtensor instead. It is the project's "
+        "own; Megatron-LM's torch and torch_dist are neither written nor read.",
+    )
+
+
+def test_an_answer_may_depend_on_another_flag():
+    flag = "--accumulate-allreduce-grads-in-fp32"
+    assert parse_command_line([*MINIMAL, flag], 1).without_effect == (Given(flag, ()),)
+    offload = ["--optimizer-cpu-offload", "--bf16"]
+    (line,) = refusal(flag, *offload)
+    assert "use --megatron-fsdp-main-grads-dtype fp32 instead" in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--adam-bet1", "--adam-beta1"),
+        ("--num_layers", "--num-layers"),
+        ("--globalbatchsize", "--global-batch-size"),
+        ("--hiden-size", "--hidden-size"),
+        ("--seq-lenght", "--seq-length"),
+        # These are close to others, and mean something else.
+        ("--adam-beta3", None),
+        ("--no-lr-decay-iters", None),
+        ("--max-lr", None),
+        ("--fp32", None),
+        ("--lr-decay-steps", None),
+        ("--no-save", None),
+        ("--save-dir", None),
+    ],
+)
+def test_a_flag_is_suggested_only_where_it_means_the_same(flag, meant):
+    (line,) = refusal(flag)
+    hint = "" if meant is None else f" Did you mean {meant}?"
+    assert line == f"{flag}: expected a known flag, got one that does not exist.{hint}"
+
+
+def write(tmp_path: Path, content: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    return str(path)
+
+
+def test_a_file_is_answered_as_the_command_line_is(tmp_path):
+    parsed = parse_command_line([*MINIMAL, "--config", write(tmp_path, "manual_gc: true\n")], 1)
+    assert parsed.without_effect == (Given("--manual-gc", ()),)
+
+    path = write(
+        tmp_path,
+        "use-mcore-models: true\noverlap_grad_reduce: false\nfp8-format: null\n"
+        "tensor-model-parallel-size: 4\nno-such: [1, 2]\nckpt-format: torch_dist\n",
+    )
+    lines = refusal("--config", path)
+    assert [line.split(". ")[0] for line in lines] == [
+        f"{path}: --tensor-model-parallel-size 4: remove it",
+        f"{path}: no-such: expected a known key, got one that does not exist.",
+        f"{path}: --ckpt-format torch_dist: use --ckpt-format fsdp_dtensor instead",
+    ]
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 4: remove it"):
+        read_yaml(path)
+
+
+def test_a_file_of_thousands_of_unknown_keys_is_a_message_of_bounded_length(tmp_path):
+    path = write(tmp_path, "".join(f"k{number}: 1\n" for number in range(20_000)))
+    lines = refusal("--config", path)
+    assert 50 < len(lines) < 70
+    assert lines[-1] == "There may be more."
+
+
+def test_words_that_belong_to_no_flag_are_named():
+    with pytest.raises(ConfigError) as error:
+        parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
+    assert error.value.lines == (
+        "train: expected a flag before it, got none.",
+        "--lr: expected a number >= 0, got '1 2'.",
+    )
+
+
+def test_values_may_stand_behind_an_equals_sign_and_may_be_negative():
+    config = parse_config([*MINIMAL, "--lr=0.5", "--data-cache-path=a=b"], 1)
+    assert config.schedule.lr == 0.5
+    assert config.data.data_cache_path == "a=b"
+    assert refusal("--lr", "-1e-3") == ("--lr: expected a number >= 0, got -0.001.",)
+
+
+@pytest.mark.parametrize("split", ["'99,1,0'", '"99,1,0"', "99,1,0"])
+def test_quotes_around_a_split_are_those_of_a_bash_array(split):
+    config = parse_config([*MINIMAL, "--split", split], 1)
+    assert config.data == parse_config([*MINIMAL, "--split", "99,1,0"], 1).data
+    assert config.data.split_fractions == (0.99, 0.01, 0)
+
+
+def test_no_answer_hides_a_flag_of_ours():
+    """A pattern of the table must not match one, unless for values that only Megatron-LM has."""
+    for field in parse_config(MINIMAL, 1).options():
+        admitted = field.option.choices or ("1",)
+        for value in (*map(str, admitted), ""):
+            for flag in (field.flag, field.off_flag):
+                given = Given(flag, (value,) if value else ())
+                assert answer(given, {}, 1) is None, given
+
+
+def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
+    flags = {field.flag: field for field in parse_config(MINIMAL, 1).options()}
+    replacing = [row for row in MEGATRON_FLAGS if row.ruling is Ruling.REPLACE]
+    assert replacing
+    for row in replacing:
+        words = row.use.split()
+        for flag, value in zip(words, [*words[1:], ""], strict=True):
+            if flag.startswith("--"):
+                choices = flags[flag].option.choices
+                assert value.isupper() or "{" in value or not choices or value in choices, row
+
+
+def test_every_answer_can_be_given():
+    """No row stands behind one that covers all that it covers."""
+    for row in MEGATRON_FLAGS:
+        settings = {} if row.unless is None else {row.unless: False}
+        for name in row.names:
+            given = Given(name.replace("*", "x"), (row.values or ("7",))[:1])
+            found = answer(given, settings, 1)
+            if row.ruling is Ruling.REPLACE and row.use.startswith("--megatron-fsdp-main-grads"):
+                found = answer(given, {"optimizer_cpu_offload": True}, 1)
+            assert found is not None
+            assert found.why == row.why, given
+
+
+def test_options_of_the_configuration_are_what_the_table_speaks_of():
+    names = {field.name for section in _sections() for field in options_of(section)}
+    assert {row.unless for row in MEGATRON_FLAGS if row.unless} <= names
+
+
+def _sections() -> list[type]:
+    return [type(section) for _, section in _config().sections()]
+
+
+def _config() -> RunConfig:
+    return parse_config(MINIMAL, 1)
