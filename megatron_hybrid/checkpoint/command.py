@@ -58,10 +58,10 @@ from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
-from tools.checkpoint.audit import Audit
-from tools.checkpoint.comparison import KeyComparison, compare
-from tools.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
-from tools.checkpoint.to_file import export_safetensors, export_torch_save
+from megatron_hybrid.checkpoint.audit import Audit
+from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
+from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
+from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
@@ -82,14 +82,19 @@ class Location(NamedTuple):
         return path_of(self.store, self.name)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
+    """Runs one command; returns the exit code.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
     except (CheckpointError, OSError, ValueError) as error:
-        print(f"checkpoint: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
+        print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
         return 2
 
 
