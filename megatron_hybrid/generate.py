@@ -1,44 +1,28 @@
-"""Samples text from a trained GPT: loads the newest checkpoint of a run, or a given one.
+"""Samples text from a trained GPT: a run's newest checkpoint, a given one, or an exported model.
 
     python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
     python tools/generate.py --load imported/iter_0000001 --config run.yaml
+    python tools/generate.py --load exports/gpt --tokenizer-model other/tokenizer.json
 
-One process, no torchrun: a checkpoint loads on any number of ranks. The model, its vocabulary and
-its tokenizer are those that the checkpoint's configuration names. Imported weights, and those that
-torch.distributed.checkpoint saved, have none; for them the YAML file of `--config` names them.
+One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
+model and its tokenizer are found.
 """
 
 from __future__ import annotations
 
 import argparse
-import reprlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, path_of
-from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
-from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
-from megatron.core.transformer.config import TransformerConfig
-from megatron.training.arguments import read_yaml, section_from_values
-from megatron.training.checkpoint.loading import load_weights
-from megatron.training.checkpoint.run_state import named_checkpoint
-from megatron.training.tokenizer import (
-    Tokenizer,
-    TokenizerConfig,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron.training.tokenizer import Tokenizer
+from megatron_hybrid.saved_model import add_model_flags, find_model
 
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
 
@@ -53,7 +37,7 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         model, tokenizer, seq_length = load_model(
-            arguments.load, arguments.ckpt_step, arguments.config
+            arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
     except (CheckpointError, ConfigError) as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -81,72 +65,30 @@ def load_model(
     root: str,
     iteration: int | None,
     config: str | None = None,
+    tokenizer_model: str | None = None,
 ) -> tuple[GPTModel, Tokenizer, int]:
     """A model in fp32, its tokenizer, and its sequence length.
 
-    Nothing else of the configuration is used: the training's data and devices may be gone.
-
     Args:
-        root: a folder of checkpoints, of which the newest is taken, or a checkpoint.
-        iteration: of the checkpoint in the folder, if it is not to be the newest.
-        config: a YAML file with the model's and the tokenizer's settings; default: the run's own.
+        root, iteration, config, tokenizer_model: as for `find_model`.
 
     Raises:
-        CheckpointError, ConfigError: if there is no checkpoint, or it is not of this model, or has
-            no configuration.
+        CheckpointError, ConfigError: if there is no model, or what is there does not tell what it
+            is.
     """
-    store, name = _locate(root, iteration)
-    values = _saved_values(store, name) if config is None else read_yaml(config)
-    seq_length = values.get("seq_length")
-    if type(seq_length) is not int or seq_length < 1:
-        where = config or f"the configuration in {path_of(store, name)}"
-        shown = reprlib.repr(seq_length)
-        raise CheckpointError(f"Expected seq_length in {where} to be an integer >= 1, got {shown}.")
-
-    tokenizer_config = section_from_values(TokenizerConfig, values)
-    tokenizer = build_tokenizer(tokenizer_config)
-    with torch.device("meta"):
-        model = GPTModel(
-            section_from_values(TransformerConfig, values),
-            padded_vocab_size(tokenizer_config, tokenizer),
-        )
-
-    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
-    load_weights(store, name, model)
-    return model.eval(), tokenizer, seq_length
-
-
-def _locate(root: str, iteration: int | None) -> tuple[Store, str]:
-    named = named_checkpoint(root)
-    if named is not None:
-        if iteration is not None:
-            raise CheckpointError(
-                f"Expected a folder of checkpoints with --ckpt-step, got the checkpoint {root}."
-            )
-        return open_store(named[0]), named[1]
-    store = open_store(root)
-    iteration = latest_iteration(store) if iteration is None else iteration
-    if iteration is None:
-        raise CheckpointError(f"Expected a checkpoint in {root}, got none.")
-    return store, checkpoint_name(iteration)
-
-
-def _saved_values(store: Store, name: str) -> dict[str, Any]:
-    """The configuration of the run that a checkpoint is of."""
-    path = path_of(store, name)
-    found = format_of(store, name)
-    if found is None:
-        raise CheckpointError(f"Expected a checkpoint in {path}, got none.")
-    # PyTorch alone writes no such file; a checkpoint of the other format without it is damaged.
-    has_state = found == FSDP_DTENSOR or store.exists(f"{name}/{TRAIN_STATE_FILE}")
-    values = read_train_state(store, name).get("config") if has_state else None
-    if not isinstance(values, dict) or not values:
+    found = find_model(root, iteration, config, tokenizer_model)
+    if found.tokenizer is None or found.seq_length is None:
+        lacking = "tokenizer" if found.tokenizer is None else "max_position_embeddings"
         raise CheckpointError(
-            f"Expected the run's configuration in {path}, got none: name a YAML file with the "
-            "settings of the model and its tokenizer by --config."
+            f"Expected a {lacking} in {found.path}, got none: name a tokenizer by "
+            "--tokenizer-model, or a YAML file with the model's settings by --config."
         )
 
-    return values
+    with torch.device("meta"):
+        model = GPTModel(found.config, found.vocab_size)
+    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
+    found.load_into(model)
+    return model.eval(), found.tokenizer, found.seq_length
 
 
 @torch.no_grad()
@@ -196,14 +138,11 @@ def _choose(
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Samples text from a checkpoint.")
     parser.add_argument(
-        "--load", required=True, help="folder of a run's checkpoints, or one checkpoint"
+        "--load",
+        required=True,
+        help="folder of a run's checkpoints, one checkpoint, or a folder in Hugging Face's format",
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with the model's and the tokenizer's settings; default: the run's own",
-    )
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
+    add_model_flags(parser)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; may be given several times"
     )

@@ -204,6 +204,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.load_extras",
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
+        "megatron.training.checkpoint.hf_export",
         "megatron.training.checkpoint.hf_weights",
         "megatron.training.engines",
         "megatron.training.config",
