@@ -183,9 +183,8 @@ def _write_shard(
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
             for box in tensor.pieces():
-                piece = read_piece(checkpoint, tensor.key, box)
-                stream.write(bytes_of(piece))
-                progress(piece.nbytes)
+                # No name for the piece: it would live on while the next one is read.
+                progress(stream.write(bytes_of(read_piece(checkpoint, tensor.key, box))))
 
 
 # The config of a GPT of ours
