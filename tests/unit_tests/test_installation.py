@@ -231,3 +231,70 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
     command = [sys.executable, "-I", "-S", "-c", statement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.peer
+def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path: Path) -> None:
+    """As pip lays its files over ours, or ours over them."""
+    (theirs,) = (ROOT / ".venv-peer" / "lib").glob("*/site-packages/megatron/core")
+    after = unpacked(wheel, tmp_path / "after", {})
+    shutil.copytree(theirs, after / "core", dirs_exist_ok=True)
+    shutil.copytree(theirs, tmp_path / "before" / "megatron" / "core")
+    before = unpacked(wheel, tmp_path / "before", {})
+    for package in (after, before):
+        with pytest.raises(ImportError, match="got files of megatron-core too"):
+            check_installation(package)
+
+    # Its own removal takes along what both have.
+    for path in theirs.rglob("*.py"):
+        (after / "core" / path.relative_to(theirs)).unlink()
+    with pytest.raises(
+        ImportError, match=r"got an installation without megatron/core/__init__\.py"
+    ):
+        check_installation(after)
+
+
+@pytest.mark.wide
+def test_the_script_does_the_main_job_from_an_empty_folder(
+    wheel: Path, environment: Environment, tmp_path: Path
+) -> None:
+    """In an environment of its own, which borrows this one's packages but for this project."""
+    environment.pip("install", "--no-deps", "--no-index", wheel)
+    (environment.packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    job = tmp_path / "job"
+    (job / "texts").mkdir(parents=True)
+    (job / "texts" / "a.txt").write_text("def main():\n    return the_answer()\n" * 400)
+    script = str(environment.python.parent / "megatron-hybrid")
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=job,
+            env=without_paths(OMP_NUM_THREADS="1"),
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    tokenizer = ("--tokenizer-model", "data/tokenizer.json")
+    train_tokenizer = ("--train-tokenizer", "--vocab-size", "300", *tokenizer)
+    run(script, "preprocess", "--input", "texts", "--output-prefix", "data/own", *train_tokenizer)
+    settings = (
+        "--data-path data/own_text_document --split 90,10,0 --num-layers 1 --hidden-size 32 "
+        "--num-attention-heads 2 --seq-length 16 --normalization RMSNorm --swiglu "
+        "--disable-bias-linear --ffn-hidden-size 48 --num-workers 0 --micro-batch-size 2 "
+        "--train-iters 4 --lr 1e-2 --eval-iters 0 --bf16 --optimizer-cpu-offload --save runs/own"
+    ).split()
+    torchrun = (str(environment.python), "-m", "torch.distributed.run", "--standalone")
+    ranks = ("--nproc-per-node", "2", "-m", "megatron_hybrid", "pretrain")
+    run(*torchrun, *ranks, *settings, *tokenizer)
+
+    assert run(script, "status", "runs/own").startswith("state: finished")
+    assert "iter_0000004" in run(script, "checkpoint", "list", "runs/own")
+    assert "LlamaForCausalLM" in run(script, "checkpoint", "export", "runs/own", "exports/own")
+    asked = ("--prompt", "def main", "--max-new-tokens", "4", "--temperature", "0")
+    written = run(script, "generate", "--load", "exports/own", *asked)
+    assert written.startswith("--- prompt: 'def main'\ndef main")
+    assert run(script, "generate", "--load", "runs/own", *asked) == written
