@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import generate, pretrain_gpt
 from megatron_hybrid.checkpoint import command as checkpoint
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "def main():\n    return the_answer(to=everything)\n" * 20

@@ -27,8 +27,8 @@ from megatron.training.checkpoint import hf_export
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
 from megatron.training.tokenizer import ByteTokenizer
-from tests.unit_tests.core.dist_checkpointing.test_load_memory import Live
-from tests.unit_tests.training.checkpoint.test_hf_weights import (
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
+from tests.unit_tests.training.helpers.hf_folders import (
     ARCHITECTURES,
     CPU,
     QWEN3,
