@@ -13,12 +13,15 @@ should another distribution bring one.
   megatron-core`, which removes what both have; and an `__init__.py` of another size, by any other
   project's `megatron.core`. Sizes of other files are not compared: they may have been edited.
 
-A clone, and an editable installation, have no `RECORD` beside them, and pip never writes there.
+A clone, and an editable installation, have no `RECORD` beside them, and pip never writes there. But
+Python takes an installed megatron-core, which is a namespace, before an editable installation of
+ours: `megatron.training` is ours then and `megatron.core` theirs. The path of `megatron` tells.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +34,21 @@ _REPAIR = (
 )
 
 
-def check_installation(package: Path = _PACKAGE) -> None:
+def check_installation() -> None:
+    """Raises ImportError, in one line, if Python has imported another `megatron`, or if files of
+    this one are another distribution's or missing.
+    """
+    found = [str(Path(path).resolve()) for path in sys.modules["megatron"].__path__]
+    if found[:1] != [str(_PACKAGE)]:
+        raise ImportError(
+            f"Expected the package megatron of megatron-hybrid at {_PACKAGE}, got that of another "
+            f"distribution at {', '.join(found)}. Run `pip uninstall megatron-core`, or take its "
+            "folder off PYTHONPATH; keep it in an environment of its own."
+        )
+    check_files(_PACKAGE)
+
+
+def check_files(package: Path) -> None:
     """Raises ImportError, in one line, if files of `package` are another distribution's or missing.
 
     Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.installation import check_installation
+from megatron.installation import check_files
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of megatron-core 0.16.1, for the purpose: one file that we have too, and two that we have not.
@@ -177,6 +177,35 @@ def test_a_package_of_another_path_is_one_line_of_the_script(
     assert f"got that of another distribution at {other.parent}" in line
 
 
+def test_megatron_core_beside_an_editable_installation_is_one_line(
+    wheel: Path, environment: Environment, tmp_path: Path
+) -> None:
+    """Python finds `megatron`, a namespace, in site-packages before it asks setuptools' finder."""
+    environment.pip("install", "--no-deps", "--no-index", megatron_core(tmp_path))
+    package = unpacked(wheel, tmp_path / "clone", {})
+    command = f"""
+import importlib.util, os, sys
+class Finder:  # does what setuptools' does
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] != "megatron":
+            return None
+        folder = {str(package.parent)!r} + "/" + name.replace(".", "/")
+        if os.path.isdir(folder):
+            return importlib.util.spec_from_file_location(
+                name, folder + "/__init__.py", submodule_search_locations=[folder]
+            )
+        return importlib.util.spec_from_file_location(name, folder + ".py")
+sys.meta_path.append(Finder)
+import megatron.training
+"""
+    line = environment.error_of(command)
+    assert line.startswith(
+        f"ImportError: Expected the package megatron of megatron-hybrid at {package}"
+    )
+    assert f"got that of another distribution at {environment.packages / 'megatron'}" in line
+
+
 def unpacked(wheel: Path, folder: Path, files: Mapping[str, str | None]) -> Path:
     """The wheel as pip would install it, with files that are changed, or taken away. Returns
     `megatron`.
@@ -203,7 +232,7 @@ def test_each_sign_of_foreign_files_is_enough(
     wheel: Path, tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     with pytest.raises(ImportError, match=message) as caught:
-        check_installation(unpacked(wheel, tmp_path, {name: text}))
+        check_files(unpacked(wheel, tmp_path, {name: text}))
     assert "\n" not in str(caught.value)
 
 
@@ -211,12 +240,12 @@ def test_files_of_ours_may_be_edited_and_others_may_lie_beside_them(
     wheel: Path, tmp_path: Path
 ) -> None:
     changed = {"megatron/core/lanes.py": "print()\n", "megatron/core/mine.py": "x = 1\n"}
-    check_installation(unpacked(wheel, tmp_path / "edited", changed))
+    check_files(unpacked(wheel, tmp_path / "edited", changed))
     # A clone has no RECORD: nothing is compared with one.
     package = unpacked(wheel, tmp_path / "clone", {"megatron/core/lanes.py": None})
     for path in (tmp_path / "clone").glob("*.dist-info"):
         shutil.rmtree(path)
-    check_installation(package)
+    check_files(package)
 
 
 def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Path) -> None:
@@ -243,7 +272,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
     before = unpacked(wheel, tmp_path / "before", {})
     for package in (after, before):
         with pytest.raises(ImportError, match="got files of megatron-core too"):
-            check_installation(package)
+            check_files(package)
 
     # Its own removal takes along what both have.
     for path in theirs.rglob("*.py"):
@@ -251,7 +280,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
     with pytest.raises(
         ImportError, match=r"got an installation without megatron/core/__init__\.py"
     ):
-        check_installation(after)
+        check_files(after)
 
 
 @pytest.mark.wide
