@@ -53,7 +53,11 @@ def test_every_command_has_its_help_under_its_name(
         (["checkpoint", "list", "none"], 2, "checkpoint: Expected a folder of checkpoints"),
         (["generate", "--load", "none"], 2, "generate: Expected a checkpoint in none, got none."),
         (["preprocess", "--input", "none", "--output-prefix", "x"], 1, "preprocess: error: --inp"),
-        (["pretrain", "--lr", "-1"], 2, "pretrain: --num-layers: expected an integer >= 1, got"),
+        (
+            ["pretrain", "--config", "none.yaml"],
+            2,
+            "pretrain: --config: expected a readable file, got",
+        ),
     ],
 )
 def test_errors_are_one_line_that_begins_with_the_command(

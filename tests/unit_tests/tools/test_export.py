@@ -169,6 +169,24 @@ def test_an_earlier_iteration_and_other_formats_are_exported(
     assert (elsewhere / "gpt" / "model.safetensors").read_bytes() == second.read_bytes()
 
 
+def test_a_folder_that_computes_otherwise_is_refused_by_name(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint.main(["export", str(project / "runs" / "mine"), "gpt"]) == 0
+    file = elsewhere / "gpt" / "config.json"
+    content = json.loads(file.read_text())
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    for changes, message in (
+        ({"rope_parameters": scaled}, "config.json says rope_parameters {'factor': 8.0"),
+        ({"hidden_act": "relu"}, "config.json says hidden_act relu where the model has silu"),
+        ({"model_type": "gpt2"}, "Expected a model_type of llama, qwen3, "),
+    ):
+        file.write_text(json.dumps({**content, **changes}))
+        assert generate.main(["--load", "gpt"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
 def change_config(run: Path, **changes: Any) -> None:
     for path in run.glob("*/train_state.json"):
         state = json.loads(path.read_text())
