@@ -63,6 +63,12 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
         raise
 
 
+def remove_empty_folder(path: str | Path) -> None:
+    """Removes a folder that has nothing in it. Anything else stays, a link to such a folder too."""
+    with contextlib.suppress(OSError):
+        Path(path).rmdir()
+
+
 def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> bytes:
     """The content of a regular file of at most `max_bytes`.
 

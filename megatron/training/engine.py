@@ -29,12 +29,14 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: the checkpoint's folder. `save` makes it; its name must not be one that a run's own
-            checkpoints have. `dcp` of `MegatronEngine` takes an fsspec URL, too.
+        path: the checkpoint's folder. `save` makes it, or finds it empty; its name must not be one
+            that a run's own checkpoints have. `dcp` of `MegatronEngine` takes an fsspec URL, too.
         weight_format: `dcp`: PyTorch DCP, sharded, to resume from on any number of ranks. `hf`:
             safetensors with config.json, as transformers loads it; weights alone.
         with_optim: also the optimizer's states, the schedule, the random states and the counters.
-        tokenizer: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
+        tokenizer, processor: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
+        base_model_path: with `hf`, the folder of the model that training began with. Files that the
+            save does not write itself are copied from there, weights excepted.
 
     Raises:
         ValueError: for another format, and for what `hf` does not hold.
@@ -44,6 +46,8 @@ class SaveLoadMeta:
     weight_format: str = "dcp"
     with_optim: bool = False
     tokenizer: Any = None
+    processor: Any = None
+    base_model_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.weight_format not in WEIGHT_FORMATS:
@@ -55,8 +59,12 @@ class SaveLoadMeta:
                 "Expected weights alone in the format hf, got with_optim=True; dcp holds states "
                 "too."
             )
-        if self.weight_format == "dcp" and self.tokenizer is not None:
-            raise ValueError("Expected a tokenizer only with the format hf, got one with dcp.")
+        for name in ("tokenizer", "processor", "base_model_path"):
+            if self.weight_format == "dcp" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"Expected a {name} only with the format hf, got one with dcp, which holds no "
+                    "such files."
+                )
 
 
 class TrainEngine(Protocol):
@@ -133,8 +141,8 @@ class TrainEngine(Protocol):
         """Saves, and waits for it.
 
         Raises:
-            CheckpointError: on all ranks, if it could not be saved, or the path exists. Nothing
-                that looks like a checkpoint is left there.
+            CheckpointError: on all ranks, if it could not be saved, or something is at the path.
+                Nothing that looks like a checkpoint is left there.
         """
 
     def load(self, meta: SaveLoadMeta) -> None:

@@ -252,7 +252,14 @@ class ModuleEngine:
     def save(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()
-            save_hf(self.model, meta.path, self.device, tokenizer=meta.tokenizer)
+            save_hf(
+                self.model,
+                meta.path,
+                self.device,
+                tokenizer=meta.tokenizer,
+                processor=meta.processor,
+                base_model_path=meta.base_model_path,
+            )
             return
         save_once(
             meta.path,

@@ -93,6 +93,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.context",
         "megatron.core.distributed.fsdp.nested_tensors",
         "megatron.core.distributed.fsdp.module",
+        "megatron.core.distributed.fsdp.fsdp2_arguments",
         "megatron.core.distributed.fsdp.fully_shard",
         "megatron.core.distributed.megatron_fsdp",
         "megatron.core.distributed.torch_fsdp2",
@@ -126,6 +127,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.cpu_offloading.tensor_bucket",
         "megatron.core.optimizer.cpu_offloading.groups",
         "megatron.core.optimizer.cpu_offloading.host_allocator",
+        "megatron.core.optimizer.cpu_offloading.sub_optimizers",
         "megatron.core.optimizer.cpu_offloading.bucket_optimizers",
         "megatron.core.optimizer.cpu_offloading.device_side",
         "megatron.core.optimizer.cpu_offloading.host_side",
@@ -205,6 +207,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
         "megatron.training.checkpoint.hf_export",
+        "megatron.training.checkpoint.hf_extras",
         "megatron.training.checkpoint.hf_weights",
         "megatron.training.engines",
         "megatron.training.config",
@@ -270,7 +273,11 @@ def test_an_import_from_above_would_be_found():
 
 
 # The packages whose users import from the package itself.
-FACES = {"megatron.core.distributed.fsdp"}
+FACES = {
+    "megatron.core.distributed.fsdp",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer.cpu_offloading",
+}
 # Those that look for another project's files before anything else is imported.
 GUARDS = {"megatron", "megatron.training"}
 GUARD = "from megatron.installation import check_installation\n\ncheck_installation()"

@@ -15,17 +15,21 @@ Little endian throughout, as megatron-core writes and reads it:
 
 A document is one or more sequences; text data has one sequence per document. The sequences follow
 each other in the `.bin` without gaps, from its first byte to its last; the documents follow each
-other in the same way.
+other in the same way. Behind the last document there may be sequences that belong to none, where a
+writer added them without ending their document; they are sequences like all others.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.core.datasets.data_files import DataFile, IndexedDatasetError
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -111,8 +115,8 @@ def check_index(index: DataFile, header: IndexHeader, tokens: DataFile) -> None:
     The index is read rather than mapped: once, in order, in memory that does not grow with it.
 
     Raises:
-        IndexedDatasetError: unless the sequences account for each byte of the `.bin`, and the
-            documents for each sequence.
+        IndexedDatasetError: unless the sequences account for each byte of the `.bin`, and documents
+            are runs of them.
     """
     end = _check_sequences(index, header, tokens)
     size = tokens.version.num_bytes
@@ -159,7 +163,9 @@ def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> 
 
 
 def _check_boundaries(index: DataFile, header: IndexHeader) -> None:
-    """Documents begin with sequence 0, do not go backwards, and end with the last sequence."""
+    """Documents begin with sequence 0, do not go backwards, and end with the last sequence or
+    before it.
+    """
     last = 0
     for begin in range(0, header.num_boundaries, _CHECKED):
         count = min(_CHECKED, header.num_boundaries - begin)
@@ -176,7 +182,17 @@ def _check_boundaries(index: DataFile, header: IndexHeader) -> None:
             )
         last = int(boundaries[-1])
 
-    found = last if header.num_boundaries else None
-    if found != header.num_sequences:
-        expected = f"the documents to end with sequence {header.num_sequences}"
-        raise IndexedDatasetError(f"{index.path}: expected {expected}, got {found}.")
+    if header.num_boundaries == 0:
+        expected = "the documents to begin with sequence 0"
+        raise IndexedDatasetError(f"{index.path}: expected {expected}, got no boundaries.")
+    if last > header.num_sequences:
+        expected = f"the documents to end with sequence {header.num_sequences} or before it"
+        raise IndexedDatasetError(f"{index.path}: expected {expected}, got {last}.")
+    if last < header.num_sequences:
+        logger.warning(
+            "%s: the last %d of %d sequences belong to no document, since none was ended behind "
+            "them; they are read like the others",
+            index.path,
+            header.num_sequences - last,
+            header.num_sequences,
+        )

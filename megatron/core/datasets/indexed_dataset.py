@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from megatron.core.datasets.index_format import (
 from megatron.core.files import sync_folder, sync_stream, temporary_path
 
 _CHUNK = 1 << 18  # sequences handled at a time
+_PIECE_BYTES = 1 << 24  # of tokens copied at a time
 _LONGEST = (1 << 31) - 1  # tokens of a sequence: its length is an int32
 
 
@@ -52,8 +53,11 @@ def idx_path(prefix: str | Path) -> Path:
 class IndexedDataset:
     """The sequences of a `.bin/.idx` pair. The index is mapped; tokens are read when asked for.
 
-    Opening reads the index once from end to end and holds it against the `.bin`: lengths, pointers
-    and documents must account for each byte of it, in order. So what a wrong index says is never
+    `dataset[3]` and `dataset[-1]` are the tokens of a sequence, `dataset[3:7]` a list of those of
+    several.
+
+    Opening reads the index once from end to end and holds it against the `.bin`: lengths and
+    pointers must account for each byte of it, in order. So what a wrong index says is never
     allocated, and no token is read as part of another sequence. The memory that takes does not grow
     with the index.
 
@@ -107,6 +111,33 @@ class IndexedDataset:
         """Number of sequences."""
         return len(self.sequence_lengths)
 
+    @overload
+    def __getitem__(self, index: int) -> npt.NDArray[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[npt.NDArray[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
+        """Tokens of one sequence, counted from the end if negative, or of a run of sequences.
+
+        Raises:
+            IndexError: no such sequence.
+            ValueError: a slice with another step than 1.
+            TypeError: another kind of index.
+            IndexedDatasetError: as `get`.
+        """
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"Expected a slice with step 1, got {index}.")
+            return [self.get(each) for each in range(begin, end)]
+
+        if not isinstance(index, (int, np.integer)):
+            raise TypeError(f"Expected an integer or a slice, got {type(index).__name__}.")
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"Expected one of {len(self)} sequences, got {index}.")
+        return self.get(int(index) % len(self))
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens of one sequence: `length` of them from `offset` on, by default to the end.
 
@@ -148,6 +179,18 @@ class IndexedDataset:
         end = self._begin_of(max(sequences.start, sequences.stop))
         return (end - begin) // self.dtype.itemsize
 
+    def pieces(self) -> Iterator[bytes]:
+        """All of the `.bin`, in order, some MiB at a time."""
+        num_bytes = self.bin_version.num_bytes
+        for begin in range(0, num_bytes, _PIECE_BYTES):
+            yield self._tokens.read(begin, min(_PIECE_BYTES, num_bytes - begin))
+
+    def in_chunks(self, array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        """All of one of the arrays of the index, in order, some MiB at a time."""
+        for begin in range(0, len(array), _CHUNK):
+            self._index.check_size()
+            yield array[begin : begin + _CHUNK]
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would carry its content; a worker opens the files itself.
         return (_open_again, (type(self), self.prefix, self.idx_version, self.bin_version))
@@ -182,18 +225,26 @@ class IndexedDatasetBuilder:
 
         with IndexedDatasetBuilder("data/web_text_document", optimal_dtype(50257)) as builder:
             builder.add_document([464, 3290, 50256])
+            builder.add_item([11, 12])  # a document of two sequences
+            builder.add_item([13])
+            builder.end_document()
+            builder.add_index("data/more_text_document")
+
+    As in megatron-core, sequences whose document is not ended belong to the document that comes
+    next, or to none.
 
     Args:
-        prefix: the path of both files without `.bin` and `.idx`; its folder is made where it is
-            missing.
+        prefix: the path of both files without `.bin` and `.idx`, or that of the `.bin`; its folder
+            is made where it is missing.
         dtype: what the tokens are stored as.
 
     Raises:
         ValueError: a dtype the format has no code for.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        self.prefix = str(prefix)
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike = np.int32) -> None:
+        # megatron-core's builder is given the path of the file.
+        self.prefix = prefix = str(prefix).removesuffix(".bin")
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPES.values():
             known = ", ".join(map(str, DTYPES.values()))
@@ -223,32 +274,74 @@ class IndexedDatasetBuilder:
             ValueError: lengths that do not add up to n or do not fit into 31 bits, or a token that
                 the dtype cannot hold.
         """
-        given = np.asarray(tokens).reshape(-1)
-        with np.errstate(invalid="ignore"):  # NaN; what does not fit is refused below
-            stored = given.astype(self.dtype)
-        if given.dtype != self.dtype and not np.array_equal(stored, given):
-            wrong = given[stored != given][0]
-            raise ValueError(f"Expected tokens that {self.dtype} can hold, got {wrong}.")
+        stored = self._stored(tokens)
+        self._add(stored, [len(stored)] if lengths is None else [int(each) for each in lengths])
+        self.end_document()
 
-        each = [len(stored)] if lengths is None else [int(length) for length in lengths]
-        if max(each, default=0) > _LONGEST:
-            raise ValueError(f"Expected sequences of at most {_LONGEST} tokens, got {max(each)}.")
-        if sum(each) != len(stored) or min(each, default=0) < 0:
-            raise ValueError(f"Expected lengths that add up to {len(stored)} tokens, got {each}.")
-        sequence_lengths = np.array(each, dtype="<i4")
-        self._tokens.write(stored.tobytes())
-        self._lengths.write(sequence_lengths.tobytes())
-        self.num_sequences += len(sequence_lengths)
-        self.num_documents += 1
-        self.num_tokens += len(stored)
+    def add_item(self, tokens: npt.ArrayLike) -> None:
+        """Adds one sequence to the document that `end_document` will end.
+
+        Args:
+            tokens: as for `add_document`.
+
+        Raises:
+            ValueError: a token that the dtype cannot hold, or too many of them for 31 bits.
+        """
+        stored = self._stored(tokens)
+        self._add(stored, [len(stored)])
+
+    def end_document(self) -> None:
+        """Ends a document: the sequences since the end of the one before it, perhaps none."""
         self._boundaries.write(struct.pack("<q", self.num_sequences))
+        self.num_documents += 1
 
-    def finalize(self) -> None:
+    def add_index(self, path_prefix: str | Path) -> None:
+        """Adds all sequences and documents of other token files.
+
+        Args:
+            path_prefix: their path without `.bin` and `.idx`.
+
+        Raises:
+            ValueError: tokens of another dtype.
+            IndexedDatasetError: files that cannot be used. If they fail while they are read, this
+                builder is aborted.
+        """
+        other = IndexedDataset(path_prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"Expected tokens of {self.dtype} in {path_prefix}, as in the files that are being "
+                f"written, got {other.dtype}."
+            )
+
+        try:
+            for content in other.pieces():
+                self._tokens.write(content)
+            for lengths in other.in_chunks(other.sequence_lengths):
+                self._lengths.write(lengths.tobytes())
+            for ends in other.in_chunks(other.document_indices[1:]):
+                self._boundaries.write((ends + self.num_sequences).astype("<i8").tobytes())
+        except BaseException:
+            self.abort()
+            raise
+
+        self.num_tokens += other.bin_version.num_bytes // self.dtype.itemsize
+        self.num_documents += len(other.document_indices) - 1
+        self.num_sequences += len(other)
+
+    def finalize(self, path: str | Path | None = None) -> None:
         """Writes the index and publishes both files. They are on disk when this returns.
+
+        Args:
+            path: of the index, which goes beside the `.bin`; default: there.
 
         Raises:
             RuntimeError: the builder was finalized or aborted before.
+            ValueError: an index that is not to be beside the `.bin`.
         """
+        if path is not None and Path(path) != idx_path(self.prefix):
+            raise ValueError(
+                f"Expected the index at {idx_path(self.prefix)}, beside its .bin, got {path}."
+            )
         if self._tokens.closed:
             raise RuntimeError(
                 f"Expected an open builder, got one of {self.prefix} that is finalized or aborted."
@@ -287,6 +380,31 @@ class IndexedDatasetBuilder:
             self.finalize()
         else:
             self.abort()
+
+    def _stored(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
+        """Tokens as they are stored, [n]. ValueError for one that the dtype cannot hold."""
+        given = np.asarray(tokens).reshape(-1)
+        with np.errstate(invalid="ignore"):  # NaN; what does not fit is refused below
+            stored = given.astype(self.dtype)
+        if given.dtype != self.dtype and not np.array_equal(stored, given):
+            wrong = given[stored != given][0]
+            raise ValueError(f"Expected tokens that {self.dtype} can hold, got {wrong}.")
+        return stored
+
+    def _add(self, stored: npt.NDArray[Any], lengths: list[int]) -> None:
+        """Adds sequences. ValueError for lengths that are not those of the tokens, or too large."""
+        if max(lengths, default=0) > _LONGEST:
+            raise ValueError(
+                f"Expected sequences of at most {_LONGEST} tokens, got {max(lengths)}."
+            )
+        if sum(lengths) != len(stored) or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"Expected lengths that add up to {len(stored)} tokens, got {lengths}."
+            )
+        self._tokens.write(stored.tobytes())
+        self._lengths.write(np.array(lengths, dtype="<i4").tobytes())
+        self.num_sequences += len(lengths)
+        self.num_tokens += len(stored)
 
     def _write_index(self) -> None:
         with self._temporary_idx.open("xb") as index:

@@ -32,7 +32,7 @@ def save_checkpoint(
     Args:
         model: sharded by any engine, or plain.
         optimizer: over its parameters. Missing states are allocated, as by PyTorch's helpers.
-        checkpoint_dir: the folder to make; it must not exist.
+        checkpoint_dir: the folder to make; if it exists, it must be empty.
 
     Raises:
         ValueError: for a path without a name of its own, "." say.
@@ -50,7 +50,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    sync_model_weights: bool = True,
 ) -> None:
     """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
 
@@ -60,12 +64,19 @@ def load_checkpoint(
     Args:
         model, optimizer: like those that were saved; sharding and number of ranks may differ.
         checkpoint_dir: the folder.
+        sync_model_weights: must be True: compute weights always follow.
 
     Raises:
+        NotImplementedError: for compute weights that are to stay as they are.
         CheckpointError: naming every key that is missing, unexpected or of another shape or dtype,
             before anything is changed; CheckpointDamagedError for files that are not what was
             written.
     """
+    if not sync_model_weights:
+        raise NotImplementedError(
+            "Expected sync_model_weights=True, since compute weights are made of the main weights "
+            "when they are used next, got False."
+        )
     folder = Path(checkpoint_dir)
     app = DCPState(model, optimizer)
     state = _state(app)

@@ -47,6 +47,15 @@ class AdamStates:
         master = self._masters.dtype_of(parameter)
         return self._moments if master is None else {**self._moments, _MASTER: master}
 
+    def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:
+        """ValueError if a parameter's master is, or is not, a remainder, unlike a caller said."""
+        own = self.dtypes_of(parameter).get(_MASTER) == torch.int16
+        if are_kept not in (None, own):
+            raise ValueError(
+                f"Expected store_param_remainders={own}, as this optimizer keeps the states of a "
+                f"{parameter.dtype} parameter, got {are_kept}."
+            )
+
     def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The factor by which a state's stored numbers are read; None if it has no scale."""
         return self._scales[parameter].get(name)

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.drivers import driver_of
@@ -42,6 +43,7 @@ from megatron.core.optimizer.te_parity import (
     check_not_elsewhere,
     clear_gradients,
     gradient_of,
+    unscaling_factor,
 )
 
 # What a copy has besides what every torch optimizer's has.
@@ -90,8 +92,9 @@ class FusedAdam(torch.optim.Optimizer):
             TransformerEngine.
 
     Raises:
-        NotImplementedError: for amsgrad and for capturable.
-        ValueError: for another dtype or constant; for remainders without fp32 master weights.
+        NotImplementedError: for amsgrad, for capturable, and for another dtype of states.
+        ValueError: for other constants or dtypes of parameters; for remainders without fp32 master
+            weights.
     """
 
     recuts_states_on_load = True  # tells the hooks of `fully_shard` that they need not look
@@ -186,6 +189,32 @@ class FusedAdam(torch.optim.Optimizer):
                 self.state[parameter] = self._states.allocate(parameter)
 
     @torch.no_grad()
+    def initialize_state(
+        self, param: torch.Tensor, store_param_remainders: bool | None = None
+    ) -> None:
+        """Makes a parameter's states those of one that was never stepped, and allocates them if
+        they are not there yet.
+
+        Args:
+            param: one of the optimizer's parameters.
+            store_param_remainders: as the optimizer keeps them for this parameter; default: so.
+
+        Raises:
+            ValueError: for another parameter, and for remainders kept otherwise.
+        """
+        if all(param is not own for own in self._parameters()):
+            raise ValueError(
+                f"Expected a parameter of this optimizer, got another, of {tuple(param.shape)}."
+            )
+        self._states.check_remainders(param, store_param_remainders)
+        self._revision += 1
+        self._holds.wait()
+        if self.state.get(param):
+            self._states.reset(param, self.state[param])
+        else:
+            self.state[param] = self._states.allocate(param)
+
+    @torch.no_grad()
     def plan_step(self) -> FusedStep:
         """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
@@ -214,6 +243,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(  # type: ignore[override]  # torch's has no grad_scale
         self,
         closure: Callable[[], float] | None = None,
+        grad_scaler: GradScaler | None = None,
         *,
         grad_scale: float = 1.0,
         planned: FusedStep | None = None,
@@ -223,6 +253,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and the gradients again.
+            grad_scaler: torch's, whose scale is divided out as gradients are read. If one of them
+                is not finite, on any rank, nothing is stepped. Its `update` is the caller's.
             grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
             planned: what `plan_step` has answered for this step. Without it, or if gradients have
                 been replaced, options changed or states loaded or stepped since, the step is
@@ -241,6 +273,11 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
+        factor = unscaling_factor(self, grad_scaler, self.use_decoupled_grad)
+        if factor is None:
+            return loss
+        grad_scale *= factor
 
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
@@ -279,10 +316,15 @@ class FusedAdam(torch.optim.Optimizer):
         states = [self.state.get(parameter, {}) for parameter in parameters]
         return StateUnit(self, parameters, states, None, partial(self._holds.add, parameters))
 
-    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+    def get_unscaled_state(
+        self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
+    ) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32, else a copy. Remainders are
-        given as they are.
+        given as they are, and bf16 states, which have no scale, with `skip_unscale`.
         """
+        state: torch.Tensor = self.state[param][state_name]
+        if skip_unscale and state.dtype == torch.bfloat16:
+            return state
         return self._states.unscaled(param, self.state[param], state_name)
 
     def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None:

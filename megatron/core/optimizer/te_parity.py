@@ -9,6 +9,7 @@ They serve programs that were written for that class. Their rules are kept apart
     store_param_remainders   of a bf16 parameter's fp32 value, only what the parameter lacks; see
                              [Note: remainder] in kernels/adam.py
     set_grad_none            what `zero_grad` does if it is not told
+    step(grad_scaler=)       torch's GradScaler, whose scale is divided out as gradients are read
 
 A run asks for `master_weights` alone, for what an offloading optimizer leaves on the device, and
 chooses dtypes by `--main-params-dtype`, `--main-grads-dtype` and `--exp-avg-dtype`.
@@ -23,9 +24,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.clip_grads import global_grad_norm
 
 _MASTER_DTYPES = (torch.float32, torch.float16)
 # `main_grad` is where Megatron's DistributedDataParallel adds gradients up.
@@ -73,6 +76,38 @@ def clear_gradients(
             local_tensor(gradient).detach().zero_()
 
 
+@torch.no_grad()
+def unscaling_factor(
+    optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, use_decoupled_grad: bool
+) -> float | None:
+    """What gradients have to be multiplied with for a GradScaler; None if one of them is not
+    finite, on any rank. The scaler's `update` will know.
+
+    NotImplementedError for decoupled gradients, which a GradScaler does not see.
+    """
+    if grad_scaler is None or not grad_scaler.is_enabled():
+        return 1.0
+    if use_decoupled_grad:
+        raise NotImplementedError(
+            "Expected gradients in .grad with a grad_scaler, got use_decoupled_grad=True."
+        )
+
+    # What torch's own optimizers are told by the scaler. After `unscale_`, which the program called
+    # to clip, gradients are as they should be and have been looked at.
+    state = grad_scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.UNSCALED:
+        found = state["found_inf_per_device"].values()
+        return None if any(float(each) for each in found) else 1.0
+
+    # A rank that holds other shards than the one with the infinity must skip the step too. Of the
+    # squares' sum, fp64, a finite gradient makes no infinity.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_finite = bool(global_grad_norm(parameters).isfinite())
+    device = local_tensor(parameters[0]).device
+    state["found_inf_per_device"] = {device: torch.tensor(float(not is_finite), device=device)}
+    return 1.0 / grad_scaler.get_scale() if is_finite else None
+
+
 def _attribute(use_decoupled_grad: bool) -> str:
     return "decoupled_grad" if use_decoupled_grad else "grad"
 
@@ -82,7 +117,8 @@ class MasterWeights:
     """How fp32 values of 16-bit parameters are kept, if they are.
 
     Raises:
-        ValueError: for another dtype than fp32 and fp16; for remainders of anything but fp32.
+        NotImplementedError: for another dtype than fp32 and fp16.
+        ValueError: for remainders of anything but fp32.
     """
 
     is_kept: bool
@@ -110,8 +146,8 @@ class MasterWeights:
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """ValueError for a dtype that is not allowed."""
+    """NotImplementedError for a dtype that is not allowed; TransformerEngine's RuntimeError."""
     if dtype not in allowed:
-        raise ValueError(
+        raise NotImplementedError(
             f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
         )

@@ -50,17 +50,17 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
+from megatron.core.files import remove_empty_folder
 from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
 from megatron.core.options import shown
+from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
     StoredTensor,
     WeightFiles,
-    check_tokenizer,
     main_dtype,
-    save_tokenizer,
     sync_files,
     write_gpt_config,
     write_weights,
@@ -91,6 +91,8 @@ def save_hf(
     device: Device,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
+    base_model_path: str | Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
@@ -103,13 +105,13 @@ def save_hf(
         model: sharded by either engine, or plain and the same on every rank.
         folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
             deleted.
-        tokenizer: one of ours, or anything with a `save_pretrained(folder)`; rank 0's is written.
+        tokenizer, processor, base_model_path: see `FolderExtras`; rank 0's are written.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if `folder` exists or cannot be written, or for a tokenizer
-            of another kind.
+        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or for
+            extras that cannot.
         ValueError: for a URL, or shards that hold nothing.
     """
     if "://" in str(folder):
@@ -118,7 +120,8 @@ def save_hf(
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
 
     start, folder = time.perf_counter(), Path(folder)
-    on_all_ranks(lambda: check_tokenizer(tokenizer))
+    extras = FolderExtras(tokenizer, processor, base_model_path)
+    on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
     names = on_all_ranks(lambda: _names_of(model, contents))
     token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
@@ -127,7 +130,7 @@ def save_hf(
     try:
         on_all_ranks(lambda: _save_weights(draft, contents, device))
         on_first_rank(
-            lambda: _export(draft, model, names, tokenizer, max_shard_bytes),
+            lambda: _export(draft, model, names, extras, max_shard_bytes),
             f"Expected {folder} to be written, got",
         )
     finally:
@@ -227,6 +230,7 @@ def _remove(folder: Path, token: str) -> None:
 
 def _begin(folder: Path) -> str:
     """Rank 0: checks that the folder is free, deletes remains of earlier saves, draws a token."""
+    remove_empty_folder(folder)
     _check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove(folder, "[0-9a-f]{8}")
@@ -248,7 +252,11 @@ def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
 
 
 def _export(
-    draft: _Draft, model: nn.Module, names: Mapping[str, str], tokenizer: Any, max_shard_bytes: int
+    draft: _Draft,
+    model: nn.Module,
+    names: Mapping[str, str],
+    extras: FolderExtras,
+    max_shard_bytes: int,
 ) -> None:
     """Rank 0: writes the folder from the checkpoint."""
     target = draft.folder.parent / draft.name
@@ -257,8 +265,9 @@ def _export(
     checkpoint = PublishedCheckpoint.open(draft.store, draft.checkpoint)
     tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
     write_weights(target, checkpoint, tensors, max_shard_bytes)
-    ids = save_tokenizer(tokenizer, target)
+    ids = extras.save(target)
     _save_config(model, target, main_dtype(tensors), ids)
+    extras.copy_missing(target)
     sync_files(target)
 
     _check_is_free(draft.folder)

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.files import remove_empty_folder
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
@@ -132,7 +133,7 @@ def save_once(
     by all ranks together.
 
     Raises:
-        CheckpointError: on all ranks, if it could not be saved, or the path exists.
+        CheckpointError: on all ranks, if it could not be saved, or something is at the path.
         ValueError: for the name of a run's own checkpoint, or a path that the format cannot use.
     """
     root, name = split_path(path)
@@ -148,9 +149,12 @@ def save_once(
         )
 
     def prepare() -> str:
+        if store.is_rename_atomic:
+            remove_empty_folder(Path(store.root) / name)
         if store.exists(name):
             raise CheckpointError(
-                f"Expected nothing at {path} yet, got a folder or file that is there."
+                f"Expected nothing at {path} yet, got what is there. Checkpoints are never "
+                "overwritten."
             )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):

@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
-from megatron.core.files import open_regular, read_regular, sync_stream
+from megatron.core.files import open_regular, read_regular, remove_empty_folder, sync_stream
 from megatron.core.optimizer.state_loading import check_step
 
 # Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
@@ -73,7 +73,14 @@ def save_checkpoint(
             failed sync, or a tracker that cannot be written, is a warning.
     """
     draft = _Draft(Path(root), checkpoint_name(iteration) if name is None else name)
-    on_first_rank(lambda: draft.prepare(train_state), f"preparing {draft.path}")
+
+    def prepare() -> None:
+        # A run's own folders are made by its saves alone; this one is of the caller's choice.
+        if name is not None:
+            remove_empty_folder(draft.folder)
+        draft.prepare(train_state)
+
+    on_first_rank(prepare, f"preparing {draft.path}")
     try:
         with _no_word_about_single_process():
             writer = FileSystemWriter(draft.path, sync_files=True)

@@ -166,6 +166,9 @@ class FsdpContext:
         }
         roots = [module for module in modules if id(module) not in inner]
         self._roots = {id(root) for root in roots}
+        for module in modules:
+            if module.reshard_after_forward is None:
+                module.reshard_after_forward = not self.is_root(module)
 
         forward = [module for root in roots for module in root.modules() if id(module) in managed]
         backward = [module for root in reversed(roots) for module in _backward_order(root, managed)]

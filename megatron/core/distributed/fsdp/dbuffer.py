@@ -9,6 +9,8 @@ bytes lie). It is the only caller of tensor collectives.
     Partial   -> Flat        reduce_scatter
     Partial   -> Replicate   allreduce
     Replicate -> Flat        scatter: no communication, a copy of the own part
+
+A rank outside the mesh may build the same buffers: its parts are empty, and it sends nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class DBuffer:
         mesh: the data-parallel mesh.
         placements: one for each of its axes.
         layout: where the tensors lie in the whole buffer; the same on every rank.
-        range: this rank's part of the whole buffer, in elements.
+        range: this rank's part of the whole buffer, in elements; empty outside the mesh.
         local_buffer: that part, flat: [range.numel].
     """
 
@@ -163,8 +165,8 @@ class DBuffer:
             meta = TensorMeta(shape, strides, self.dtype)
             return dtensor_over(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
 
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None, "the buffer could not have been made outside the mesh"
+        # Outside the mesh there are no rows, whichever rank's placements these are.
+        coordinate = self.mesh.get_coordinate() or (0,) * self.mesh.ndim
         placements = uneven_placements(
             self.layout, index, tuple(self.mesh.shape), coordinate, self.placements
         )
@@ -218,9 +220,10 @@ class DBuffer:
         """Flat -> Replicate on one axis. For the note, see collectives' [Note: notes]."""
         self._expect(axis, Shard, "allgather")
         out = self._output(out, self._with(axis, Replicate()))
-        collectives.all_gather(
-            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note
-        )
+        if self._is_in_mesh:
+            collectives.all_gather(
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note
+            )
         return out
 
     def reduce_scatter(
@@ -250,9 +253,10 @@ class DBuffer:
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, placement, Shard), dtype)
 
-        collectives.reduce_scatter(
-            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
-        )
+        if self._is_in_mesh:
+            collectives.reduce_scatter(
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+            )
         return out
 
     def allreduce(
@@ -272,9 +276,10 @@ class DBuffer:
         partial = self._expect(axis, Partial, "allreduce")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, Replicate()), dtype)
-        collectives.all_reduce(
-            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
-        )
+        if self._is_in_mesh:
+            collectives.all_reduce(
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+            )
         return out
 
     def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
@@ -350,8 +355,8 @@ class DBuffer:
         self.mesh = mesh
         self.placements = self._check(placements)
         self.layout = layout
-        # Raises on a rank outside the mesh, before any memory is taken.
         self.range = _local_range(layout, mesh, self.placements)
+        self._is_in_mesh = mesh.get_coordinate() is not None
 
     def _check(self, placements: Iterable[Placement]) -> tuple[Placement, ...]:
         checked = check_placements(placements)
@@ -466,8 +471,8 @@ def _reduction(
 def _local_range(
     layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> FlatRange:
-    """This rank's part of the whole buffer. RuntimeError on a rank that is not in the mesh."""
+    """This rank's part of the whole buffer; nothing for a rank that is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
+        return FlatRange(0, 0)
     return layout.local_range(tuple(mesh.shape), sharded_axes(placements), coordinate)

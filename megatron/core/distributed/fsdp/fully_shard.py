@@ -16,6 +16,7 @@
 The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, calling
 `fully_shard(layer, mesh)` for every layer and then for the model needs neither a context nor
 placements: modules join the one that contains them, and the first forward ends their construction.
+FSDP2's own arguments are taken as it means them, or refused: see fsdp2_arguments.py.
 
 The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they
 are cut: shards are whole rows, but not the rows of `torch.chunk`. They are what optimizers and
@@ -32,12 +33,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.fsdp2_arguments import (
+    PrecisionPolicies,
+    check_arguments,
+    own_offload_policy,
+)
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
@@ -69,6 +76,7 @@ def _reset_parameters(module: nn.Module) -> None:
 def fully_shard_context(
     device: torch.device | str | None = None,
     *,
+    use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     reset_parameters: ResetParameters = _reset_parameters,
 ) -> Iterator[FsdpContext]:
@@ -77,6 +85,7 @@ def fully_shard_context(
 
     Args:
         device: where the modules compute; default: the GPU if there is one.
+        use_symmetric_memory: must be False.
         unify_communication_stream: gather and reduce on one stream. Less memory, less overlap.
             Always so on the CPU.
         reset_parameters: initialises a module with parameters on meta, given whole on `device`;
@@ -85,7 +94,13 @@ def fully_shard_context(
 
     Raises:
         RuntimeError: inside another.
+        NotImplementedError: for symmetric memory.
     """
+    if use_symmetric_memory:
+        raise NotImplementedError(
+            "Expected use_symmetric_memory=False, since staging buffers are ordinary memory here, "
+            "got True."
+        )
     if _current.get() is not None:
         raise RuntimeError(
             "Expected one fully_shard_context at a time, got one in another; it does not support "
@@ -106,11 +121,13 @@ def fully_shard(
     module: nn.Module,
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
     *,
-    reshard_after_forward: bool = True,
-    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | None = True,
+    offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
+    **not_offered: Any,
 ) -> FsdpModule:
     """Shards in place the parameters of `module` that no module in it has sharded: call it for
     inner modules first. See the module's docstring for what becomes of the parameters.
@@ -120,41 +137,46 @@ def fully_shard(
             those on meta are drawn by one submodule at a time, see `fully_shard_context`.
         mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
         placements: what is cut, on which axis; default: `Placements.usual`.
-        mixed_precision_policy: dtypes of main weights and gradients; default: fp32 main weights.
+        mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
+            weights. PyTorch's policy, and the second name, mean what they mean in FSDP2.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        reshard_after_forward: free the full weights between forward and backward.
+        reshard_after_forward: free the full weights between forward and backward; None: not
+            those of the outermost module.
         offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: meta parameters that nothing initialises; an inner module has run already.
+        RuntimeError: meta parameters that nothing initialises; an inner module that has run; a
+            rank outside the mesh.
         ValueError: a module or parameter that is sharded already; placements that do not fit the
-            mesh, or none for more than two axes; a divisor that is not positive.
+            mesh, or none for more than two axes; a divisor that is not positive; two policies.
         TypeError: a parameter that is not a float, or is another library's DTensor.
+        NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
     """
+    check_arguments(module, reshard_after_forward, not_offered)
+    policies = PrecisionPolicies.of(mixed_precision_policy, mp_policy)
+    offload = own_offload_policy(offload_policy)
+
     construction = _current.get()
     mesh = _world_mesh(construction) if mesh is None else mesh
     placements = Placements.usual(mesh.ndim) if placements is None else placements
     if construction is None:
         construction = _Construction(_open_context(module, mesh), _reset_parameters)
     mesh = data_parallel_mesh(mesh, placements)
-
     if not grad_divisor > 0:
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
-    context, policy = construction.context, mixed_precision_policy or MixedPrecisionPolicy()
-    owned = _checked_parameters(module, context)
 
-    device, first = context.device, context.next_number
+    context = construction.context
+    owned, device, first = _checked_parameters(module, context), context.device, context.next_number
     groups = [
-        FsdpParameterGroup(
-            own, mesh, placements, policy, grad_divisor, device, first + number, offload_policy
-        )
-        for number, own in enumerate(_grouped(owned))
+        FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
+        for number, own in enumerate(_grouped(owned), start=first)
+        for policy in [policies.for_dtype(own[0].original.dtype)]
     ]
     _fill(groups, owned, device.torch_device, construction.reset_parameters)
-    return _attach(module, context, groups, reshard_after_forward)
+    return _attach(module, context, groups, reshard_after_forward, policies)
 
 
 @contextmanager
@@ -247,8 +269,6 @@ def _checked_parameters(module: nn.Module, context: FsdpContext) -> list[OwnedPa
 
 
 def _check_module(module: nn.Module, context: FsdpContext) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected a module, got {type(module).__name__}.")
     if isinstance(module, FsdpModule):
         raise ValueError(
             f"Expected a module that is not sharded yet, got a {type(module).__name__}."
@@ -368,7 +388,8 @@ def _attach(
     module: nn.Module,
     context: FsdpContext,
     groups: list[FsdpParameterGroup],
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
+    policies: PrecisionPolicies,
 ) -> FsdpModule:
     """Makes `module` a sharded one of the context."""
     for group in groups:
@@ -377,7 +398,11 @@ def _attach(
         _move_buffers(submodule, context.device.torch_device)
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
 
+    # Around the forward itself: before inputs are cast, `attach` has its hooks see them as they
+    # came, and outputs as the module made them.
+    policies.cast_inputs(module)
     sharded = attach(module, context, groups, reshard_after_forward)
+    policies.cast_outputs(module)
     sharded.register_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
     sharded.register_load_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
     context.add_module(sharded)
@@ -408,7 +433,8 @@ def _wait_main_weights(module: nn.Module, *_: Any) -> None:
 def _refuse_assignment(*arguments: Any) -> None:
     local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
     if local_metadata.get("assign_to_params_buffers", False):
-        raise ValueError(
-            "Expected load_state_dict(assign=False) for a sharded module, whose parameters are "
-            "views of its buffers, got assign=True."
+        raise RuntimeError(
+            "Expected load_state_dict(assign=False) after fully_shard(), since parameters are "
+            "views of its buffers, got assign=True. Load before fully_shard(), or in place with "
+            "assign=False."
         )

@@ -47,7 +47,7 @@ class FsdpModule(nn.Module):
             themselves.
         phase: see `Phase`.
         reshard_after_forward: whether full weights are freed between forward and backward. May be
-            changed.
+            changed. None, until all modules are known: unless no module contains this one.
     """
 
     class Phase(enum.Enum):
@@ -99,7 +99,7 @@ class FsdpModule(nn.Module):
     context: FsdpContext
     parameter_groups: list[FsdpParameterGroup]
     phase: FsdpModule.Phase
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
 
     # Calls whose backward has not come yet; those whose graph is freed vanish.
     _fsdp_calls: weakref.WeakSet[_Call]
@@ -109,6 +109,30 @@ class FsdpModule(nn.Module):
     def is_root(self) -> bool:
         """Whether no sharded module of the same context contains this one."""
         return self.context.is_root(self)
+
+    # Named as in FSDP2
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Sets `reshard_after_forward` of this module, and of those in it."""
+        for module in self.modules() if recurse else (self,):
+            if isinstance(module, FsdpModule):
+                module.reshard_after_forward = reshard_after_forward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Tells whether the forwards and backwards from here on are a step's last, as `microbatch`
+        does for those inside it. To be called on the outermost module.
+
+        Gradients are reduced in every backward all the same, but for the axes on which they are
+        Partial: with ZeRO-3 they stay sharded, and sums are those that FSDP2 gives.
+
+        RuntimeError for a module inside another one of the context.
+        """
+        if self.context.is_finalized and not self.is_root():
+            raise RuntimeError(
+                f"Expected the outermost sharded module, got a {type(self).__name__} inside it: "
+                "microbatches are those of the whole model."
+            )
+        self.context.is_last_microbatch = requires_gradient_sync
 
     @property
     def is_resting(self) -> bool:
@@ -355,7 +379,7 @@ def attach(
     module: nn.Module,
     context: FsdpContext,
     groups: list[FsdpParameterGroup],
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
 ) -> FsdpModule:
     """Makes `module` an `FsdpModule`, in place and at rest."""
     module.__class__ = _sharded_class(type(module))

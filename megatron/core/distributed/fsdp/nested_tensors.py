@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # No tensor can hide in a value of these types.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -40,6 +40,16 @@ def with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
         if any(item is not before for item, before in zip(items, value, strict=True)):
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors in `dtype`, in new containers."""
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    return tree_map(cast, value)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -27,12 +27,19 @@ _CASTS_GRADIENTS = "_fsdp_casts_gradients"
 RECUTS_ON_LOAD = "recuts_states_on_load"
 
 
-def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, *, precision_aware: bool = False
+) -> None:
     """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
     refuse partial sums.
 
     Gradients are cast to the parameters' dtype for the time of a step. Compute weights need no
     call: they follow the main weights when they are used next, once for each group.
+
+    Args:
+        optimizer: over the parameters that `fully_shard` has made.
+        precision_aware: the optimizer takes gradients in their own dtype, as `FusedAdam` does.
+            Nothing is cast then.
 
     Raises:
         TypeError: for anything but a `torch.optim.Optimizer`.
@@ -57,10 +64,17 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "Expected an optimizer over sharded parameters, got none among its parameters."
         )
 
+    if precision_aware:
+        optimizer.register_step_pre_hook(_refuse_partial_sums)
+        return
     vars(optimizer)[_CASTS_GRADIENTS] = True
     casts = _GradientCasts()
     optimizer.register_step_pre_hook(casts.before_step)
     optimizer.register_step_post_hook(casts.after_step)
+
+
+def _refuse_partial_sums(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    check_whole(gradient for _, gradient in _with_gradient(optimizer))
 
 
 class _Cast(NamedTuple):
@@ -81,11 +95,7 @@ class _GradientCasts:
         # A step may run inside another, a subclass's, and a step that raised leaves its casts
         # behind: what is still in its place is put back later, the rest is stale.
         self._uncast = [cast for cast in self._uncast if cast.parameter.grad is cast.gradient]
-        with_gradient = [
-            (parameter, parameter.grad)
-            for parameter in _parameters(optimizer)
-            if parameter.grad is not None and group_of(parameter) is not None
-        ]
+        with_gradient = _with_gradient(optimizer)
         check_whole(gradient for _, gradient in with_gradient)
 
         to_cast = [
@@ -213,3 +223,14 @@ def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _with_gradient(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The sharded parameters that have a gradient, with it."""
+    return [
+        (parameter, parameter.grad)
+        for parameter in _parameters(optimizer)
+        if parameter.grad is not None and group_of(parameter) is not None
+    ]

@@ -47,14 +47,18 @@ def check_placements(placements: Iterable[Placement]) -> tuple[Placement, ...]:
         if isinstance(placement, Shard):
             if placement.dim != 0:
                 raise NotImplementedError(
-                    f"Expected shards of dim 0, got {placement} on axis {axis}."
+                    f"Expected dim-0 Shard placements, got {placement!r} on axis {axis}."
                 )
             is_cut = True
         elif is_cut:
-            raise ValueError(f"Expected the sharded axes to be the last ones, got {checked}.")
+            raise ValueError(
+                "Expected the Flat placements to be a suffix of the list, so that each rank's part "
+                f"is one range of the buffer, got {checked}."
+            )
         elif not isinstance(placement, (Replicate, Partial)):
             raise TypeError(
-                f"Expected Replicate, Partial or Flat, got {placement!r} on axis {axis}."
+                f"Expected a Replicate, Partial, Shard(0) or Flat placement, got {placement!r} on "
+                f"axis {axis}."
             )
         elif isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise TypeError(
@@ -115,7 +119,7 @@ class Placements:
     | HFSDP (outer, inner)     | Replicate, Flat   | Partial, Flat    | Flat, Flat        |
     """
 
-    dp_axes: tuple[int | str, ...]  # numbers or names of the mesh's axes
+    dp_axes: tuple[int | str, ...]  # names of the mesh's axes, or numbers, from the end if negative
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
     optimizer: tuple[Placement, ...]
@@ -123,20 +127,21 @@ class Placements:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dp_axes", tuple(self.dp_axes))
         if len(set(self.dp_axes)) != len(self.dp_axes):
-            raise ValueError(f"Expected every mesh axis once, got {self.dp_axes}.")
+            raise ValueError(f"Expected distinct data-parallel axes, got dp_axes={self.dp_axes}.")
 
         for name in ("parameter", "gradient", "optimizer"):
             placements = check_placements(getattr(self, name))
             if len(placements) != len(self.dp_axes):
                 raise ValueError(
-                    f"Expected {len(self.dp_axes)} {name} placements for {self.dp_axes}, got "
-                    f"{len(placements)}."
+                    f"Expected {len(self.dp_axes)} {name} placements, one for each of dp_axes="
+                    f"{self.dp_axes}, got {len(placements)}."
                 )
             if name != "gradient" and any(
                 isinstance(placement, Partial) for placement in placements
             ):
                 raise ValueError(
-                    f"Expected {name} buffers that are replicated or sharded, got {placements}."
+                    f"Expected Replicate or Shard(0) as {name} placements, got {placements}; only "
+                    "gradients are Partial."
                 )
             object.__setattr__(self, name, placements)
 
@@ -146,8 +151,9 @@ class Placements:
             )
             if any(is_coarse_cut and not is_fine_cut for is_coarse_cut, is_fine_cut in pairs):
                 raise ValueError(
-                    f"Expected {fine} placements that are cut wherever {coarse} placements are, "
-                    f"got {getattr(self, fine)} and {getattr(self, coarse)}."
+                    f"Expected Shard(0) as {fine} placement wherever the {coarse} placement is "
+                    f"one, got {fine}={getattr(self, fine)} and {coarse}={getattr(self, coarse)}. "
+                    "ZeRO-3 shards all three, ZeRO-2 gradient and optimizer, ZeRO-1 optimizer."
                 )
 
         if any(
@@ -155,8 +161,9 @@ class Placements:
             for own, fine in zip(self.gradient, self.optimizer, strict=True)
         ):
             raise ValueError(
-                "Expected Flat or Partial gradients wherever optimizer placements are cut, got "
-                f"{self.gradient} and {self.optimizer}."
+                "Expected Shard(0) or Partial as gradient placement wherever the optimizer "
+                f"placement is Shard(0), got gradient={self.gradient} and "
+                f"optimizer={self.optimizer}."
             )
 
     @classmethod
@@ -195,23 +202,46 @@ class Placements:
 
 
 def data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
-    """The mesh of the placements' axes, which are numbers or names of axes of `mesh`, outer to
-    inner.
+    """The mesh of the placements' axes, outer to inner.
+
+    Raises:
+        ValueError: for axes that the mesh does not have, or has in another order.
+        RuntimeError: on a rank outside the mesh.
     """
+    if mesh.get_coordinate() is None:
+        raise RuntimeError(f"Expected a rank of the mesh {mesh}, got one outside it.")
+
     names = mesh.mesh_dim_names or ()
-    numbers = []
-    for axis in placements.dp_axes:
-        if axis not in names and axis not in range(mesh.ndim):
-            raise ValueError(
-                f"Expected axes of the mesh, 0 to {mesh.ndim - 1} or one of {names}, got {axis!r}."
-            )
-        numbers.append(axis if isinstance(axis, int) else names.index(axis))
+    numbers = [_axis_number(mesh, axis) for axis in placements.dp_axes]
+    # One axis may have been given twice, by its name and its number.
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(
+            f"Expected distinct data-parallel axes, got dp_axes={placements.dp_axes} of a mesh "
+            f"with {mesh.ndim}."
+        )
+    if numbers != sorted(numbers):
+        raise ValueError(
+            f"Expected data-parallel axes in mesh-axis order, got dp_axes={placements.dp_axes}."
+        )
 
     if numbers == list(range(mesh.ndim)):
         return mesh
-    if numbers != sorted(set(numbers)) or not names:
+    if not names:
         raise ValueError(
-            "Expected the axes of a mesh in their order, by name if they are not all of it, got "
-            f"{placements.dp_axes} of {names or mesh.ndim}."
+            f"Expected dp_axes to match every axis of a mesh without mesh_dim_names, got "
+            f"{placements.dp_axes} of {mesh.ndim} axes. Name the axes in init_device_mesh."
         )
     return mesh[tuple(names[number] for number in numbers)]
+
+
+def _axis_number(mesh: DeviceMesh, axis: int | str) -> int:
+    """The number of an axis given by name or number. ValueError if the mesh has none such."""
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str) and axis in names:
+        return names.index(axis)
+    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
+        return axis % mesh.ndim
+    raise ValueError(
+        f"Expected an axis of the mesh, {-mesh.ndim} to {mesh.ndim - 1} or one of {names}, got "
+        f"{axis!r} in dp_axes."
+    )

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import MASTER, Bucket, Slot
+from megatron.core.optimizer.cpu_offloading.sub_optimizers import BucketView
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_tensors import like
@@ -50,6 +51,14 @@ class BucketOptimizer(ABC):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
 
+    def main_parameters(self) -> list[nn.Parameter]:
+        """Views of the main weights, in the shapes of this rank's parts of the parameters."""
+        main_weight = self.bucket.main_weight
+        return [
+            nn.Parameter(slot.of(main_weight).view(local_tensor(slot.parameter).shape))
+            for slot in self.bucket.slots
+        ]
+
     @abstractmethod
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         """The step of some slots. ValueError for options that it cannot honour."""
@@ -70,6 +79,12 @@ class BucketOptimizer(ABC):
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         """Takes over the states of a slot, which have been checked against its own. Empty: the
         parameter was never stepped.
+        """
+
+    @abstractmethod
+    def as_torch_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of torch's over views of the main weights, a group for each slot. Its
+        options may be those of an earlier step.
         """
 
     def state_unit(self, owner: torch.optim.Optimizer) -> StateUnit:
@@ -100,6 +115,7 @@ class FlatAdam(BucketOptimizer):
         self._moments = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
         self._adam = adam
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
+        self._view: BucketView | None = None  # made when it is first asked for
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         # Every parameter counts its own steps: only those with a gradient are stepped.
@@ -137,6 +153,15 @@ class FlatAdam(BucketOptimizer):
         if MASTER not in states:
             self.bucket.forget_master(index)
 
+    def as_torch_optimizer(self) -> torch.optim.Optimizer:
+        if self._view is None:
+            states = [
+                {name: local_tensor(value) for name, value in own.items() if name != MASTER}
+                for own in self._states
+            ]
+            self._view = BucketView(self.main_parameters(), states)
+        return self._view
+
     def _piece(self, slot: Slot, step: AdamStep) -> AdamPiece:
         return AdamPiece(
             step=step,
@@ -167,7 +192,7 @@ class WrappedOptimizer(BucketOptimizer):
         """`widened`: memory for gradients in the main weights' dtype, if they have another."""
         super().__init__(bucket)
         self._widened = None if widened is None else widened.view(bucket.main_dtype)
-        self._parameters = [self._view(slot) for slot in bucket.slots]
+        self._parameters = self.main_parameters()
         # A group for each: every parameter has the options of the group it is in outside.
         self._optimizer = cls([{"params": [view]} for view in self._parameters], **options)
         self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
@@ -220,6 +245,9 @@ class WrappedOptimizer(BucketOptimizer):
         inner = {name: value for name, value in states.items() if name != MASTER}
         load_torch_states(self._optimizer, self._parameters[index], inner)
 
+    def as_torch_optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
     def _step(
         self, slots: Sequence[tuple[int, Slot]], options: Sequence[Options], grad_scale: float
     ) -> None:
@@ -241,10 +269,6 @@ class WrappedOptimizer(BucketOptimizer):
         for index, slot in slots:
             self._parameters[index].grad = None
             slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
-
-    def _view(self, slot: Slot) -> nn.Parameter:
-        shape = local_tensor(slot.parameter).shape
-        return nn.Parameter(slot.of(self.bucket.main_weight).view(shape))
 
     def _as_state(self, index: int, value: Any) -> Any:
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
+from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import scale_grads
+from megatron.core.optimizer.cpu_offloading.bucket import MASTER
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.state_loading import check_like
+from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import (
@@ -93,6 +96,24 @@ class DeviceSide:
     def state_units(self) -> list[StateUnit]:
         """The units of the optimizer."""
         return [] if self.optimizer is None else state_units(self.optimizer)
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The main weights of the parameters that are not these themselves; not copies."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, FusedAdam):
+            return {}
+        return {
+            parameter: states[MASTER]
+            for parameter, states in optimizer.state.items()
+            if MASTER in states
+        }
+
+    def reload(self) -> None:
+        """Makes main weights of the parameters' values."""
+        if isinstance(self.optimizer, FusedAdam):
+            for parameter in self.masters():
+                values = like(parameter, local_tensor(parameter).detach().float())
+                self.optimizer.set_scaled_state(parameter, MASTER, values)
 
     def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
         """ValueError for states that `load` would refuse; `FusedAdam` checks them as it loads."""

@@ -37,6 +37,7 @@ from megatron.core.optimizer.cpu_offloading.timings import (
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import known_to
 
 
@@ -219,6 +220,34 @@ class HostSide:
             lane.close()
 
     # States
+
+    def torch_optimizers(
+        self, options: Mapping[nn.Parameter, Options]
+    ) -> list[torch.optim.Optimizer]:
+        """One over the main weights of each bucket, with these options, once updates under way
+        have ended.
+        """
+        self.synchronize()
+        found = []
+        for optimizer in self.optimizers:
+            found.append(optimizer.as_torch_optimizer())
+            for slot, own in zip(optimizer.bucket.slots, found[-1].param_groups, strict=True):
+                given = options[slot.parameter]
+                known = (found[-1].defaults or given).keys() - set(IDENTITIES)
+                own.update({name: value for name, value in given.items() if name in known})
+        return found
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The main weights of the parameters that are not these themselves, not copies, once
+        updates under way have ended.
+        """
+        self.synchronize()
+        return {
+            slot.parameter: master
+            for bucket in self.buckets
+            for index, slot in enumerate(bucket.slots)
+            for master in bucket.master(index).values()
+        }
 
     def init_states(self) -> None:
         """Allocates the states that are not there yet; AdamW's are from the start."""

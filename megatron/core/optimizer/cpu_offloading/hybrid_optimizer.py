@@ -279,11 +279,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Takes over the parameters' values, after a write that no version counter shows.
 
         Such are writes through `.data`, and those by foreach operations on plain DTensors (FSDP2's,
-        and those of `no_shard`). Others are noticed, those by `load_state_dict` too.
+        and those of `no_shard`). Others are noticed, those by `load_state_dict` too, except where
+        16-bit parameters on the device have fp32 main weights beside them (`param_to_fp32_param`).
         """
         self._host_side.wait_until_free()
         for bucket in self._host_side.buckets:
             bucket.reload()
+        self._device_side.reload()
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping."""
@@ -352,6 +354,41 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is updated in host memory."""
         return self._host_side.place_of(parameter) is not None
+
+    # Names of megatron-core's class
+
+    @property
+    def gpu_optimizer(self) -> torch.optim.Optimizer | None:
+        """`device_optimizer`."""
+        return self.device_optimizer
+
+    @property
+    def cpu_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The host side, an optimizer for each bucket over views of its main weights, once updates
+        under way have ended. To look at: see sub_optimizers.py.
+        """
+        options = {p: group for group in self.param_groups for p in group["params"]}
+        return self._host_side.torch_optimizers(options)
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """`cpu_optimizers`, and `gpu_optimizer` if there is one."""
+        on_device = [] if self.gpu_optimizer is None else [self.gpu_optimizer]
+        return self.cpu_optimizers + on_device
+
+    @property
+    def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The fp32 main weights of 16-bit parameters, not copies, once updates under way have
+        ended. Parameters that are main weights themselves are not among them.
+        """
+        return self._host_side.masters() | self._device_side.masters()
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """`reload_parameters`: the values of 16-bit parameters become those of their main weights.
+
+        For both sides, after a checkpoint's weights were loaded into the model, say.
+        """
+        self.reload_parameters()
 
     # Helpers
 

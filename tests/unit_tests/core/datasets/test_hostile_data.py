@@ -232,8 +232,8 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         ),
         (
             BOUNDARIES_AT + 56,
-            struct.pack("<q", 8),
-            "expected the documents to end with sequence 9, got 8",
+            struct.pack("<q", 10),
+            "expected the documents to end with sequence 9 or before it, got 10",
         ),
         (
             26,
@@ -258,7 +258,7 @@ def test_an_index_without_boundaries_is_refused(tmp_path: Path) -> None:
     prefix.with_suffix(".bin").touch()
     prefix.with_suffix(".idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0))
     with pytest.raises(
-        IndexedDatasetError, match="expected the documents to end with sequence 0, got None"
+        IndexedDatasetError, match="expected the documents to begin with sequence 0, got no bound"
     ):
         IndexedDataset(prefix)
 

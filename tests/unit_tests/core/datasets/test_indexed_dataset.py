@@ -249,7 +249,7 @@ def test_a_foreign_index_is_refused_with_its_first_bytes(tmp_path: Path) -> None
             struct.pack("<Q", 9),
             "expected 182 bytes for 9 sequences and 5 document boundaries, got 158",
         ),
-        (150, struct.pack("<q", 6), "expected the documents to end with sequence 7, got 6"),
+        (150, struct.pack("<q", 8), "expected the documents to end with sequence 7 .*, got 8"),
     ],
 )
 def test_a_wrong_number_in_the_index_is_refused(

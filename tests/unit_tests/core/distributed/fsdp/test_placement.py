@@ -21,8 +21,8 @@ def test_flat_is_a_shard_of_dim_zero():
 @pytest.mark.parametrize(
     ("placements", "error", "message"),
     [
-        ((Flat(), Replicate()), ValueError, "the sharded axes to be the last ones"),
-        ((Shard(1),), NotImplementedError, "shards of dim 0"),
+        ((Flat(), Replicate()), ValueError, "the Flat placements to be a suffix of the list"),
+        ((Shard(1),), NotImplementedError, "Expected dim-0 Shard placements"),
         (("Flat",), TypeError, "got 'Flat' on axis 0"),
         ((Partial("max"),), TypeError, "Partial\\('sum'\\) or Partial\\('avg'\\)"),
     ],
@@ -68,7 +68,7 @@ def test_placements_are_values_and_name_every_axis_once():
     lists, tuples = (Placements(kind(["dp"]), *[kind([Flat()])] * 3) for kind in (list, tuple))
     assert lists == tuples
     assert hash(lists) == hash(tuples)
-    with pytest.raises(ValueError, match="Expected every mesh axis once"):
+    with pytest.raises(ValueError, match="Expected distinct data-parallel axes"):
         Placements(("dp", "dp"), *[[Flat(), Flat()]] * 3)
 
 
@@ -79,27 +79,27 @@ def test_placements_are_values_and_name_every_axis_once():
             [Flat()],
             [Replicate()],
             [Flat()],
-            "gradient placements that are cut wherever parameter placements are",
+            "Shard\\(0\\) as gradient placement wherever the parameter placement is",
         ),
         (
             [Replicate()],
             [Flat()],
             [Replicate()],
-            "optimizer placements that are cut wherever gradient placements are",
+            "Shard\\(0\\) as optimizer placement wherever the gradient placement is",
         ),
-        ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements for .*, got 2"),
+        ([Flat()] * 2, [Flat()], [Flat()], "Expected 1 parameter placements, .*, got 2"),
         (
             [Replicate()],
             [Replicate()],
             [Flat()],
-            "Flat or Partial gradients wherever optimizer placements are cut",
+            "Shard\\(0\\) or Partial as gradient placement wherever the optimizer",
         ),
-        ([Partial()], [Partial()], [Flat()], "parameter buffers that are replicated or sharded"),
+        ([Partial()], [Partial()], [Flat()], "Replicate or Shard\\(0\\) as parameter placements"),
         (
             [Replicate()],
             [Partial()],
             [Partial()],
-            "optimizer buffers that are replicated or sharded",
+            "Replicate or Shard\\(0\\) as optimizer placements",
         ),
     ],
 )

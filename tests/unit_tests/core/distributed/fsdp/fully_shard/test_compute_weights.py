@@ -190,8 +190,8 @@ def test_state_dicts_go_round_and_are_not_assigned(strategy: str, dtype: torch.d
     assert torch.equal(model(x), before)
     for target in (model, model.layers[1]):
         with pytest.raises(
-            ValueError,
-            match=r"Expected load_state_dict\(assign=False\) for a sharded module, whose",
+            RuntimeError,
+            match=r"Expected load_state_dict\(assign=False\) after fully_shard\(\), since",
         ):
             target.load_state_dict(target.state_dict(), assign=True)
     assert_resting(model)

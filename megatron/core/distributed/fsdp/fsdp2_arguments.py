@@ -1,0 +1,160 @@
+"""Arguments of PyTorch's FSDP2, in our terms.
+
+Code that was written for `torch.distributed.fsdp.fully_shard` passes that package's policies. What
+means the same here is taken over, the casts of inputs and outputs included. The rest is refused
+with what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as fsdp2
+from torch import nn
+
+from megatron.core.distributed.fsdp.nested_tensors import cast_floats
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+
+# Arguments of FSDP2 that are not here, with what to do instead.
+_INSTEAD = {
+    "shard_placement_fn": "Rows are cut by the layout of the module's flat buffer.",
+    "ignored_params": "Keep such parameters in a module outside of the sharded one.",
+    "dp_mesh_dims": "Pass the data-parallel mesh, or Placements(dp_axes=...) with names of axes.",
+}
+
+
+def check_arguments(
+    module: object, reshard_after_forward: bool | None, not_offered: Mapping[str, Any]
+) -> None:
+    """Refuses what FSDP2's `fully_shard` takes and ours does not.
+
+    Raises:
+        NotImplementedError: for an argument of FSDP2, among them a number of ranks between which
+            weights would stay cut.
+        TypeError: for an argument of neither, and for a list of modules.
+    """
+    for name, value in not_offered.items():
+        if name not in _INSTEAD:
+            raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise NotImplementedError(
+                f"Expected fully_shard without {name}, got a {type(value).__name__}. "
+                f"{_INSTEAD[name]}"
+            )
+
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(
+            "Expected reshard_after_forward to be True, False or None, got "
+            f"{reshard_after_forward!r}: weights are freed or kept as a whole."
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"Expected a module, got {type(module).__name__}. Call fully_shard for each module of "
+            "a list, or for the one that contains them."
+        )
+
+
+def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> OffloadPolicy | None:
+    """The policy in our terms.
+
+    Raises:
+        NotImplementedError: for FSDP2's `CPUOffloadPolicy`, with which any optimizer steps in host
+            memory.
+        TypeError: for something else.
+    """
+    if isinstance(policy, fsdp2.CPUOffloadPolicy):
+        raise NotImplementedError(
+            "Expected OffloadPolicy(main_weights_on_host=True) of megatron.core.distributed.fsdp "
+            "together with HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0), got "
+            f"{policy}."
+        )
+    # Its base class says that nothing is offloaded.
+    if policy is None or isinstance(policy, fsdp2.OffloadPolicy):
+        return None
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"Expected an OffloadPolicy, got {type(policy).__name__}.")
+    return policy
+
+
+@dataclass(frozen=True)
+class PrecisionPolicies:
+    """The policy that `fully_shard` was given, ours or FSDP2's.
+
+    FSDP2 keeps sharded weights and their gradients in the dtype in which parameters come, computes
+    in `param_dtype`, reduces gradients in `reduce_dtype`, and casts inputs and outputs.
+
+    Attributes:
+        own: ours; None if FSDP2's was given.
+        theirs: FSDP2's; None if ours was given, or none.
+    """
+
+    own: MixedPrecisionPolicy | None
+    theirs: fsdp2.MixedPrecisionPolicy | None
+
+    @classmethod
+    def of(
+        cls,
+        policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None,
+        mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None,
+    ) -> PrecisionPolicies:
+        """The one that was given, under either name.
+
+        Raises:
+            ValueError: for two.
+            TypeError: for something else.
+        """
+        if policy is not None and mp_policy is not None:
+            raise ValueError(
+                f"Expected mixed_precision_policy or mp_policy, got both, {policy} and {mp_policy}."
+            )
+
+        given = policy if mp_policy is None else mp_policy
+        if given is None:
+            return cls(MixedPrecisionPolicy(), None)
+        if isinstance(given, fsdp2.MixedPrecisionPolicy):
+            return cls(None, given)
+        if not isinstance(given, MixedPrecisionPolicy):
+            raise TypeError(f"Expected a MixedPrecisionPolicy, got {type(given).__name__}.")
+        return cls(given, None)
+
+    def for_dtype(self, dtype: torch.dtype) -> MixedPrecisionPolicy:
+        """Our policy for parameters that come in `dtype`."""
+        if self.theirs is None:
+            assert self.own is not None, "one of the two was given"
+            return self.own
+
+        # Ours would keep fp32 main weights of 16-bit parameters.
+        compute_dtype = self.theirs.param_dtype or dtype
+        return MixedPrecisionPolicy(
+            main_params_dtype=dtype,
+            main_grads_dtype=dtype,
+            grad_comm_dtype=self.theirs.reduce_dtype or compute_dtype,
+            compute_dtype=compute_dtype,
+        )
+
+    def cast_inputs(self, module: nn.Module) -> None:
+        """Has the module's floating-point inputs cast as FSDP2 casts them; ours casts nothing."""
+        if self.theirs is None or not self.theirs.cast_forward_inputs:
+            return
+        dtype = self.theirs.param_dtype
+        if dtype is None:
+            return
+
+        def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+
+    def cast_outputs(self, module: nn.Module) -> None:
+        """Has the module's floating-point outputs cast as FSDP2 casts them."""
+        dtype = None if self.theirs is None else self.theirs.output_dtype
+        if dtype is None:
+            return
+
+        def cast(_: nn.Module, __: Any, output: Any) -> Any:
+            return cast_floats(output, dtype)
+
+        module.register_forward_hook(cast)

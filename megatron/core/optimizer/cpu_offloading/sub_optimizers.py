@@ -1,0 +1,53 @@
+"""The parts of a `HybridDeviceOptimizer` as optimizers of their own, to look at.
+
+megatron-core's class has an optimizer of torch's for each side, and programs read states and
+options from these. Ours updates a bucket in one flat pass, so here it is described as such an
+optimizer: its parameters and states are views of the bucket's arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+
+class BucketView(torch.optim.Optimizer):
+    """What our AdamW updates in a bucket: main weights in host memory, with their states.
+
+    A group for each parameter. The values are those of the last update that has ended; the options
+    those of the groups outside when the view was asked for.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], states: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """`parameters` and `states` share the bucket's memory, one of each for every slot."""
+        super().__init__([{"params": [parameter]} for parameter in parameters], {})
+        for parameter, own in zip(parameters, states, strict=True):
+            self.state[parameter] = dict(own)
+
+    def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: both sides step together."""
+        raise _refusal("step")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: states are loaded for both sides together."""
+        raise _refusal("load_state_dict")
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: nothing would call it."""
+        raise _refusal("register_step_pre_hook")
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: nothing would call it."""
+        raise _refusal("register_step_post_hook")
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected {name} of the HybridDeviceOptimizer, which has both sides, got that of a part "
+        "of its host side."
+    )

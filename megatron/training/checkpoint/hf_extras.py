@@ -1,0 +1,89 @@
+"""What a folder of Hugging Face weights holds besides weights and config.json: a tokenizer, a
+processor, and files of the model that training began with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.files import open_regular
+from megatron.training.checkpoint.hf_files import INDEX_FILE, check_tokenizer, save_tokenizer
+
+# Of the model that training began with: texts and tokenizers, never weights.
+_COPIED = ("*.json", "*.jinja", "*.model", "*.py", "*.txt")
+_NOT_COPIED = ("*.index.json", INDEX_FILE)
+# One tokenizer's files among another's would be a third one.
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+
+
+class FolderExtras(NamedTuple):
+    """See the module's docstring.
+
+    Attributes:
+        tokenizer: one of ours, or anything with `save_pretrained(folder)`.
+        processor: anything with `save_pretrained(folder)`.
+        base_model_path: the folder of the model that training began with. Files that the save does
+            not write itself are copied from there: configs, the code they name, and, where neither
+            a tokenizer nor a processor is given, the tokenizer's.
+    """
+
+    tokenizer: Any = None
+    processor: Any = None
+    base_model_path: str | Path | None = None
+
+    def check(self) -> None:
+        """CheckpointError for what cannot be written, or a folder that is not there."""
+        check_tokenizer(self.tokenizer)
+        if self.processor is not None and not callable(
+            getattr(self.processor, "save_pretrained", None)
+        ):
+            raise CheckpointError(
+                f"Expected a processor with save_pretrained, got {type(self.processor).__name__}."
+            )
+        base = self.base_model_path
+        if base is not None and not Path(base).is_dir():
+            raise CheckpointError(
+                f"Expected the folder of the model that training began with as base_model_path, "
+                f"got {os.fspath(base)!r}, where there is none. Give its local folder."
+            )
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Writes processor and tokenizer. Returns the token ids that a config.json names."""
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
+        # Last: a processor may bring a tokenizer of its own.
+        return save_tokenizer(self.tokenizer, folder)
+
+    def copy_missing(self, folder: Path) -> None:
+        """Copies what the base model's folder has and this one lacks.
+
+        OSError if a file cannot be read, or is not a regular one.
+        """
+        if self.base_model_path is None:
+            return
+
+        is_taken = self.tokenizer is not None or self.processor is not None
+        for path in sorted(Path(self.base_model_path).iterdir()):
+            is_wanted = _matches(path.name, _COPIED) and not _matches(path.name, _NOT_COPIED)
+            if is_taken and _matches(path.name, _TOKENIZER):
+                continue
+            if is_wanted and not (folder / path.name).exists() and not path.is_dir():
+                with open_regular(path) as source, (folder / path.name).open("xb") as target:
+                    shutil.copyfileobj(source, target)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,73 @@
+"""`tools/merge_datasets.py` with the arguments of Megatron's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from tools.merge_datasets import main
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for document in documents:
+            builder.add_document(document)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    folder = tmp_path / "parts"
+    write(folder / "b_text_document", [[3], [4, 5]])
+    write(folder / "a_text_document", [[1, 2]])
+    (folder / "README.txt").touch()
+    return folder
+
+
+def test_parts_are_merged_in_the_order_of_their_names(
+    parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = parts.parent / "corpus"
+    main(["--input", str(parts), "--output-prefix", str(output)])
+    assert capsys.readouterr().out == f"{output}: 2 datasets, 3 documents, 3 sequences, 5 tokens\n"
+
+    merged = IndexedDataset(output)
+    assert merged.dtype == np.uint16
+    assert [each.tolist() for each in merged] == [[1, 2], [3], [4, 5]]
+    write(parts.parent / "at_once", [[1, 2], [3], [4, 5]])
+    for suffix in (".bin", ".idx"):
+        other = (parts.parent / f"at_once{suffix}").read_bytes()
+        assert Path(f"{output}{suffix}").read_bytes() == other
+
+
+@pytest.mark.parametrize(
+    ("spoil", "output", "message"),
+    [
+        (lambda folder: (folder / "b_text_document.idx").unlink(), "corpus", "other half, got no"),
+        (lambda folder: write(folder / "c", [[1]], np.int32), "corpus", "got int32"),
+        (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx beside"),
+        (lambda _: None, "parts/a_text_document", "--output-prefix: expected another name"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
+        (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "folder that exists"),
+    ],
+)
+def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(
+    parts: Path,
+    spoil: Callable[[Path], object],
+    output: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(parts)
+    before = sorted(parts.parent.rglob("*"))
+    with pytest.raises(SystemExit) as exit_:
+        main(["--input", str(parts), "--output-prefix", str(parts.parent / output)])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 1
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+    assert sorted(parts.parent.rglob("*")) == before
