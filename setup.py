@@ -1,8 +1,8 @@
 """Packaging. Everything declarative stands in pyproject.toml; here the host kernel is compiled.
 
 The kernel is a plain shared library, loaded by ctypes: one binary for every version of Python and
-torch. Without a compiler the installation succeeds all the same and torch computes what the kernel
-would.
+torch, and one wheel: py3-none-<platform>. Without a compiler the installation succeeds all the same
+and torch computes what the kernel would.
 """
 
 import os
@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 KERNELS = "megatron/core/optimizer/kernels"
@@ -56,6 +57,15 @@ class BuildLibrary(build_ext):
             )
 
 
+class TaggedWheel(bdist_wheel):
+    """A wheel that every Python 3 takes, on the platform of its library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """(Python, ABI, platform)."""
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 setup(
     ext_modules=[
         Extension(
@@ -65,5 +75,8 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"bdist_wheel": TaggedWheel, "build_ext": BuildLibrary},
+    # The metadata's only word for distributions that must not be installed at the same time. pip
+    # ignores it; megatron/installation.py does not.
+    obsoletes=["megatron.core"],
 )

@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
+from megatron_hybrid.checkpoint import command as checkpoint
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint, read_tensors
 from tests.functional_tests.helpers.runs import SETTINGS, losses
 from tests.helpers.ranks import RankError, run_ranks
-from tools.checkpoint import command as checkpoint
 
 
 def pretrain(*flags: object, world_size: int = 1) -> None:

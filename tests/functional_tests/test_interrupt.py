@@ -29,9 +29,9 @@ from megatron.training.health.exits import exit_process
 from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase
 from megatron.training.health.reports import Reports
+from megatron_hybrid import run_status
 from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT, Job, environment, torchrun
 from tests.functional_tests.helpers.runs import SETTINGS
-from tools import run_status
 
 CTRL_C = b"\x03"
 LONG = [*SETTINGS, *"--train-iters 100000 --log-interval 1 --save-interval 2".split()]

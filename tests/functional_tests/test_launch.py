@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import pretrain_gpt
 from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
+from megatron_hybrid import pretrain_gpt
 from tests.functional_tests.helpers.runs import (
     ROOT,
     SETTINGS,

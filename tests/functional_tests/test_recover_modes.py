@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.options import ConfigError
@@ -26,6 +25,7 @@ from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.events import read_events
 from megatron.training.health.exits import ExitCode, ExitError, code_of
+from megatron_hybrid import pretrain_gpt
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.helpers.runs import SETTINGS, flip_last_weight, published, trained
 from tests.helpers.ranks import run_ranks

@@ -57,9 +57,9 @@ from megatron.training.tokenizer import (
     padded_vocab_size,
     train_bpe,
 )
+from megatron_hybrid import run_status
+from megatron_hybrid.checkpoint import command as checkpoint_tool
 from tests.fuzzing.target import Target
-from tools import run_status
-from tools.checkpoint import command as checkpoint_tool
 
 ITERATION = 3
 NAME = checkpoint_name(ITERATION)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. Within a floor, a file may import from those listed before it.
 FLOORS: list[list[str]] = [
     [
+        "megatron.installation",
         "megatron.core.log",
         "megatron.core.options",
         "megatron.core.dtypes",
@@ -205,6 +206,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.load_extras",
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
+        "megatron.training.checkpoint.hf_export",
         "megatron.training.checkpoint.hf_extras",
         "megatron.training.checkpoint.hf_weights",
         "megatron.training.engines",
@@ -277,6 +279,9 @@ FACES = {
     "megatron.core.optimizer",
     "megatron.core.optimizer.cpu_offloading",
 }
+# Those that look for another project's files before anything else is imported.
+GUARDS = {"megatron", "megatron.training"}
+GUARD = "from megatron.installation import check_installation\n\ncheck_installation()"
 
 
 def test_packages_hold_no_code_but_the_names_of_a_public_face():
@@ -291,6 +296,8 @@ def test_packages_hold_no_code_but_the_names_of_a_public_face():
                 name.startswith(package) for name in project_imports(ast.Module(imports, []))
             )
             assert isinstance(names, ast.Assign), "of __all__"
+        elif package in GUARDS:
+            assert ast.unparse(ast.Module(rest, [])) == ast.unparse(ast.parse(GUARD)), path
         else:
             assert not rest, path
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,21 +22,23 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     shown,
 )
-from megatron.core.dist_checkpointing.formats import nbytes_of, pieces_of, read_piece
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.load.small_files import system_errors
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
-from megatron.core.files import read_regular
+from megatron.core.files import read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
+from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.transformer.config import TransformerConfig
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
+_PIECE_BYTES = 16 << 20  # of a tensor that are in memory at once
 _SHOWN = 80  # characters of a name in a message
 
 # With the names of safetensors.
@@ -64,23 +67,55 @@ class StoredTensor(NamedTuple):
     name: str
     key: str  # in the checkpoint
     entry: TensorStorageMetadata
+    rows: tuple[int, int] | None = None  # first and last + 1, of a fused weight; None: all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.rows is None:
+            return tuple(self.entry.size)
+        start, stop = self.rows
+        return (stop - start, *self.entry.size[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return nbytes_of(self.entry)
+        return self.numel * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
         return self.entry.properties.dtype
 
+    def pieces(self) -> Iterator[Box]:
+        """Boxes of a few MiB of the tensor in the checkpoint, in the order of their memory."""
+        for box in pieces(self.shape, _PIECE_BYTES // self.dtype.itemsize):
+            if self.rows is not None:
+                box = Box((box.offsets[0] + self.rows[0], *box.offsets[1:]), box.sizes)
+            yield box
+
+
+def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The floating-point dtype of most elements; None if no tensor has one."""
+    numels: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.numel
+    return max(numels, key=lambda dtype: numels[dtype], default=None)
+
 
 def write_weights(
     folder: Path,
-    checkpoint: PublishedCheckpoint,
+    checkpoint: ReadableCheckpoint,
     tensors: Sequence[StoredTensor],
     max_shard_bytes: int,
+    progress: Callable[[int], object] = lambda _num_bytes: None,
 ) -> None:
     """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
+
+    Args:
+        progress: called with each number of bytes of tensors written.
 
     Raises:
         CheckpointError: for a dtype that safetensors does not have, and for a damaged checkpoint.
@@ -88,13 +123,13 @@ def write_weights(
     """
     shards = list(_shards(tensors, max_shard_bytes))
     if len(shards) == 1:
-        _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0])
+        _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0], progress)
         return
 
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, checkpoint, shard)
+        _write_shard(folder / file, checkpoint, shard, progress)
         weight_map |= {tensor.name: file for tensor in shard}
 
     total_size = sum(tensor.nbytes for tensor in tensors)
@@ -117,7 +152,10 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[St
 
 
 def _write_shard(
-    path: Path, checkpoint: PublishedCheckpoint, tensors: Iterable[StoredTensor]
+    path: Path,
+    checkpoint: ReadableCheckpoint,
+    tensors: Iterable[StoredTensor],
+    progress: Callable[[int], object],
 ) -> None:
     """Writes a safetensors file: the header's length in 8 bytes, the JSON header, the tensors."""
     # The largest elements first: each tensor then begins at a multiple of its elements' size.
@@ -134,7 +172,7 @@ def _write_shard(
         begin, end = end, end + tensor.nbytes
         header[tensor.name] = {
             "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.entry.size),
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
 
@@ -144,8 +182,45 @@ def _write_shard(
     with path.open("xb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
-            for box in pieces_of(tensor.entry):
-                stream.write(bytes_of(read_piece(checkpoint, tensor.key, box)))
+            for box in tensor.pieces():
+                # No name for the piece: it would live on while the next one is read.
+                progress(stream.write(bytes_of(read_piece(checkpoint, tensor.key, box))))
+
+
+# The config of a GPT of ours
+
+
+def write_gpt_config(
+    folder: Path,
+    config: TransformerConfig,
+    vocab_size: int,
+    dtype: torch.dtype | None,
+    ids: Mapping[str, Any],
+) -> None:
+    """Writes config.json.
+
+    Args:
+        vocab_size: rows of the embedding.
+        dtype: of the weights.
+        ids: what `save_tokenizer` gave.
+
+    Raises:
+        ConfigError: for a GPT that no architecture of the transformers library computes.
+    """
+    name = str(dtype).removeprefix("torch.")
+    # Before version 4.56, transformers looked for torch_dtype.
+    content = hf_config(config, vocab_size) | {"dtype": name, "torch_dtype": name} | dict(ids)
+    write_json(folder / CONFIG_FILE, content)
+
+
+def sync_files(folder: Path) -> None:
+    """Brings all files and folders inside a folder to disk."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as stream:
+                sync_stream(stream)
 
 
 # Weights, read

@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
-from megatron.core.files import remove_empty_folder, sync_folder, sync_stream
+from megatron.core.files import remove_empty_folder
 from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_names
@@ -60,7 +60,9 @@ from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
     StoredTensor,
     WeightFiles,
-    write_json,
+    main_dtype,
+    sync_files,
+    write_gpt_config,
     write_weights,
 )
 
@@ -264,41 +266,19 @@ def _export(
     tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
     write_weights(target, checkpoint, tensors, max_shard_bytes)
     ids = extras.save(target)
-    _save_config(model, target, _main_dtype(tensors), ids)
+    _save_config(model, target, main_dtype(tensors), ids)
     extras.copy_missing(target)
-
-    for path in sorted(target.rglob("*")):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with path.open("rb") as stream:
-                sync_stream(stream)
+    sync_files(target)
 
     _check_is_free(draft.folder)
     draft.store.publish(draft.name, draft.folder.name)
-
-
-def _main_dtype(tensors: Sequence[StoredTensor]) -> torch.dtype | None:
-    """The floating-point dtype of most elements."""
-    numels: dict[torch.dtype, int] = {}
-    for tensor in tensors:
-        if tensor.dtype.is_floating_point:
-            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.entry.size.numel()
-    return max(numels, key=lambda dtype: numels[dtype], default=None)
 
 
 def _save_config(
     model: nn.Module, folder: Path, dtype: torch.dtype | None, ids: Mapping[str, Any]
 ) -> None:
     if isinstance(model, GPTModel):
-        name = str(dtype).removeprefix("torch.")
-        # Before version 4.56, transformers looked for torch_dtype.
-        content = (
-            hf_config(model.config, model.vocab_size)
-            | {"dtype": name, "torch_dtype": name}
-            | dict(ids)
-        )
-        write_json(folder / CONFIG_FILE, content)
+        write_gpt_config(folder, model.config, model.vocab_size, dtype, ids)
         return
 
     config = _config_of(model)

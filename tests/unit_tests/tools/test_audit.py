@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.store import open_store
+from megatron_hybrid.checkpoint.audit import Audit
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
-from tools.checkpoint.audit import Audit
 
 NAME = "iter_0000010"
 BIG = torch.arange(5 * BLOCK_BYTES // 8 + 100).float().reshape(-1, 4)  # two and a half blocks

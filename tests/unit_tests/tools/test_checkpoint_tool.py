@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.step import StepInfo
+from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
-from tools.checkpoint import command as checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.formats import (
     pieces_of,
 )
 from megatron.core.dist_checkpointing.store import open_store
+from megatron_hybrid.checkpoint.comparison import KeyComparison, _differences, compare
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
-from tools.checkpoint.comparison import KeyComparison, _differences, compare
 
 NAN, INF = math.nan, math.inf
 

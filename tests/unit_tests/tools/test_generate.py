@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
+from megatron_hybrid import generate
+from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.ranks import run_ranks
-from tools import generate
-from tools.checkpoint import command as checkpoint
 
 MODEL = {
     "--num-layers": "1",

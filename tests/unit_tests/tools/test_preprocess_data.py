@@ -22,20 +22,14 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megatron_hybrid import preprocess_data
 
-TOOLS = Path(__file__).parents[3] / "tools"
+ROOT = Path(__file__).parents[3]
+TOOLS = ROOT / "tools"
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
 
 
-@pytest.fixture(autouse=True)
-def _tools_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Worker processes import the tool by its name as well.
-    monkeypatch.syspath_prepend(str(TOOLS))
-
-
 def _preprocess(*arguments: str | Path) -> None:
-    import preprocess_data
-
     preprocess_data.main([str(argument) for argument in arguments])
 
 
@@ -181,8 +175,6 @@ def test_documents_end_with_the_end_of_document_token_if_asked_to(tmp_path: Path
 def test_any_number_of_workers_writes_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import preprocess_data
-
     monkeypatch.setattr(preprocess_data, "_CHUNK_DOCUMENTS", 3)
     corpus = _write_jsonl(
         tmp_path / "in.jsonl", [{"text": f"document {n} " * (n % 7)} for n in range(100)]
@@ -366,8 +358,6 @@ class KilledTokenizer(ByteTokenizer):
 def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import preprocess_data
-
     monkeypatch.setattr(preprocess_data, "build_tokenizer", lambda _: KilledTokenizer())
     corpus = _write_jsonl(
         tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "fatal"}, {"text": "fine"}]
@@ -404,7 +394,8 @@ class InterruptedTokenizer(ByteTokenizer):
 
 _INTERRUPTED = """
 import signal, sys
-import preprocess_data, test_preprocess_data
+import test_preprocess_data
+from megatron_hybrid import preprocess_data
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what started this may have it ignored
 preprocess_data._CHUNK_DOCUMENTS = 1
 preprocess_data.build_tokenizer = lambda _: test_preprocess_data.InterruptedTokenizer(sys.argv[1])
@@ -450,7 +441,7 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -
         _INTERRUPTED,
         tmp_path / "seen",
         *arguments,
-        paths=[TOOLS, Path(__file__).parent],
+        paths=[ROOT, Path(__file__).parent],
     )
     assert (tmp_path / "seen" / "interrupted").exists()
     assert status == -signal.SIGINT, printed
@@ -462,8 +453,6 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -
 def test_a_line_that_is_too_long_is_named_and_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import preprocess_data
-
     monkeypatch.setattr(preprocess_data, "_MAX_DOCUMENT_BYTES", 1000)
     corpus = _write_jsonl(
         tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "x" * 980}, {"text": "fine"}]
@@ -481,8 +470,6 @@ def test_a_line_that_is_too_long_is_named_and_not_read_to_its_end(
 def test_a_text_that_is_too_long_is_refused_and_what_is_no_text_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import preprocess_data
-
     monkeypatch.setattr(preprocess_data, "_MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x" * 1000)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, publi
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events
 from megatron.training.health.exits import ExitCode
-from tools import run_status
+from megatron_hybrid import run_status
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGIN = 1_700_000_000.0  # unix seconds
@@ -667,7 +667,7 @@ def test_the_tool_prints_lines_or_json_and_exits_with_the_runs_code(run):
 def test_the_tool_starts_without_torch(run):
     (run.folder / "iter_0000500").mkdir(parents=True)
     code = (
-        "import sys; from tools import run_status; "
+        "import sys; from megatron_hybrid import run_status; "
         "run_status.main(sys.argv[1:]); print('torch' in sys.modules)"
     )
     printed = subprocess.run(

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.format.metadata import plain_keys_of
 from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron_hybrid.checkpoint.from_file import publish_content, read_file
+from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
 from tests.helpers.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
-from tools.checkpoint.from_file import publish_content, read_file
-from tools.checkpoint.to_file import export_safetensors, export_torch_save
 
 NAME = "iter_0000010"
 TENSORS = {

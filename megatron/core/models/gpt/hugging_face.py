@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.options import ConfigError
+from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
 
@@ -188,6 +188,82 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
     return content
 
 
+def config_from_hf(content: Mapping[str, Any], source: str) -> tuple[TransformerConfig, int]:
+    """The GPT that a config.json describes, and the number of rows of its embedding.
+
+    Args:
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: for other architectures and settings than those that `hf_config` writes.
+    """
+
+    def wanted(name: str) -> Any:
+        if name not in content:
+            raise ConfigError(f"Expected {name} in {source}, got none.")
+        return content[name]
+
+    kind = wanted("model_type")
+    known = {architecture.model_type: architecture for architecture in _ARCHITECTURES}
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(
+            f"Expected a model_type of {', '.join(known)} in {source}, got {shown(kind)}."
+        )
+
+    architecture, heads = known[kind], wanted("num_attention_heads")
+    values: dict[str, Any] = {
+        "num_layers": wanted("num_hidden_layers"),
+        "hidden_size": wanted("hidden_size"),
+        "num_attention_heads": heads,
+        "ffn_hidden_size": wanted("intermediate_size"),
+        "kv_channels": content.get("head_dim"),
+        "group_query_attention": True,
+        "num_query_groups": content.get("num_key_value_heads", heads),
+        "max_position_embeddings": content.get("max_position_embeddings"),
+        "normalization": architecture.normalization,
+        "norm_epsilon": wanted(architecture.eps_name),
+        "qk_layernorm": architecture.qk_layernorm,
+        "swiglu": architecture.is_gated,
+        "position_embedding_type": architecture.position,
+        "untie_embeddings_and_output_weights": wanted("tie_word_embeddings") is False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **_biases_in(content, architecture, source),
+        **_rotation_in(content),
+    }
+    config, vocab_size = TransformerConfig(**values), wanted("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ConfigError(
+            f"Expected vocab_size in {source} to be an integer >= 1, got {shown(vocab_size)}."
+        )
+    return config, vocab_size
+
+
+def _biases_in(
+    content: Mapping[str, Any], architecture: _Architecture, source: str
+) -> dict[str, bool]:
+    """Our options for the biases that a config.json asks for."""
+    for kind, settings in architecture.biases.items():
+        if all(content.get(name, False) is value for name, value in settings.items()):
+            return {"add_bias_linear": kind == _ALL, "add_qkv_bias": kind == _QKV}
+    names = {name for settings in architecture.biases.values() for name in settings}
+    got = ", ".join(f"{name} {shown(content.get(name))}" for name in sorted(names))
+    expected = " or ".join(architecture.biases)
+    raise ConfigError(f"Expected biases {expected} in {source}, got {got}.")
+
+
+def _rotation_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Our options for a config.json's rotary embedding, in either of the forms of `_rope`."""
+    parameters = content.get("rope_parameters")
+    values = {**content, **(parameters if isinstance(parameters, Mapping) else {})}
+    names = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_percent"}
+    return {
+        own: float(value) if type(value) is int else value
+        for name, own in names.items()
+        if (value := values.get(name)) is not None
+    }
+
+
 def hf_names(model: GPTModel) -> dict[str, str]:
     """The names of all weights and sections of fused weights, by their names in our checkpoints
     without "model.".
@@ -199,11 +275,12 @@ def hf_names(model: GPTModel) -> dict[str, str]:
     return {
         own: architecture.name_of(own)
         for name, _ in model.named_parameters()
-        for own in _section_names(name, fused.get(name))
+        for own in section_names(name, fused.get(name))
     }
 
 
-def _section_names(name: str, fused: FusedWeight | None) -> list[str]:
+def section_names(name: str, fused: FusedWeight | None) -> list[str]:
+    """The names in our checkpoints, without "model.", of a parameter or of its sections."""
     if fused is None:
         return [name]
     module, _, kind = name.rpartition(".")

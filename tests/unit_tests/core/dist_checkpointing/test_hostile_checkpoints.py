@@ -55,10 +55,10 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
+from megatron_hybrid.checkpoint import command as tool
+from megatron_hybrid.checkpoint.from_file import read_file
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
 from tests.helpers.ranks import run_ranks
-from tools.checkpoint import command as tool
-from tools.checkpoint.from_file import read_file
 
 NAME = "iter_0000010"
 

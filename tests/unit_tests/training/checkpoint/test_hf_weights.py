@@ -5,7 +5,6 @@ from any engine.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtensors import local_tensor
@@ -48,65 +46,19 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
 from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, data_parallel
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
-
-CPU = Device("cpu")
-VOCAB = 61  # rows that no number of ranks divides
-QWEN3 = TransformerConfig(
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=4,
-    ffn_hidden_size=10,
-    group_query_attention=True,
-    num_query_groups=2,
-    kv_channels=8,
-    qk_layernorm=True,
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    norm_epsilon=1e-3,
-    rotary_base=500.0,
-    init_method_std=0.2,
+from tests.unit_tests.training.helpers.hf_folders import (
+    ARCHITECTURES,
+    CPU,
+    QWEN3,
+    VOCAB,
+    digests,
+    names_in,
+    plain_gpt,
 )
+
 LLAMA = dataclasses.replace(QWEN3, qk_layernorm=False, untie_embeddings_and_output_weights=True)
-PLAIN = {"qk_layernorm": False, "normalization": "LayerNorm", "norm_epsilon": 1e-2}
-ARCHITECTURES = {
-    "Qwen3": {"untie_embeddings_and_output_weights": True},
-    "Qwen3 tied": {},
-    "Llama": {"qk_layernorm": False, "rotary_base": 100000.0},
-    "Llama biases": {
-        "qk_layernorm": False,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-    "Qwen2": {"qk_layernorm": False, "add_qkv_bias": True},
-    "SmolLM3": {"qk_layernorm": False, "position_embedding_type": "none"},
-    "StableLm": {**PLAIN, "kv_channels": 6, "rotary_percent": 0.34},
-    "StableLm biases": {**PLAIN, "kv_channels": 6, "add_qkv_bias": True},
-    "Starcoder2": {**PLAIN, "swiglu": False},
-    "Starcoder2 biases": {
-        **PLAIN,
-        "swiglu": False,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-    "Arcee": {"qk_layernorm": False, "swiglu": False},
-    "Arcee biases": {"qk_layernorm": False, "swiglu": False, "add_bias_linear": True},
-}
 ENGINES = ("megatron_fsdp", "torch_fsdp2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*SwigPy.*:DeprecationWarning")
-
-
-def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
-    """With weights none of which is as it begins: norms are not ones, biases not zero."""
-    model = GPTModel(config, VOCAB)
-    materialize(model, "cpu", seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model.eval()
 
 
 def sharded_gpt(
@@ -145,17 +97,6 @@ def loss_of(model: nn.Module) -> float:
     tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         return float(model(tokens[:, :-1], tokens[:, 1:]).mean())
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-    }
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # What transformers makes of it

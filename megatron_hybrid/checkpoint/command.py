@@ -1,4 +1,4 @@
-"""Looks at checkpoints, verifies and compares them, and moves them in and out of single files.
+"""Looks at checkpoints, verifies, compares, converts and exports them.
 
     python -m tools.checkpoint list runs/gpt_cpu
     python -m tools.checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
@@ -6,12 +6,13 @@
     python -m tools.checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
     python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
+    python -m tools.checkpoint export runs/gpt_cpu exports/gpt --format hf
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
-fsspec knows. `list`, `show`, `diff` and `convert` to a file also take `torch_dcp` checkpoints, and
-anything that torch.distributed.checkpoint has saved. `list` and `show` mark those that no run can
-resume from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds a problem or `diff`
-a difference, 2 for errors.
+fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`
+checkpoints, and anything that torch.distributed.checkpoint has saved. `list` and `show` mark those
+that no run can resume from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds a
+problem or `diff` a difference, 2 for errors.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
-from tools.checkpoint.audit import Audit
-from tools.checkpoint.comparison import KeyComparison, compare
-from tools.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
-from tools.checkpoint.to_file import export_safetensors, export_torch_save
+from megatron_hybrid.checkpoint.audit import Audit
+from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
+from megatron_hybrid.checkpoint.export import find_source, write_export
+from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
+from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
+from megatron_hybrid.saved_model import add_model_flags
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
@@ -82,14 +85,19 @@ class Location(NamedTuple):
         return path_of(self.store, self.name)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
+    """Runs one command; returns the exit code.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
     except (CheckpointError, OSError, ValueError) as error:
-        print(f"checkpoint: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
+        print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
         return 2
 
 
@@ -374,6 +382,20 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
 
 
+def export(arguments: argparse.Namespace) -> int:
+    """Exports a run's model for the transformers library: weights, config and tokenizer."""
+    source = find_source(arguments)
+    with _bar("export", source.num_bytes) as progress:
+        summary = write_export(source, arguments.out, progress)
+    if arguments.json:
+        _print_json(summary)
+    else:
+        size = format_bytes(summary["num_bytes"])
+        what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
+        _print(f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}")
+    return 0
+
+
 def _locate(checkpoint: str) -> Location:
     if "://" in checkpoint:
         root, _, name = checkpoint.rstrip("/").rpartition("/")
@@ -413,7 +435,7 @@ def _print_json(value: object) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Looks at checkpoints, verifies, compares and converts them."
+        description="Looks at checkpoints, verifies, compares, converts and exports them."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -440,4 +462,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     converted.add_argument(
         "--prefix", default="", help="put before every key of a file, e.g. model."
     )
+    exported = add("export", export, "run", "out")
+    exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
+    add_model_flags(exported)
     return parser.parse_args(argv)

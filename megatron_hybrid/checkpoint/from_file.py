@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state.entries import Contents, Entry, Entr
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import open_regular
 from megatron.core.json_reading import parse_json
-from tools.checkpoint.to_file import TRAIN_STATE_KEY, Progress
+from megatron_hybrid.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
 SAFETENSORS_SUFFIX = ".safetensors"
 

@@ -1,0 +1,219 @@
+"""A GPT's checkpoint as a folder of the transformers library, made by one process without a model.
+
+Tensors go from file to file in pieces of a few MiB.
+
+    checkpoint = open_checkpoint(store, "iter_0000500")
+    export_hf(checkpoint, "exports/gpt", config, vocab_size, tokenizer=tokenizer)
+
+The ranks of a run that still lives save such folders by `hf_weights.save_hf`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.dcp.plain_dcp import MODEL_PREFIX, weights_prefix
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.format.metadata import tensors_of
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.files import sync_folder
+from megatron.core.log import printable
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_names, section_names
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.fused_weight import fused_weights
+from megatron.training.checkpoint.hf_files import (
+    StoredTensor,
+    check_tokenizer,
+    main_dtype,
+    save_tokenizer,
+    sync_files,
+    write_gpt_config,
+    write_weights,
+)
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    num_tensors: int
+    num_bytes: int
+    dtype: torch.dtype | None  # of most elements
+
+
+def export_hf(
+    checkpoint: ReadableCheckpoint,
+    folder: str | Path,
+    config: TransformerConfig,
+    vocab_size: int,
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], object] = lambda _num_bytes: None,
+) -> Exported:
+    """Writes a checkpoint's weights, in their dtype, into a folder that `from_pretrained` loads.
+
+    The folder appears once it is whole and on disk, or not at all.
+
+    Args:
+        checkpoint: of either format; other states in it are not read.
+        folder: absent or empty. Unfinished files of earlier exports to it are deleted.
+        config, vocab_size: of the GPT; `vocab_size` is the number of rows of its embedding.
+        tokenizer: as for `save_hf`.
+        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+        progress: called with each number of bytes of tensors written.
+
+    Raises:
+        ConfigError: for a GPT that no architecture of the transformers library computes.
+        CheckpointError: if the weights are not those of this GPT or are damaged, `folder` holds
+            something or cannot be written, or for a tokenizer of another kind.
+    """
+    # Through links: the folder that a link names is replaced, not the link.
+    target = Path(folder).resolve()
+    check_tokenizer(tokenizer)
+    tensors = _tensors(checkpoint, config, vocab_size)
+    with _system_errors(target), _draft_of(target) as draft:
+        write_weights(draft, checkpoint, tensors, max_shard_bytes, progress)
+        ids = save_tokenizer(tokenizer, draft)
+        dtype = main_dtype(tensors)
+        write_gpt_config(draft, config, vocab_size, dtype, ids)
+        sync_files(draft)
+        sync_folder(draft)
+
+        _expect_free(target)
+        # Onto an empty folder, too. One that is filled meanwhile makes it fail.
+        draft.rename(target)
+        sync_folder(target.parent)
+
+    return Exported(len(tensors), sum(tensor.nbytes for tensor in tensors), dtype)
+
+
+class _Part(NamedTuple):
+    """A weight of the GPT as the transformers library has it: a parameter, or some of its rows."""
+
+    name: str  # theirs
+    own: str  # ours, of the section
+    parameter: str
+    parameter_shape: tuple[int, ...]
+    rows: tuple[int, int] | None  # of a fused parameter; None: the parameter is not fused
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.rows is None:
+            return self.parameter_shape
+        start, stop = self.rows
+        return (stop - start, *self.parameter_shape[1:])
+
+
+def _parts(model: GPTModel) -> Iterator[_Part]:
+    names, fused = hf_names(model), fused_weights(model)
+    for parameter, weight in model.named_parameters():
+        shape, sections = tuple(weight.shape), fused.get(parameter)
+        if sections is None:
+            yield _Part(names[parameter], parameter, parameter, shape, None)
+            continue
+
+        for own, section in zip(section_names(parameter, sections), sections.names, strict=True):
+            yield _Part(names[own], own, parameter, shape, sections.row_range(section))
+
+
+def _tensors(
+    checkpoint: ReadableCheckpoint, config: TransformerConfig, vocab_size: int
+) -> list[StoredTensor]:
+    """The tensors to write, in the order of the model. CheckpointError for another model's."""
+    with torch.device("meta"):
+        model = GPTModel(config, vocab_size)
+    parts = list(_parts(model))
+    stored = tensors_of(checkpoint.metadata)
+    prefix = MODEL_PREFIX
+    if not isinstance(checkpoint, PublishedCheckpoint):
+        parameters = [name for name, _ in model.named_parameters()]
+        prefix = weights_prefix(parameters, list(stored), checkpoint.path)
+
+    found: list[StoredTensor] = []
+    problems, missing = [], []
+    for part in parts:
+        key, rows, shape = f"{prefix}{part.own}", None, part.shape
+        if key not in stored and part.rows is not None:
+            # `torch_dcp` keeps fused weights as they are in the model.
+            key, rows, shape = f"{prefix}{part.parameter}", part.rows, part.parameter_shape
+        if key not in stored:
+            missing.append(f"{prefix}{part.own}")
+            continue
+
+        tensor = StoredTensor(part.name, key, stored[key], rows)
+        found.append(tensor)
+        if tuple(tensor.entry.size) != shape:
+            size = tuple(tensor.entry.size)
+            problems.append(f"{key} has shape {size} where the model has {shape}")
+        if not tensor.dtype.is_floating_point:
+            problems.append(f"{key} is {tensor.dtype} where the model has floats")
+
+    known = {tensor.key for tensor in found}
+    others = [key for key in stored if _is_weight(key, prefix) and key not in known]
+    if missing:
+        problems.append(f"it lacks {few(missing)}")
+    if others:
+        problems.append(f"nothing here takes {printable(few(others))}")
+    if problems:
+        raise other_model(checkpoint.path, problems)
+    return found
+
+
+def _is_weight(key: str, prefix: str) -> bool:
+    """Whether a key with this prefix of the model's weights belongs to the model."""
+    if prefix:
+        return key.startswith(prefix)
+    return not key.startswith(("optim.", "optimizer.", "rng."))
+
+
+@contextlib.contextmanager
+def _system_errors(target: Path) -> Iterator[None]:
+    """CheckpointError for what the file system says."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"Expected to write {target}, got {error}.") from error
+
+
+@contextlib.contextmanager
+def _draft_of(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target`, which is deleted in the end unless it was renamed."""
+    _expect_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # What exports that were killed have left. The names are those of `save_hf`'s drafts.
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.writing")
+    for path in target.parent.iterdir():
+        if pattern.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.writing"
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _expect_free(target: Path) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"Expected an absent or empty folder at {target}, got a file.")
+    if (inside := next(iter(sorted(target.iterdir())), None)) is not None:
+        raise CheckpointError(
+            f"Expected an absent or empty folder at {target}, got one that holds "
+            f"{printable(inside.name)}. Weights are never overwritten."
+        )

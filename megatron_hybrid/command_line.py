@@ -1,0 +1,104 @@
+"""`megatron-hybrid COMMAND ...`: the programs of this project, from any folder.
+
+    megatron-hybrid preprocess --input texts/ --output-prefix data/mine --train-tokenizer ...
+    torchrun --standalone --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
+    megatron-hybrid status runs/mine
+    megatron-hybrid checkpoint export runs/mine exports/mine --format hf
+    megatron-hybrid generate --load exports/mine --prompt "def main():"
+
+Each program has its own `--help`, exit codes and messages, those of its script in a clone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAM = "megatron-hybrid"
+
+_PACKAGE = Path(__file__).resolve().parents[1] / "megatron"
+_EXIT_USAGE = 2
+
+
+class Command(NamedTuple):
+    """A program: `main(argv, program)` of the module answers its exit code."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "pretrain": Command("pretrain_gpt", "train a GPT; several ranks: docs/training.md"),
+    "preprocess": Command("preprocess_data", "tokenize text into token files"),
+    "checkpoint": Command(
+        "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"
+    ),
+    "generate": Command("generate", "sample text from a checkpoint or an exported model"),
+    "status": Command("run_status", "say how a run is doing"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one program; returns its exit code.
+
+    Args:
+        argv: the program's command and its arguments; default: the command line's.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (["-h"], ["--help"]):
+        print(_usage())
+        return 0
+    if not given or given[0] not in COMMANDS:
+        print(f"{_usage()}\n", file=sys.stderr)
+        got = repr(given[0]) if given else "none"
+        print(f"{PROGRAM}: expected a command of these, got {got}.", file=sys.stderr)
+        return _EXIT_USAGE
+
+    command, arguments = given[0], given[1:]
+    program = f"{PROGRAM} {command}"
+    try:
+        check_package()
+    except ImportError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+
+    # Usage lines of argparse begin with it.
+    sys.argv = [program, *arguments]
+    # Until the run begins, Ctrl-C ends the process as it would a C program: a traceback from the
+    # middle of an import tells nobody anything. The run's watchdog takes over.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if command == "pretrain" and is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    # Only this program is imported: `status` answers without the seconds that torch takes.
+    module = importlib.import_module(f"megatron_hybrid.{COMMANDS[command].module}")
+    status: int = module.main(arguments, program)
+    if command == "pretrain":
+        from megatron.training.health.exits import exit_process
+
+        exit_process(status)
+    return status
+
+
+def check_package() -> None:
+    """ImportError, in one line, if `megatron` is not the package beside this one."""
+    import megatron  # it looks for another project's files in itself
+
+    found = [str(Path(path).resolve()) for path in megatron.__path__]
+    if found[:1] != [str(_PACKAGE)]:
+        raise ImportError(
+            f"Expected the package megatron of {PROGRAM} at {_PACKAGE}, got that of another "
+            f"distribution at {', '.join(found)}. Uninstall that one (megatron-core, say), or take "
+            "it off PYTHONPATH."
+        )
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: {PROGRAM} COMMAND ...   (COMMAND --help tells more)", ""]
+    lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""Samples text from a trained GPT: a run's newest checkpoint, a given one, or an exported model.
+
+    python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
+    python tools/generate.py --load imported/iter_0000001 --config run.yaml
+    python tools/generate.py --load exports/gpt --tokenizer-model other/tokenizer.json
+
+One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
+model and its tokenizer are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.device import Device, DeviceConfig
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.materialize import materialize
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.options import ConfigError
+from megatron.training.tokenizer import Tokenizer
+from megatron_hybrid.saved_model import add_model_flags, find_model
+
+_PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
+
+
+def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int:
+    """Prints each prompt with its continuation; returns the exit code.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        model, tokenizer, seq_length = load_model(
+            arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
+        )
+    except (CheckpointError, ConfigError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+
+    generator = torch.Generator().manual_seed(arguments.seed)
+    for prompt in arguments.prompt or _PROMPTS:
+        tokens = sample(
+            model,
+            tokenizer.tokenize(prompt) or [tokenizer.eod],
+            num_new_tokens=arguments.max_new_tokens,
+            context_length=seq_length,
+            num_tokens=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            generator=generator,
+        )
+        print(f"--- prompt: {prompt!r}\n{prompt}{tokenizer.detokenize(tokens)}\n")
+
+    return 0
+
+
+def load_model(
+    root: str,
+    iteration: int | None,
+    config: str | None = None,
+    tokenizer_model: str | None = None,
+) -> tuple[GPTModel, Tokenizer, int]:
+    """A model in fp32, its tokenizer, and its sequence length.
+
+    Args:
+        root, iteration, config, tokenizer_model: as for `find_model`.
+
+    Raises:
+        CheckpointError, ConfigError: if there is no model, or what is there does not tell what it
+            is.
+    """
+    found = find_model(root, iteration, config, tokenizer_model)
+    if found.tokenizer is None or found.seq_length is None:
+        lacking = "tokenizer" if found.tokenizer is None else "max_position_embeddings"
+        raise CheckpointError(
+            f"Expected a {lacking} in {found.path}, got none: name a tokenizer by "
+            "--tokenizer-model, or a YAML file with the model's settings by --config."
+        )
+
+    with torch.device("meta"):
+        model = GPTModel(found.config, found.vocab_size)
+    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
+    found.load_into(model)
+    return model.eval(), found.tokenizer, found.seq_length
+
+
+@torch.no_grad()
+def sample(
+    model: torch.nn.Module,
+    prompt: list[int],
+    *,
+    num_new_tokens: int,
+    context_length: int,
+    num_tokens: int,
+    eod: int,
+    temperature: float,
+    top_k: int,
+    generator: torch.Generator,
+) -> list[int]:
+    """Up to `num_new_tokens` token ids that follow `prompt`, ended early by `eod` (which is left
+    out).
+
+    Args:
+        context_length: the model sees the last so many tokens.
+        num_tokens: ids from here on are padding of the embedding and are never drawn.
+        temperature: 0 takes the likeliest token every time.
+        top_k: how many of the likeliest tokens are drawn from; 0 for all.
+    """
+    device = next(model.parameters()).device
+    tokens = list(prompt)
+    for _ in range(num_new_tokens):
+        context = torch.tensor([tokens[-context_length:]], device=device)  # [1, context]
+        logits = model(context)[0, -1, :num_tokens].float().cpu()  # [num_tokens]
+        chosen = _choose(logits, temperature, top_k, generator)
+        if chosen == eod:
+            break
+        tokens.append(chosen)
+    return tokens[len(prompt) :]
+
+
+def _choose(
+    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    likeliest = torch.topk(logits, min(top_k or logits.numel(), logits.numel()))
+    probabilities = torch.softmax(likeliest.values / temperature, dim=0)
+    return int(likeliest.indices[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Samples text from a checkpoint.")
+    parser.add_argument(
+        "--load",
+        required=True,
+        help="folder of a run's checkpoints, one checkpoint, or a folder in Hugging Face's format",
+    )
+    add_model_flags(parser)
+    parser.add_argument(
+        "--prompt", action="append", help="text to continue; may be given several times"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument(
+        "--temperature", type=float, default=0.5, help="0 takes the likeliest token every time"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        help="draw from so many of the likeliest tokens; 0: from all",
+    )
+    parser.add_argument("--seed", type=int, default=1234)
+    arguments = parser.parse_args(argv)
+    for name in ("max_new_tokens", "temperature", "top_k"):
+        if not getattr(arguments, name) >= 0:
+            parser.error(
+                f"--{name.replace('_', '-')}: expected a number >= 0, got "
+                f"{getattr(arguments, name)}."
+            )
+
+    return arguments

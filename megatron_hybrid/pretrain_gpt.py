@@ -1,0 +1,123 @@
+"""Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two
+commands.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
+    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core import log
+from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
+from megatron.core.log import printable
+from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_command_line
+from megatron.training.config import RunConfig
+from megatron.training.health.exits import (
+    ExitCode,
+    ExitError,
+    code_of,
+    is_foreseen,
+    process_status,
+)
+from megatron.training.launch import Launch
+from megatron.training.pretrain import Outcome, pretrain
+from megatron.training.step import Batch
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+
+_SECONDS_TO_SAY_IT = 10.0
+_MOST_CHARACTERS = 4000  # of an error's line
+
+
+def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean cross entropy over all tokens of a microbatch."""
+    losses: torch.Tensor = model(batch["tokens"], batch["labels"])  # [batch, seq] fp32
+    return losses.mean()
+
+
+def run(argv: Sequence[str]) -> Outcome:
+    """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
+    honoured.
+    """
+    launch = Launch.from_environment()
+    parsed = parse_command_line(argv, launch.world_size)
+    log.configure(launch.rank)
+    parsed.log_without_effect()
+
+    config = parsed.config
+    tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+
+    def model_provider(config: RunConfig) -> nn.Module:
+        return GPTModel(config.model, vocab_size)
+
+    def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> GPTDatasets:
+        return build_gpt_datasets(
+            config.data, num_samples, tokenizer.vocab_size, config.training.seed
+        )
+
+    return pretrain(
+        config,
+        model_provider=model_provider,
+        datasets_provider=datasets_provider,
+        forward_step=forward_step,
+        flops_per_sequence=num_floating_point_operations(
+            config.model, vocab_size, config.data.seq_length, 1
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:
+    """Trains. Returns the status to exit with, one of those in docs/recovery.md.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
+    try:
+        launch = Launch.from_environment()
+        outcome = run(sys.argv[1:] if argv is None else argv)
+    except Exception as error:
+        code = code_of(error)
+        if not is_foreseen(error):
+            traceback.print_exc()
+        elif not (isinstance(error, ExitError) and error.is_reported):
+            _say(program, error, code)
+        return int(code)
+    return process_status(outcome.code, launch.is_elastic)
+
+
+def _say(program: str, error: Exception, code: ExitCode) -> None:
+    """Prints an error in one line, or in a line for each setting that is wrong; on the first rank
+    that has it.
+    """
+    if code is not ExitCode.BAD_CONFIGURATION:
+        text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
+        print(f"{program}: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
+        return
+
+    # All ranks have this error, as a rule, and the first one prints it. The launcher ends all ranks
+    # of a machine as soon as one exits, so the others wait for that. If it does not come, only this
+    # machine's ranks had the error, or this rank, which print it then.
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    is_first_machine = os.environ.get("RANK", local_rank) == local_rank
+    if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):
+        time.sleep(patience)
+
+    lines = error.lines if isinstance(error, ConfigError) else (str(error),)
+    lines = tuple(printable(line, _MOST_CHARACTERS) for line in lines)
+    text = lines[0]
+    if len(lines) > 1:
+        text = "\n  ".join((f"{len(lines)} settings cannot be used:", *lines))
+    print(f"{program}: {text}", file=sys.stderr)

@@ -1,0 +1,209 @@
+"""The model behind a path: what it computes, its tokenizer, and where its weights are.
+
+A run's checkpoint holds the run's configuration. Imported weights, and those that
+torch.distributed.checkpoint saved, have none; the YAML file of `--config` stands in for it. A
+folder in the format of the transformers library has its config.json and, as a rule, a tokenizer.
+
+[Note: a tokenizer's relative path] A run's configuration names its tokenizer as the command line
+did, often relative to the folder that the run was started in. If `--save` was relative too, that
+folder is known: it is where the path of the checkpoints begins. The tokenizer is looked for there
+first, and then in the present folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, path_of
+from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.load.small_files import read_train_state
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.models.gpt.hugging_face import config_from_hf
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.arguments import read_yaml, section_from_values
+from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
+from megatron.training.checkpoint.hf_weights import load_hf
+from megatron.training.checkpoint.loading import load_weights
+from megatron.training.checkpoint.run_state import named_checkpoint, place_of
+from megatron.training.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    padded_vocab_size,
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class SavedModel(NamedTuple):
+    """A GPT that is on disk."""
+
+    path: str  # for messages
+    config: TransformerConfig
+    vocab_size: int  # rows of the embedding
+    tokenizer: Tokenizer | None
+    seq_length: int | None  # that it was trained with
+    load_into: Callable[[nn.Module], None]  # loads its weights into such a model, in place
+    checkpoint: tuple[Store, str] | None  # None: a folder of the transformers library
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config`, `--ckpt-step` and `--tokenizer-model`."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with the model's and the tokenizer's settings; default: the run's own",
+    )
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="a tokenizer.json, or the folder of a Hugging Face tokenizer; default: the run's own",
+    )
+
+
+def find_model(
+    root: str,
+    iteration: int | None = None,
+    config: str | None = None,
+    tokenizer_model: str | None = None,
+) -> SavedModel:
+    """Looks up a saved model. Its weights are not read yet.
+
+    Nothing but the settings of the model and its tokenizer is used of a run's configuration: the
+    training's data and devices may be gone.
+
+    Args:
+        root: a folder of checkpoints, of which the newest is taken; a checkpoint; or a folder in
+            the format of the transformers library.
+        iteration: of the checkpoint in the folder, if it is not to be the newest.
+        config: a YAML file with the model's and the tokenizer's settings; default: the run's own.
+        tokenizer_model: a tokenizer in the place of the run's own.
+
+    Raises:
+        CheckpointError, ConfigError: if there is no model, or what is there does not tell what it
+            is.
+    """
+    folder = Path(root)
+    if "://" not in root and os.path.lexists(folder / CONFIG_FILE):
+        for flag, value in (("--ckpt-step", iteration), ("--config", config)):
+            if value is not None:
+                raise ConfigError(
+                    f"{flag}: expected a run or its checkpoint with it, got {root}, which has a "
+                    f"{CONFIG_FILE} of its own."
+                )
+        return _exported(folder, tokenizer_model)
+
+    store, name = _locate(root, iteration)
+    values = _saved_values(store, name) if config is None else read_yaml(config)
+    seq_length = values.get("seq_length")
+    if type(seq_length) is not int or seq_length < 1:
+        where = config or f"the configuration in {path_of(store, name)}"
+        got = reprlib.repr(seq_length)
+        raise CheckpointError(f"Expected seq_length in {where} to be an integer >= 1, got {got}.")
+
+    if tokenizer_model is not None:
+        kind = "HuggingFaceTokenizer"
+        values = {**values, "tokenizer_type": kind, "tokenizer_model": tokenizer_model}
+    elif config is None:
+        values = {**values, "tokenizer_model": _tokenizer_path(store, values)}
+
+    tokenizer_config = section_from_values(TokenizerConfig, values)
+    tokenizer = build_tokenizer(tokenizer_config)
+    return SavedModel(
+        path=path_of(store, name),
+        config=section_from_values(TransformerConfig, values),
+        vocab_size=padded_vocab_size(tokenizer_config, tokenizer),
+        tokenizer=tokenizer,
+        seq_length=seq_length,
+        load_into=lambda model: load_weights(store, name, model),
+        checkpoint=(store, name),
+    )
+
+
+def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
+    """The model in a folder of the transformers library."""
+    file = folder / CONFIG_FILE
+    config, vocab_size = config_from_hf(read_json(file), str(file))
+
+    tokenizer = None
+    if tokenizer_model is not None:
+        tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=tokenizer_model))
+    elif any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES):
+        tokenizer = HuggingFaceTokenizer(folder)
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"--tokenizer-model: expected at most the {vocab_size} ids of {file}, got "
+            f"{tokenizer.vocab_size} of {tokenizer.name}."
+        )
+
+    return SavedModel(
+        path=str(folder),
+        config=config,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        seq_length=config.max_position_embeddings,
+        load_into=lambda model: load_hf(model, folder),
+        checkpoint=None,
+    )
+
+
+def _locate(root: str, iteration: int | None) -> tuple[Store, str]:
+    named = named_checkpoint(root)
+    if named is not None:
+        if iteration is not None:
+            raise CheckpointError(
+                f"Expected a folder of checkpoints with --ckpt-step, got the checkpoint {root}."
+            )
+        return open_store(named[0]), named[1]
+    store = open_store(root)
+    iteration = latest_iteration(store) if iteration is None else iteration
+    if iteration is None:
+        raise CheckpointError(f"Expected a checkpoint in {root}, got none.")
+    return store, checkpoint_name(iteration)
+
+
+def _saved_values(store: Store, name: str) -> dict[str, Any]:
+    """The configuration of the run that a checkpoint is of."""
+    path = path_of(store, name)
+    found = format_of(store, name)
+    if found is None:
+        raise CheckpointError(f"Expected a checkpoint in {path}, got none.")
+    # PyTorch alone writes no such file; a checkpoint of the other format without it is damaged.
+    has_state = found == FSDP_DTENSOR or store.exists(f"{name}/{TRAIN_STATE_FILE}")
+    values = read_train_state(store, name).get("config") if has_state else None
+    if not isinstance(values, dict) or not values:
+        raise CheckpointError(
+            f"Expected the run's configuration in {path}, got none: name a YAML file with the "
+            "settings of the model and its tokenizer by --config."
+        )
+
+    return values
+
+
+def _tokenizer_path(store: Store, values: dict[str, Any]) -> Any:
+    """The path of a run's tokenizer, as [Note: a tokenizer's relative path] says."""
+    path, save = values.get("tokenizer_model"), values.get("save")
+    if not (isinstance(path, str) and isinstance(save, str) and store.is_rename_atomic):
+        return path
+    if Path(path).is_absolute() or Path(save).is_absolute():
+        return path
+
+    place, ending = place_of(store.root), f"/{os.path.normpath(save)}"
+    if place.endswith(ending):
+        found = f"{place.removesuffix(ending)}/{path}"
+        if os.path.lexists(found):
+            return found
+    return path

@@ -1,0 +1,112 @@
+"""`megatron-hybrid`: which program it runs, under which name, and what it says instead."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.health import exits
+from megatron_hybrid import pretrain_gpt
+from megatron_hybrid.command_line import COMMANDS, PROGRAM, main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _own_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", ["pytest"])  # is put back afterwards
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_no_command_and_an_unknown_one_are_answered_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert re.findall(r"^  (\w+) ", usage, re.MULTILINE) == list(COMMANDS)
+    for argv, got in (([], "none"), (["train"], "'train'"), (["--version"], "'--version'")):
+        assert main(argv) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith(usage)
+        assert printed.err.endswith(f"{PROGRAM}: expected a command of these, got {got}.\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_help_under_its_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {PROGRAM} {command} [-h]")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (["status", "."], 2, "status: expected a run's folder, got . without events"),
+        (["checkpoint", "list", "none"], 2, "checkpoint: Expected a folder of checkpoints"),
+        (["generate", "--load", "none"], 2, "generate: Expected a checkpoint in none, got none."),
+        (["preprocess", "--input", "none", "--output-prefix", "x"], 1, "preprocess: error: --inp"),
+        (
+            ["pretrain", "--config", "none.yaml"],
+            2,
+            "pretrain: --config: expected a readable file, got",
+        ),
+    ],
+)
+def test_errors_are_one_line_that_begins_with_the_command(
+    argv: list[str],
+    code: int,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exits, "exit_process", end)  # which would end this process
+    try:
+        status: Any = main(argv)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == code
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"{PROGRAM} {line}")
+
+
+def test_a_run_ends_without_the_interpreters_finalisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's threads may abort it: [exit_process]."""
+    ended: list[int] = []
+    given: list[Any] = []
+    monkeypatch.setattr(exits, "exit_process", ended.append)
+    monkeypatch.setattr(pretrain_gpt, "main", lambda *arguments: given.extend(arguments) or 75)
+    main(["pretrain", "--lr", "1"])
+    assert given == [["--lr", "1"], "megatron-hybrid pretrain"]
+    assert ended == [75]
+    # The event log and argparse take the program's name from there.
+    assert sys.argv == ["megatron-hybrid pretrain", "--lr", "1"]
+
+
+def test_status_is_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000500").mkdir()
+    code = (
+        "import sys; from megatron_hybrid.command_line import main; "
+        f"main(['status', {str(tmp_path)!r}]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr

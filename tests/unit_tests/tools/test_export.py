@@ -1,0 +1,235 @@
+"""From a run's checkpoint to a model that the transformers library loads, and to text again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
+from megatron_hybrid import generate, pretrain_gpt
+from megatron_hybrid.checkpoint import command as checkpoint
+from tests.helpers.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = "def main():\n    return the_answer(to=everything)\n" * 20
+SETTINGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --normalization "
+    "RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear --attention-dropout 0 "
+    "--hidden-dropout 0 --mock-data --num-workers 0 --micro-batch-size 2 --train-iters 2 --lr 1e-2 "
+    "--lr-decay-style constant --eval-iters 0 --bf16 --tokenizer-model data/tokenizer.json --save "
+    "runs/mine --save-interval 1"
+).split()
+ASKED = ["--prompt", "def main", "--max-new-tokens", "4", "--temperature", "0"]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def train(project: str, argv: list[str]) -> None:
+    """A run that is started in the folder `project`."""
+    before = Path.cwd()
+    os.chdir(project)
+    try:
+        pretrain_gpt.run(argv)
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run was started with relative paths, on two ranks."""
+    folder = tmp_path_factory.mktemp("project")
+    train_bpe([TEXT], 300, folder / "data" / "tokenizer.json")
+    run_ranks(2, train, str(folder), SETTINGS)
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Another folder, in which the calls are made."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> str:
+    assert generate.main([*map(str, flags), *ASKED]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The one line that the checkpoint tool says."""
+    assert checkpoint.main(list(map(str, argv))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_transformers_computes_our_logits_from_an_exported_run(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = project / "runs" / "mine"
+    assert checkpoint.main(["export", str(run), "gpt", "--format", "hf"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("gpt: LlamaForCausalLM, 11 tensors of ")
+    assert printed.endswith(f" in float32, of {run.resolve()}/iter_0000002\n")
+
+    ours, tokenizer, seq_length = generate.load_model(str(run), None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(elsewhere / "gpt").eval()
+    assert theirs.config.max_position_embeddings == seq_length == 16
+    loaded = transformers.AutoTokenizer.from_pretrained(elsewhere / "gpt")
+    ids = tokenizer.tokenize(TEXT)[:seq_length]
+    assert loaded(TEXT)["input_ids"][:seq_length] == ids
+    with torch.no_grad():
+        logits = ours(torch.tensor([ids]))
+        torch.testing.assert_close(logits, theirs(torch.tensor([ids])).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = project / "runs" / "mine"
+    text = written(capsys, "--load", run)
+    assert text.startswith("--- prompt: 'def main'\ndef main")
+    assert written(capsys, "--load", run / "iter_0000002") == text
+    assert checkpoint.main(["export", str(run / "iter_0000002"), "gpt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "LlamaForCausalLM"
+    assert written(capsys, "--load", "gpt") == text
+
+    # The export has all that it needs.
+    (elsewhere / "gpt").rename(elsewhere / "moved")
+    assert written(capsys, "--load", "moved") == text
+    (elsewhere / "moved" / "tokenizer.json").rename("tokenizer.json")
+    (elsewhere / "moved" / "tokenizer_config.json").unlink()
+    assert written(capsys, "--load", "moved", "--tokenizer-model", "tokenizer.json") == text
+    assert generate.main(["--load", "moved"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Expected a tokenizer in moved, got none: name a tokenizer by --tokenizer-model" in line
+
+
+def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = project / "runs" / "mine"
+    text = written(capsys, "--load", run)
+    (elsewhere / "copy").symlink_to(run)  # is followed: the run is still where it was started
+    assert written(capsys, "--load", "copy") == text
+    (elsewhere / "copy").unlink()
+
+    moved = elsewhere / "iter_0000002"
+    (run / "iter_0000002").rename(moved)
+    try:
+        assert generate.main(["--load", str(moved)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("generate.py: --tokenizer-model: expected a tokenizer.json")
+        assert line.endswith("got 'data/tokenizer.json'.")
+        tokenizer = project / "data" / "tokenizer.json"
+        assert written(capsys, "--load", moved, "--tokenizer-model", tokenizer) == text
+        # The present folder may have it as well.
+        (elsewhere / "data").symlink_to(project / "data")
+        assert written(capsys, "--load", moved) == text
+    finally:
+        moved.rename(run / "iter_0000002")
+
+
+def test_the_runs_own_tokenizer_goes_before_one_of_the_present_folder(
+    project: Path, elsewhere: Path
+) -> None:
+    train_bpe(["other words"], 260, elsewhere / "data" / "tokenizer.json")
+    _, tokenizer, _ = generate.load_model(str(project / "runs" / "mine"), None)
+    own = HuggingFaceTokenizer(project / "data" / "tokenizer.json")
+    assert tokenizer.tokenize(TEXT) == own.tokenize(TEXT)
+
+
+def test_an_earlier_iteration_and_other_formats_are_exported(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = project / "runs" / "mine"
+    for step, folder in (("1", "first"), ("2", "second")):
+        assert checkpoint.main(["export", str(run), folder, "--ckpt-step", step]) == 0
+    first, second = (elsewhere / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() != second.read_bytes()
+
+    # Weights that PyTorch alone has saved: a file says what they are.
+    model, _, _ = generate.load_model(str(run), None)
+    dcp.save(model.state_dict(), checkpoint_id=elsewhere / "plain", no_dist=True)
+    assert "name a YAML file" in refused(capsys, "export", "plain", "gpt")
+    settings = {**dataclasses.asdict(model.config), "seq_length": 16}
+    settings["tokenizer_model"] = str(project / "data" / "tokenizer.json")
+    text = "".join(f"{key}: {value}\n" for key, value in settings.items() if value is not None)
+    Path("run.yaml").write_text(text)
+    assert checkpoint.main(["export", "plain", "gpt", "--config", "run.yaml"]) == 0
+    assert (elsewhere / "gpt" / "model.safetensors").read_bytes() == second.read_bytes()
+
+
+def test_a_folder_that_computes_otherwise_is_refused_by_name(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint.main(["export", str(project / "runs" / "mine"), "gpt"]) == 0
+    file = elsewhere / "gpt" / "config.json"
+    content = json.loads(file.read_text())
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    for changes, message in (
+        ({"rope_parameters": scaled}, "config.json says rope_parameters {'factor': 8.0"),
+        ({"hidden_act": "relu"}, "config.json says hidden_act relu where the model has silu"),
+        ({"model_type": "gpt2"}, "Expected a model_type of llama, qwen3, "),
+    ):
+        file.write_text(json.dumps({**content, **changes}))
+        assert generate.main(["--load", "gpt"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
+def change_config(run: Path, **changes: Any) -> None:
+    for path in run.glob("*/train_state.json"):
+        state = json.loads(path.read_text())
+        state["config"] |= changes
+        path.write_text(json.dumps(state))
+
+
+def test_what_cannot_be_exported_is_one_line(
+    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = project / "runs" / "mine"
+    (elsewhere / "full").mkdir()
+    (elsewhere / "full" / "mine").touch()
+    line = refused(capsys, "export", run, "full")
+    assert line.startswith("checkpoint: Expected an absent or empty folder at ")
+    assert "got one that holds mine. Weights are never overwritten." in line
+    assert "Expected a checkpoint in none, got none" in refused(capsys, "export", "none", "gpt")
+
+    assert checkpoint.main(["export", str(run), "gpt"]) == 0
+    line = refused(capsys, "export", "gpt", "again")
+    assert "Expected a run or its checkpoint, got gpt, which is in the format of" in line
+    assert "--ckpt-step: expected a run" in refused(capsys, "export", "gpt", "x", "--ckpt-step=1")
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["full", "gpt"]
+
+    # No architecture of the transformers library has these two together. In the format without
+    # digests, so that what a file says can be changed.
+    torch_dcp = ["--ckpt-format", "torch_dcp", "--save", "runs/other"]
+    run_ranks(2, train, str(project), [*SETTINGS, *torch_dcp])
+    change_config(project / "runs" / "other", normalization="LayerNorm", qk_layernorm=True)
+    line = refused(capsys, "export", project / "runs" / "other", "x")
+    assert line.startswith("checkpoint: --qk-layernorm: expected a GPT that an architecture")
+    assert not (elsewhere / "x").exists()
+
+
+def test_scripts_of_a_clone_run_from_any_folder(elsewhere: Path) -> None:
+    """They find the clone that they are in. Without the environment's packages, an installation of
+    this project among them, they come as far as the first package that they lack.
+    """
+    for script in ("checkpoint", "generate", "preprocess_data", "run_status"):
+        command = [sys.executable, "-S", str(ROOT / "tools" / f"{script}.py"), "--help"]
+        environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=elsewhere, env=environment, timeout=60
+        )
+        last = done.stderr.rstrip("\n").rpartition("\n")[2]
+        assert done.returncode == 0 or "megatron" not in last, done.stderr

@@ -1,0 +1,225 @@
+"""A checkpoint's weights in the transformers library's files, without a model: the same files that
+`save_hf` writes of the model itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint import hf_export
+from megatron.training.checkpoint.hf_export import export_hf
+from megatron.training.checkpoint.hf_weights import save_hf
+from megatron.training.tokenizer import ByteTokenizer
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
+from tests.unit_tests.training.helpers.hf_folders import (
+    ARCHITECTURES,
+    CPU,
+    QWEN3,
+    VOCAB,
+    digests,
+    names_in,
+    plain_gpt,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def published(root: Path, model: torch.nn.Module, name: str = "own") -> ReadableCheckpoint:
+    """A checkpoint in our format."""
+    store = LocalStore(root)
+    with CheckpointManager(store, CPU, 0, 1, "0" * 16) as manager:
+        manager.save(1, collect(model), {}, name=name)
+        manager.finish()
+    return open_checkpoint(store, name)
+
+
+def saved_by_torch(root: Path, state: dict[str, Any]) -> ReadableCheckpoint:
+    """A checkpoint of PyTorch's, in which fused weights are fused."""
+    dcp.save(state, checkpoint_id=root / "torch", no_dist=True)
+    return open_checkpoint(LocalStore(root), "torch")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> ReadableCheckpoint:
+    return published(tmp_path / "runs", plain_gpt())
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_files_are_those_that_the_model_itself_is_saved_in(tmp_path: Path, case: str) -> None:
+    model = plain_gpt(dataclasses.replace(QWEN3, **ARCHITECTURES[case]))
+    save_hf(model, tmp_path / "model", CPU, tokenizer=ByteTokenizer())
+    prefixed = {"app": {"model": model.state_dict(), "optim": {"lr": torch.ones(1)}}}
+    sources = (published(tmp_path, model), saved_by_torch(tmp_path, prefixed))
+    for number, source in enumerate(sources):
+        folder = tmp_path / f"exported{number}"
+        export_hf(source, folder, model.config, VOCAB, tokenizer=ByteTokenizer())
+        assert digests(folder) == digests(tmp_path / "model")
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
+    config = dataclasses.replace(QWEN3, **ARCHITECTURES[case], max_position_embeddings=32)
+    content = json.loads(json.dumps(hf_config(config, VOCAB)))
+    found, vocab_size = config_from_hf(content, "config.json")
+    trained = dataclasses.replace(config, init_method_std=0.02, group_query_attention=True)
+    assert (found, vocab_size) == (trained, VOCAB)
+    # And in the form of transformers 4.
+    del content["rope_parameters"]
+    assert config_from_hf(content, "config.json")[0] == trained
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, "a model_type of llama, qwen3, .* in x.json, got 'gpt2'"),
+        ({"model_type": ["llama"]}, "a model_type of llama"),
+        ({"hidden_size": None}, "--hidden-size: expected an integer >= 1, got None"),
+        ({"head_dim": "8"}, "--kv-channels: expected an integer >= 1, got '8'"),
+        ({"vocab_size": True}, "vocab_size in x.json to be an integer >= 1, got True"),
+        ({"attention_bias": 7}, "biases none in x.json, got attention_bias 7"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "--rotary-base: expected a number"),
+    ],
+)
+def test_a_config_of_something_else_is_one_line(changed: dict[str, Any], message: str) -> None:
+    content = {**hf_config(QWEN3, VOCAB), **changed}
+    with pytest.raises(ConfigError, match=message) as caught:
+        config_from_hf(content, "x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_without_a_number_that_decides_names_it() -> None:
+    content = hf_config(QWEN3, VOCAB)
+    for name in ("model_type", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
+        others = {key: value for key, value in content.items() if key != name}
+        with pytest.raises(ConfigError, match=rf"Expected {name} in x.json, got none\."):
+            config_from_hf(others, "x.json")
+
+
+def test_only_a_piece_is_in_memory(tmp_path: Path) -> None:
+    config = dataclasses.replace(QWEN3, hidden_size=1024, num_layers=1)
+    model = GPTModel(config, 8192)  # an embedding of 32 MiB
+    source = published(tmp_path, model)
+    del model
+    seen: list[int] = []
+    with Live() as live:
+        export_hf(source, tmp_path / "gpt", config, 8192, progress=seen.append)
+    assert live.peak < 18 << 20
+    assert sum(seen) > 32 << 20
+
+
+def other_config(**changes: Any) -> TransformerConfig:
+    return dataclasses.replace(QWEN3, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab_size", "message"),
+    [
+        (other_config(num_layers=3), VOCAB, r"it lacks model.decoder.layers.2.* and \d+ more"),
+        (other_config(num_layers=1), VOCAB, "nothing here takes model.decoder.layers.1"),
+        (other_config(ffn_hidden_size=12), VOCAB, r"mlp.gate.weight has shape \(10, 24\) where"),
+        (QWEN3, 64, r"word_embeddings.weight has shape \(61, 24\) where the model has \(64, 24\)"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    tmp_path: Path,
+    checkpoint: ReadableCheckpoint,
+    config: TransformerConfig,
+    vocab_size: int,
+    message: str,
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        export_hf(checkpoint, tmp_path / "gpt", config, vocab_size)
+    assert names_in(tmp_path) == ["runs"]
+
+
+def test_a_fused_weight_of_other_rows_and_of_no_floats_is_refused(tmp_path: Path) -> None:
+    state = plain_gpt().state_dict()
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    other = {**state, name: torch.zeros(70, 24, dtype=torch.int32)}
+    source = saved_by_torch(tmp_path, {"model": other})
+    shape = rf"{name} has shape \(70, 24\) where the model has \(64, 24\)"
+    with pytest.raises(CheckpointError, match=rf"{shape}.*is torch.int32 where the model has fl"):
+        export_hf(source, tmp_path / "gpt", QWEN3, VOCAB)
+
+
+def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
+    tmp_path: Path, checkpoint: ReadableCheckpoint
+) -> None:
+    config = other_config(normalization="LayerNorm", kv_channels=6)
+    message = r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got True\."
+    with pytest.raises(ConfigError, match=message):
+        export_hf(checkpoint, tmp_path / "gpt", config, VOCAB)
+    assert names_in(tmp_path) == ["runs"]
+
+
+def test_an_empty_folder_is_taken_and_a_filled_one_is_not(
+    tmp_path: Path, checkpoint: ReadableCheckpoint
+) -> None:
+    target = tmp_path / "exports" / "gpt"
+    target.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(target)
+    # What an export that was killed has left, and what belongs to somebody else.
+    (target.parent / ".gpt.0123abcd.writing").mkdir()
+    (target.parent / ".other.0123abcd.writing").mkdir()
+    export_hf(checkpoint, tmp_path / "link", QWEN3, VOCAB)
+    assert names_in(target) == ["config.json", "model.safetensors"]
+    assert names_in(target.parent) == [".other.0123abcd.writing", "gpt"]
+    assert (tmp_path / "link").is_symlink()
+
+    before = digests(target)
+    with pytest.raises(CheckpointError, match=r"empty folder at .*gpt, got one that holds conf"):
+        export_hf(checkpoint, target, QWEN3, VOCAB)
+    assert digests(target) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"empty folder at .*file, got a file"):
+        export_hf(checkpoint, tmp_path / "file", QWEN3, VOCAB)
+    with pytest.raises(CheckpointError, match=r"Expected to write .*file/gpt, got .*File exists"):
+        export_hf(checkpoint, tmp_path / "file" / "gpt", QWEN3, VOCAB)
+
+
+def full_disk(*_arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def fill(target: Path) -> Callable[..., None]:
+    def filled(_draft: Path) -> None:
+        target.mkdir()
+        (target / "mine").touch()
+
+    return filled
+
+
+def test_whatever_fails_on_the_way_nothing_is_left(
+    tmp_path: Path, checkpoint: ReadableCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "exports" / "gpt"
+    for step in ("write_weights", "write_gpt_config", "sync_files", "sync_folder"):
+        with monkeypatch.context() as patch:
+            patch.setattr(hf_export, step, full_disk)
+            with pytest.raises(CheckpointError, match=r"Expected to write .*No space left"):
+                export_hf(checkpoint, target, QWEN3, VOCAB)
+        assert names_in(target.parent) == []
+
+    # Somebody else was faster.
+    monkeypatch.setattr(hf_export, "sync_files", fill(target))
+    with pytest.raises(CheckpointError, match="got one that holds mine"):
+        export_hf(checkpoint, target, QWEN3, VOCAB)
+    assert names_in(target) == ["mine"]
+    assert names_in(target.parent) == ["gpt"]

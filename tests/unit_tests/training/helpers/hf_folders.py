@@ -1,0 +1,80 @@
+"""GPTs in the transformers library's files: one for each architecture that is written."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.materialize import materialize
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+
+CPU = Device("cpu")
+VOCAB = 61  # rows that no number of ranks divides
+QWEN3 = TransformerConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    ffn_hidden_size=10,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=8,
+    qk_layernorm=True,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    norm_epsilon=1e-3,
+    rotary_base=500.0,
+    init_method_std=0.2,
+)
+PLAIN = {"qk_layernorm": False, "normalization": "LayerNorm", "norm_epsilon": 1e-2}
+ARCHITECTURES = {
+    "Qwen3": {"untie_embeddings_and_output_weights": True},
+    "Qwen3 tied": {},
+    "Llama": {"qk_layernorm": False, "rotary_base": 100000.0},
+    "Llama biases": {
+        "qk_layernorm": False,
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "Qwen2": {"qk_layernorm": False, "add_qkv_bias": True},
+    "SmolLM3": {"qk_layernorm": False, "position_embedding_type": "none"},
+    "StableLm": {**PLAIN, "kv_channels": 6, "rotary_percent": 0.34},
+    "StableLm biases": {**PLAIN, "kv_channels": 6, "add_qkv_bias": True},
+    "Starcoder2": {**PLAIN, "swiglu": False},
+    "Starcoder2 biases": {
+        **PLAIN,
+        "swiglu": False,
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "Arcee": {"qk_layernorm": False, "swiglu": False},
+    "Arcee biases": {"qk_layernorm": False, "swiglu": False, "add_bias_linear": True},
+}
+
+
+def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
+    """With weights none of which is as it begins: norms are not ones, biases not zero."""
+    model = GPTModel(config, VOCAB)
+    materialize(model, "cpu", seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

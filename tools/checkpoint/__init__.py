@@ -1,1 +1,0 @@
-"""The checkpoint tool: list, show, verify, diff and convert. Nothing else imports it."""
