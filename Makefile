@@ -53,7 +53,8 @@ data/stdlib_text_document.idx: data/stdlib.jsonl | $(VENV)/.installed
 data: install data/stdlib_text_document.idx
 
 pretrain: data
-	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) pretrain_gpt.py --config examples/gpt_cpu.yaml
+	$(RUN) $(BIN)/python -m megatron_hybrid launch --standalone --nproc-per-node $(RANKS) \
+	    pretrain_gpt.py --config examples/gpt_cpu.yaml
 
 generate: pretrain
 	$(BIN)/python tools/generate.py --load runs/gpt_cpu

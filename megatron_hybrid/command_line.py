@@ -1,7 +1,7 @@
 """`megatron-hybrid COMMAND ...`: the programs of this project, from any folder.
 
     megatron-hybrid preprocess --input texts/ --output-prefix data/mine --train-tokenizer ...
-    torchrun --standalone --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
+    megatron-hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
     megatron-hybrid status runs/mine
     megatron-hybrid checkpoint export runs/mine exports/mine --format hf
     megatron-hybrid generate --load exports/mine --prompt "def main():"
@@ -32,7 +32,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "pretrain": Command("pretrain_gpt", "train a GPT; several ranks: docs/training.md"),
+    "pretrain": Command("pretrain_gpt", "train a GPT; on several ranks under launch or torchrun"),
+    "launch": Command("launcher", "torchrun, without its tracebacks"),
     "preprocess": Command("preprocess_data", "tokenize text into token files"),
     "checkpoint": Command(
         "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"

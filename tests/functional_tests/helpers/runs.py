@@ -22,6 +22,8 @@ from tests.helpers.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120.0  # seconds
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# The same arguments, to the project's own launcher.
+LAUNCHER = [sys.executable, "-m", "megatron_hybrid", "launch", *TORCHRUN[3:]]
 SETTINGS = [
     *(
         "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data"

@@ -1,0 +1,50 @@
+"""torchrun without its own tracebacks: `python -m megatron_hybrid launch`.
+
+    python -m megatron_hybrid launch --standalone --nproc-per-node 2 pretrain_gpt.py --config ...
+
+Takes torchrun's arguments and runs its agent in this process, so ranks are launched, watched and
+restarted as by torchrun. What differs is how it ends: when a rank fails, or Ctrl-C is pressed,
+torchrun prints a traceback of its own code below what the ranks have said, and exits with 1. This
+program leaves the last word to the ranks, and exits with the status of the one that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main(argv: Sequence[str] | None = None, program: str = "megatron-hybrid launch") -> int:
+    """Launches the ranks of this machine. Returns the status to exit with.
+
+    That is 0 if all ranks ended well, else the status of the first that failed, 128 and the
+    signal's number if a signal ended it or this program.
+
+    Args:
+        argv: torchrun's arguments; default: the command line's.
+        program: the name that messages begin with.
+    """
+    arguments = torchrun.parse_args(list(sys.argv[1:] if argv is None else argv))
+    if "LOGLEVEL" not in os.environ:
+        # The agent warns of every process that it passes a signal on to, and its error report
+        # repeats what is known: the ranks' own words would scroll out of sight.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+    try:
+        torchrun.run(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        print(f"{program}: rank {rank} ended with status {status}", file=sys.stderr)
+        return status
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:  # before the agent has handlers of its own
+        return 128 + 2
+    return 0
