@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
@@ -25,9 +27,12 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event
 
-# Numbers contexts, alike on all ranks: notes of different contexts must differ.
-_numbers = itertools.count()
+# Numbers contexts by the ranks of their meshes, alike on all of these: notes of different contexts
+# must differ. Not all contexts of the process, of which a rank outside some mesh has fewer.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 _MOST_GROUPS = 2**20  # of one context
+_MOST_CONTEXTS = 2**16  # of one mesh, before numbers repeat
+_MOST_MESHES = 2**26  # together, a number is less than 2**62
 
 
 class ScheduledModule(Protocol):
@@ -81,7 +86,6 @@ class FsdpContext:
             `fully_shard_context` says when the last one has been sharded.
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
-        next_number: of the next group: what ranks call it among themselves.
         lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
             been issued.
         history: the notes of what has been put on the lanes since ranks last compared them.
@@ -95,8 +99,7 @@ class FsdpContext:
         self.is_finalized = False
         self.is_last_microbatch = True
         self.num_passes = 0
-        self.next_number = next(_numbers) * _MOST_GROUPS
-
+        self._next_number: int | None = None
         self.lanes_issue_at_once = device.is_accelerator
         self.history = NoteHistory()
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
@@ -138,10 +141,20 @@ class FsdpContext:
         """Takes a module that has just been sharded."""
         self._modules.append(weakref.ref(module))
 
+    def next_number(self, mesh: DeviceMesh) -> int:
+        """Of the next group: what ranks call it among themselves. The first mesh counts."""
+        if self._next_number is None:
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            # Two models on different meshes may become one context, so the ranks are in the number.
+            which = zlib.crc32(repr(ranks).encode()) % _MOST_MESHES
+            context = next(_numbers[ranks]) % _MOST_CONTEXTS
+            self._next_number = (which * _MOST_CONTEXTS + context) * _MOST_GROUPS
+        return self._next_number
+
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Takes a new group, whose number was `next_number`."""
         self._groups[group.number] = weakref.ref(group)
-        self.next_number = group.number + 1
+        self._next_number = group.number + 1
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains those of both is sharded.

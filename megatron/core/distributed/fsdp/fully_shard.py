@@ -169,7 +169,8 @@ def fully_shard(
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
 
     context = construction.context
-    owned, device, first = _checked_parameters(module, context), context.device, context.next_number
+    owned, device = _checked_parameters(module, context), context.device
+    first = context.next_number(mesh)
     groups = [
         FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
         for number, own in enumerate(_grouped(owned), start=first)

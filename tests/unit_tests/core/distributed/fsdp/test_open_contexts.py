@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megatron.core.distributed.fsdp import (
@@ -249,3 +249,23 @@ def test_what_was_taken_from_a_parameter_waits_for_its_updates() -> None:
             assert torch.equal(handle, parameter.full_tensor())
             assert torch.equal(view, parameter.full_tensor().view(-1))
         optimizer.zero_grad()
+
+
+@on_ranks(3)
+def test_ranks_that_hold_more_models_than_others_train_one_with_them() -> None:
+    """The first two have a model of their own; what ranks tell each other must not count it."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    x = torch.ones(4, 6)
+    if dist.get_rank() < 2:
+        own = net()
+        fully_shard(own, mesh)
+        own(x).sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="one outside it"):
+            fully_shard(net(), mesh)
+    model, plain = net(), net()
+    fully_shard(model)
+    for each in (model, plain):
+        each(x).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
