@@ -29,8 +29,8 @@ _PACKAGE = Path(__file__).resolve().parent
 _SIGN = "core/package_info.py"
 _DISTRIBUTION = "megatron_hybrid-"  # begins the name of the folder that pip makes for our metadata
 _REPAIR = (
-    "Run `pip uninstall megatron-core` and `pip install --force-reinstall --no-deps "
-    "megatron-hybrid`, and keep megatron-core in an environment of its own."
+    "Run `pip uninstall megatron-core`, then `pip install --force-reinstall --no-deps` with the "
+    "wheel or clone of megatron-hybrid, and keep megatron-core in an environment of its own."
 )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.log import printable
 from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         model, tokenizer, seq_length = load_model(
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
-    except (CheckpointError, ConfigError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return 2
 
     generator = torch.Generator().manual_seed(arguments.seed)

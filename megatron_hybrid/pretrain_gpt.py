@@ -52,10 +52,10 @@ def run(argv: Sequence[str]) -> Outcome:
     """
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
-    log.configure(launch.rank)
+    config = parsed.config
+    log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
-    config = parsed.config
     tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
 

@@ -277,9 +277,14 @@ class Field:
 
         # math.isfinite refuses integers that no float can hold.
         is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
+        if is_huge:
+            limit = f"of at most {_MAX_BITS} bits"
+            expected = (
+                f"{self.expected} {limit if rule.ceiling is None else f'and <= {rule.ceiling}'}"
+            )
+            raise ConfigError(f"{self.flag}: expected {expected}, got {shown(got)}.")
         if (
-            is_huge
-            or not math.isfinite(item)
+            not math.isfinite(item)
             or (rule.at_least is not None and not item >= rule.at_least)
             or (rule.more_than is not None and not item > rule.more_than)
             or (rule.at_most is not None and not item <= rule.at_most)

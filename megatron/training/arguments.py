@@ -85,7 +85,9 @@ def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLin
     settings = _Settings()
     for word in stray:
         shown_word = printable(word, _SHOWN_KEY)
-        settings.errors.append(f"{shown_word}: expected a flag before it, got none.")
+        settings.errors.append(
+            f"{shown_word}: expected a flag, which begins with --, or its value."
+        )
     paths = [one for one in given if one.flag == "--config"]
     if paths:
         settings.read_file(_only_value(paths[-1], "a YAML file"))
@@ -194,7 +196,10 @@ class _Settings:
                 continue  # a file may hold thousands
             where = "" if path is None else f"{path}: "
             found = answer(given, self.values, self._samples_per_iteration(world_size))
-            if found is None:
+            if found is None and _is_megatrons(Given(given.flag, ())):
+                got = shown(" ".join(given.values))
+                lines.append(f"{where}{given.flag}: expected at most one value, got {got}.")
+            elif found is None:
                 lines.append(where + _unknown(given, is_key=path is not None))
             elif found.ruling is Ruling.NO_EFFECT:
                 self.without_effect.append(given)
@@ -223,6 +228,8 @@ class _Settings:
 
     def _samples_per_iteration(self, world_size: int) -> int:
         """0 if the flags for it are missing or wrong."""
+        if not self.spoken_of.isdisjoint(("--micro-batch-size", "--global-batch-size")):
+            return 0
         micro, whole = (
             self.values.get(name) or 0 for name in ("micro_batch_size", "global_batch_size")
         )
@@ -230,7 +237,7 @@ class _Settings:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
-    """The flags with their values, and the words before the first flag. `--flag=value` and negative
+    """The flags with their values, and the words that are neither. `--flag=value` and negative
     numbers are understood.
     """
     stray: list[str] = []
@@ -239,9 +246,19 @@ def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             given.append((name, [value] if equals else []))
+        elif given and (not word.startswith("-") or word == "-" or _is_number(word)):
+            given[-1][1].append(word)
         else:
-            (given[-1][1] if given else stray).append(word)
+            stray.append(word)
     return [Given(flag, tuple(values)) for flag, values in given], stray
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_megatrons(given: Given) -> bool:

@@ -88,7 +88,7 @@ def short_line(interval: Interval) -> str:
         "skipped": record["skipped_iterations"] or None,
         "nan": record["nan_iterations"] or None,
     }
-    parts += [f"{name} {number:g}" for name, number in rare.items() if number is not None]
+    parts += [f"{name} {_plain(number)}" for name, number in rare.items() if number is not None]
     return "  ".join(parts)
 
 
@@ -123,6 +123,10 @@ def _rate(value: float) -> str:
     """`1.49e-3`"""
     mantissa, found, exponent = f"{value:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if found and value else f"{value:g}"
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _thousands(value: float) -> str:

@@ -72,6 +72,9 @@ class MegatronFlags:
             return False
         if self.unless is not None and settings.get(self.unless):
             return False
+        # What is ignored is not looked at: two words after it are one too many.
+        if self.ruling is Ruling.NO_EFFECT and not self.values and len(given.values) > 1:
+            return False
         return any(fnmatch.fnmatchcase(given.flag, name) for name in self.names)
 
 
@@ -133,8 +136,10 @@ def _remove(names: str, why: str, *values: str) -> MegatronFlags:
     return MegatronFlags(tuple(names.split()), Ruling.REMOVE, why, values)
 
 
-def _replace(names: str, use: str, why: str, *values: str) -> MegatronFlags:
-    return MegatronFlags(tuple(names.split()), Ruling.REPLACE, why, values, use)
+def _replace(
+    names: str, use: str, why: str, *values: str, unless: str | None = None
+) -> MegatronFlags:
+    return MegatronFlags(tuple(names.split()), Ruling.REPLACE, why, values, use, unless)
 
 
 # The first row that covers a flag answers it: rows with values stand before those without.
@@ -222,10 +227,14 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _no_effect("--te-rng-tracker --inference-rng-tracker", "Dropout has PyTorch's generator."),
     _no_effect("--rope-type", "It is --position-embedding-type's rope.", "rope"),
+    _remove("--rope-type", "Rotary embeddings are offered with --rotary-base alone."),
     _replace(
         "--use-rotary-position-embeddings", "--position-embedding-type rope", "It is one setting."
     ),
-    _replace("--no-position-embedding", "--position-embedding-type none", "It is one setting."),
+    _no_effect(
+        "--no-position-embedding",
+        "It turns off learned absolute positions, which are not offered, and is for rope there.",
+    ),
     _remove(
         "--position-embedding-type",
         "Other positions than rope and none are not offered; rope is the default.",
@@ -390,6 +399,13 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--ckpt-format fsdp_dtensor",
         "It is the project's own; Megatron-LM's torch and torch_dist are neither written nor read.",
         *("torch", "torch_dist"),
+        unless="use_torch_fsdp2",
+    ),
+    _replace(
+        "--ckpt-format",
+        "--ckpt-format torch_dcp",
+        "Megatron-LM's torch and torch_dist are neither written nor read.",
+        *("torch", "torch_dist"),
     ),
     _no_effect(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-* "
@@ -425,8 +441,12 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--rerun-mode --check-for-spiky-loss --check-for-large-grads --error-injection-*",
         "Steps are not run again; --check-for-nan-in-loss ends a run whose loss is not finite.",
     ),
-    _no_effect("--exit-signal", "It is among those of --exit-signal-handler.", "SIGTERM"),
-    _remove("--exit-signal", "--exit-signal-handler heeds SIGTERM and SIGUSR1."),
+    _no_effect(
+        "--exit-signal",
+        "It is among those of --exit-signal-handler.",
+        *("SIGTERM", "SIGUSR1", "SIGINT"),
+    ),
+    _remove("--exit-signal", "--exit-signal-handler heeds SIGTERM, SIGUSR1 and SIGINT."),
     _remove(
         "--adlr-autoresume* --enable-ft-package --calc-ft-timeouts --ft-* --inprocess-*",
         "The watchdog (--hang-timeout-seconds) and torchrun's --max-restarts bring a run back.",

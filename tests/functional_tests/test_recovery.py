@@ -485,7 +485,7 @@ def test_a_full_disk_a_nan_and_a_slow_rank_by_flag_are_in_the_event_log_and_the_
     assert losses[3] is None, "JSON has no NaN"
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/try", "runs/production-2/gpt"])
+@pytest.mark.parametrize("place", ["memory://bucket/try", "runs/production-2/gpt"])
 def test_faults_are_refused_where_a_path_looks_like_production(tmp_path, place):
     for flags in (["--save", place], ["--save", tmp_path, "--load", place]):
         with pytest.raises(

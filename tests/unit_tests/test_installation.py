@@ -25,7 +25,7 @@ FOREIGN = {
     "megatron/core/package_info.py": "MAJOR = 0\n",
     "megatron/core/parallel_state.py": "raise ImportError('theirs was imported')\n",
 }
-REPAIR = "Run `pip uninstall megatron-core` and `pip install --force-reinstall"
+REPAIR = "Run `pip uninstall megatron-core`, then `pip install --force-reinstall"
 
 
 def without_paths(**others: str) -> dict[str, str]:

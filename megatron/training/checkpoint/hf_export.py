@@ -80,6 +80,8 @@ def export_hf(
         CheckpointError: if the weights are not those of this GPT or are damaged, `folder` holds
             something or cannot be written, or for a tokenizer of another kind.
     """
+    if "://" in str(folder):
+        raise CheckpointError(f"Expected a local folder to export to, got {folder}.")
     # Through links: the folder that a link names is replaced, not the link.
     target = Path(folder).resolve()
     check_tokenizer(tokenizer)

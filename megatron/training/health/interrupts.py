@@ -66,26 +66,37 @@ class OnInterrupt:
     saves: bool = False
     is_elastic: bool = False
 
-    def first(self, when: str) -> str:
-        """The line for the first SIGINT, if it is handled."""
-        plan = "save and end" if self.saves else "end, unsaved without --save"
+    def first(self, when: str, is_saved: bool) -> str:
+        """The line for the first SIGINT, if it is handled.
+
+        Args:
+            is_saved: whether the state at `when` is saved.
+        """
+        plan = "the run will finish its step, save and end."
+        if is_saved:
+            plan = "its state is saved, and the run ends after what is under way."
+        elif not self.saves:
+            plan = "the run will finish its step and end. Without --save, nothing of it is kept."
         if self.is_elastic:
             limit = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             more = f"torchrun kills it after {limit} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."
         else:
             more = "A second Ctrl-C ends it at once."
-        return f"SIGINT {when}: the run will finish its step, {plan}. {more}"
+        return f"SIGINT {when}: {plan} {more}"
 
-    def unhandled(self, when: str, has_trained: bool) -> str:
+    def unhandled(self, when: str, has_trained: bool, is_saved: bool) -> str:
         """The line for a SIGINT that ends the run at once.
 
         Args:
             has_trained: whether this start of the run has made a step.
+            is_saved: whether the state at `when` is saved.
         """
         if not has_trained:
             return f"SIGINT ends the run {when}, before its first step."
         if not self.saves:
             return f"SIGINT ends the run {when}. Without --save, nothing of it is kept."
+        if is_saved:
+            return f"SIGINT ends the run {when}. Its state is saved."
         return (
             f"SIGINT ends the run {when}. What it trained since its last checkpoint is lost; "
             "--exit-signal-handler saves that first."

@@ -419,15 +419,20 @@ class Watchdog:
         """Unlike the other signals this is never the news that a rank is dead: no roll call."""
         when, plan, press = self._identity().when, self._on_interrupt, self._presses.add()
         # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
-        speaks = self._launch.local_rank == 0
+        speaks, is_saved = self._launch.local_rank == 0, self._is_saved()
         if self._signals.is_own(signal.SIGINT):
             if speaks:
-                self._reports.warn(plan.unhandled(when, self._progress.mark.num_steps > 0))
+                self._reports.warn(
+                    plan.unhandled(when, self._progress.mark.num_steps > 0, is_saved)
+                )
             self._end_by(signal.SIGINT)
         elif plan.is_handled and press is Press.SECOND:
             self._end_unfinished(signal.SIGINT, "a second SIGINT ends the run")
         elif plan.is_handled and press is Press.FIRST and speaks:
-            self._reports.warn(plan.first(when))
+            self._reports.warn(plan.first(when, is_saved))
+
+    def _is_saved(self) -> bool:
+        return self._status.get("saved_iteration") == self._progress.mark.iteration
 
     def _end_by(self, number: signal.Signals) -> NoReturn:
         """Ends the process as the signal would have, had it no handler."""
@@ -449,7 +454,7 @@ class Watchdog:
     def _end_unfinished(self, number: signal.Signals, reason: str) -> NoReturn:
         """Ends the process in the middle of what a handled signal has it do."""
         own = self._identity()
-        is_saved = self._status.get("saved_iteration") == own.iteration
+        is_saved = self._is_saved()
         code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
         text = f"{reason} {own.when}, whose state {'is' if is_saved else 'was not'} saved"
 

@@ -146,7 +146,9 @@ def test_an_integer_is_one_that_64_bits_hold():
     unbounded = dataclasses.replace(FIELDS["count"], option=Option(help="any"))
     unbounded.check(2**63 - 1)
     for value in (2**63, 10**400):
-        with pytest.raises(ConfigError, match="--count: expected an integer, got"):
+        with pytest.raises(
+            ConfigError, match="--count: expected an integer of at most 63 bits, got"
+        ):
             unbounded.check(value)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain_gpt
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
@@ -20,6 +19,7 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_config
 from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron_hybrid import pretrain_gpt
 from tests.helpers.ranks import on_ranks, run_ranks
 
 MINIMAL = [

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_gpt
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_command_line, parse_config, read_yaml
 from megatron.training.config import RunConfig
 from megatron.training.megatron_flags import MEGATRON_FLAGS, Given, Ruling, answer
+from megatron_hybrid import pretrain_gpt
 
 MINIMAL = [
     *("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data").split(),
@@ -209,9 +209,30 @@ def test_words_that_belong_to_no_flag_are_named():
     with pytest.raises(ConfigError) as error:
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
-        "train: expected a flag before it, got none.",
+        "train: expected a flag, which begins with --, or its value.",
         "--lr: expected a number >= 0, got '1 2'.",
     )
+
+
+def test_a_word_that_no_flag_takes_is_not_swallowed_by_one_that_is_ignored():
+    """`-bf16` meant to be `--bf16` would train in fp32."""
+    with pytest.raises(ConfigError, match="-bf16: expected a flag, which begins with --"):
+        parse_config([*MINIMAL, "--sequence-parallel", "-bf16"], 1)
+    with pytest.raises(
+        ConfigError, match="--use-flash-attn: expected at most one value, got 'foo bar'"
+    ):
+        parse_config([*MINIMAL, "--use-flash-attn", "foo", "bar"], 1)
+    config = parse_config(
+        [*MINIMAL, "--position-embedding-type", "rope", "--no-position-embedding"], 1
+    )
+    assert config.model.position_embedding_type == "rope"
+
+
+def test_what_is_said_of_a_format_fits_the_engine():
+    with pytest.raises(ConfigError) as error:
+        parse_config([*MINIMAL, "--use-torch-fsdp2", "--ckpt-format", "torch_dist"], 1)
+    (line,) = error.value.lines
+    assert "use --ckpt-format torch_dcp instead" in line
 
 
 def test_values_may_stand_behind_an_equals_sign_and_may_be_negative():
@@ -259,6 +280,8 @@ def test_every_answer_can_be_given():
             found = answer(given, settings, 1)
             if row.ruling is Ruling.REPLACE and row.use.startswith("--megatron-fsdp-main-grads"):
                 found = answer(given, {"optimizer_cpu_offload": True}, 1)
+            if row.use == "--ckpt-format torch_dcp":
+                found = answer(given, {"use_torch_fsdp2": True}, 1)
             assert found is not None
             assert found.why == row.why, given
 

@@ -30,16 +30,18 @@ def test_a_second_ctrl_c_is_told_by_its_distance_from_the_first():
 
 
 def test_the_line_says_what_the_run_will_do(monkeypatch):
-    line = OnInterrupt(is_handled=True, saves=True).first(WHEN)
+    line = OnInterrupt(is_handled=True, saves=True).first(WHEN, is_saved=False)
     assert line == (
         "SIGINT in iteration 7, forward: the run will finish its step, save and end. A second "
         "Ctrl-C ends it at once."
     )
-    assert "end, unsaved without --save" in OnInterrupt(is_handled=True).first(WHEN)
+    assert "Without --save, nothing" in OnInterrupt(is_handled=True).first(WHEN, is_saved=False)
+    saved = OnInterrupt(is_handled=True, saves=True).first(WHEN, is_saved=True)
+    assert "its state is saved, and the run ends after what is under way" in saved
 
     # torchrun takes the second one for itself.
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    elastic = OnInterrupt(is_handled=True, saves=True, is_elastic=True).first(WHEN)
+    elastic = OnInterrupt(is_handled=True, saves=True, is_elastic=True).first(WHEN, is_saved=False)
     assert "second" not in elastic
     assert "after 300 s" in elastic
 
@@ -53,7 +55,9 @@ def test_the_line_says_what_the_run_will_do(monkeypatch):
     ],
 )
 def test_the_line_says_what_is_lost_and_what_would_have_saved_it(saves, has_trained, end):
-    assert OnInterrupt(saves=saves).unhandled(WHEN, has_trained).endswith(end)
+    assert OnInterrupt(saves=saves).unhandled(WHEN, has_trained, is_saved=False).endswith(end)
+    saved = OnInterrupt(saves=True).unhandled(WHEN, has_trained=True, is_saved=True)
+    assert saved.endswith("Its state is saved.")
 
 
 @pytest.mark.parametrize(
