@@ -137,11 +137,10 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
-        ceiling: a bound of a number that has a lower one, far beyond any use: what is above it
-            would overflow somewhere. It is named only where it is exceeded.
+        ceiling: a bound of a number that has a lower one, far beyond any use; more would overflow
+            somewhere. It is named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
-        requires: the option that must have a value where this one is given. Given means: with
-            another value than the default.
+        requires: the option that must have a value where this one is given: is not the default.
         no_effect_unless: the switch that must be on where this one is given, since it would change
             nothing otherwise; or the values that other options must have.
         overridden_by: the switch with which a resumed run takes the checkpoint's value instead.

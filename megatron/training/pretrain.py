@@ -119,17 +119,7 @@ def pretrain(
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
-            if config.logging.events_dir is not None:
-                events.require_folder()
-            events.write(
-                EventKind.START,
-                iteration=None,
-                world_size=launch.world_size,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                command=sys.argv,
-                max_restarts=_max_restarts(),
-            )
+            _tell_start(events, launch, must_work=config.logging.events_dir is not None)
 
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
@@ -137,6 +127,21 @@ def pretrain(
                 outcome = run.run()
             run.write_exit(outcome.code, outcome.reason, outcome.iteration)
             return outcome
+
+
+def _tell_start(events: EventLog, launch: Launch, *, must_work: bool) -> None:
+    """Begins the event log. ConfigError, if it must work and cannot be written."""
+    if must_work:
+        events.require_folder()
+    events.write(
+        EventKind.START,
+        iteration=None,
+        world_size=launch.world_size,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        command=sys.argv,
+        max_restarts=_max_restarts(),
+    )
 
 
 class _Run:

@@ -421,10 +421,9 @@ class Watchdog:
         # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
         speaks, is_saved = self._launch.local_rank == 0, self._is_saved()
         if self._signals.is_own(signal.SIGINT):
+            has_trained = self._progress.mark.num_steps > 0
             if speaks:
-                self._reports.warn(
-                    plan.unhandled(when, self._progress.mark.num_steps > 0, is_saved)
-                )
+                self._reports.warn(plan.unhandled(when, has_trained, is_saved))
             self._end_by(signal.SIGINT)
         elif plan.is_handled and press is Press.SECOND:
             self._end_unfinished(signal.SIGINT, "a second SIGINT ends the run")
@@ -446,15 +445,12 @@ class Watchdog:
         if self._signalled is None or self._grace is None:
             return
         number, when = self._signalled
-        if time.monotonic() - when < self._grace:
-            return
-
-        self._end_unfinished(number, f"the {self._grace:g} s after {number.name} are over")
+        if time.monotonic() - when >= self._grace:
+            self._end_unfinished(number, f"the {self._grace:g} s after {number.name} are over")
 
     def _end_unfinished(self, number: signal.Signals, reason: str) -> NoReturn:
         """Ends the process in the middle of what a handled signal has it do."""
-        own = self._identity()
-        is_saved = self._is_saved()
+        own, is_saved = self._identity(), self._is_saved()
         code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
         text = f"{reason} {own.when}, whose state {'is' if is_saved else 'was not'} saved"
 

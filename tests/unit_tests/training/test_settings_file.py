@@ -272,7 +272,8 @@ def test_numbers_that_no_machine_integer_holds_are_refused_from_everywhere(tmp_p
         values = read_yaml(write(tmp_path, f"seq-length: {'9' * digits}"))
         with pytest.raises(
             ConfigError,
-            match=r"--seq-length: expected an integer >= 1 and <= 67108864, got (9+|an integer of \d+ bits)\.",
+            match=r"--seq-length: expected an integer >= 1 and <= 67108864, "
+            r"got (9+|an integer of \d+ bits)\.",
         ):
             build_config(
                 {
