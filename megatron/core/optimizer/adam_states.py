@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dtensors import check_whole, local_tensor
-from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_updates import LocalArray
 from megatron.core.optimizer.state_loading import STEP
 from megatron.core.optimizer.state_tensors import StateMemory, difference, like

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.optimizer import scaled_states
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.optimizer.kernels.adam import (
     FLOAT_DTYPES,
     MOMENT_DTYPES,

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.drivers import driver_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event
-from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.adam_states import AdamStates
 from megatron.core.optimizer.adam_updates import PlannedUpdates, Update, carry_out, plan
 from megatron.core.optimizer.kernels import device_adam, torch_adam

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.state_tensors import difference
 
 STEP = "step"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
@@ -36,7 +37,6 @@ from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, as
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer import scaled_states
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states

@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 import torch
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.lanes import Lane
-from megatron.core.optimizer import scaled_states
 
 
 def lies_on_device(tensor: torch.Tensor) -> bool:

@@ -27,14 +27,18 @@ _INSTEAD = {
 
 
 def check_arguments(
-    module: object, reshard_after_forward: bool | None, not_offered: Mapping[str, Any]
+    module: object,
+    reshard_after_forward: bool | None,
+    grad_divisor: float,
+    not_offered: Mapping[str, Any],
 ) -> None:
-    """Refuses what FSDP2's `fully_shard` takes and ours does not.
+    """Refuses what FSDP2's `fully_shard` takes and ours does not, and a divisor that is none.
 
     Raises:
         NotImplementedError: for an argument of FSDP2, among them a number of ranks between which
             weights would stay cut.
         TypeError: for an argument of neither, and for a list of modules.
+        ValueError: for a divisor that is not positive.
     """
     for name, value in not_offered.items():
         if name not in _INSTEAD:
@@ -55,6 +59,8 @@ def check_arguments(
             f"Expected a module, got {type(module).__name__}. Call fully_shard for each module of "
             "a list, or for the one that contains them."
         )
+    if not grad_divisor > 0:
+        raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
 
 
 def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> OffloadPolicy | None:

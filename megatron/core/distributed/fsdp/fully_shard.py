@@ -155,7 +155,7 @@ def fully_shard(
         TypeError: a parameter that is not a float, or is another library's DTensor.
         NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
     """
-    check_arguments(module, reshard_after_forward, not_offered)
+    check_arguments(module, reshard_after_forward, grad_divisor, not_offered)
     policies = PrecisionPolicies.of(mixed_precision_policy, mp_policy)
     offload = own_offload_policy(offload_policy)
 
@@ -165,8 +165,6 @@ def fully_shard(
     if construction is None:
         construction = _Construction(_open_context(module, mesh), _reset_parameters)
     mesh = data_parallel_mesh(mesh, placements)
-    if not grad_divisor > 0:
-        raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
 
     context = construction.context
     owned, device = _checked_parameters(module, context), context.device
