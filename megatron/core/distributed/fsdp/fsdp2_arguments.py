@@ -43,7 +43,8 @@ def check_arguments(
     for name, value in not_offered.items():
         if name not in _INSTEAD:
             raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}")
-        if value is not None:
+        ignores_nothing = name == "ignored_params" and not value
+        if value is not None and not ignores_nothing:
             raise NotImplementedError(
                 f"Expected fully_shard without {name}, got a {type(value).__name__}. "
                 f"{_INSTEAD[name]}"
@@ -90,7 +91,9 @@ class PrecisionPolicies:
     """The policy that `fully_shard` was given, ours or FSDP2's.
 
     FSDP2 keeps sharded weights and their gradients in the dtype in which parameters come, computes
-    in `param_dtype`, reduces gradients in `reduce_dtype`, and casts inputs and outputs.
+    in `param_dtype`, reduces gradients in `reduce_dtype`, and casts inputs and outputs. One thing
+    differs: sums over microbatches are kept in the parameters' dtype, while FSDP2 keeps those that
+    it has not reduced yet in `reduce_dtype`. With 16-bit parameters, ours are rounded more often.
 
     Attributes:
         own: ours; None if FSDP2's was given.
@@ -139,6 +142,8 @@ class PrecisionPolicies:
             main_grads_dtype=dtype,
             grad_comm_dtype=self.theirs.reduce_dtype or compute_dtype,
             compute_dtype=compute_dtype,
+            # Rounded to the compute dtype, a base model under adapters would be saved so.
+            frozen_params_dtype=dtype,
         )
 
     def cast_inputs(self, module: nn.Module) -> None:

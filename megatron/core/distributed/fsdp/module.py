@@ -118,15 +118,24 @@ class FsdpModule(nn.Module):
             if isinstance(module, FsdpModule):
                 module.reshard_after_forward = reshard_after_forward
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, recurse: bool = True
+    ) -> None:
         """Tells whether the forwards and backwards from here on are a step's last, as `microbatch`
         does for those inside it. To be called on the outermost module.
 
         Gradients are reduced in every backward all the same, but for the axes on which they are
-        Partial: with ZeRO-3 they stay sharded, and sums are those that FSDP2 gives.
+        Partial: with ZeRO-3 they stay sharded. Sums are kept in the dtype of the main gradients,
+        under FSDP2's policy the parameters' own. If that is fp32, sums are those that FSDP2 gives;
+        of 16-bit parameters FSDP2 sums in `reduce_dtype`. Our policy with
+        `main_grads_dtype=torch.float32` keeps such sums in fp32 too.
 
-        RuntimeError for a module inside another one of the context.
+        RuntimeError for a module inside another one of the context, and for `recurse=False`.
         """
+        if not recurse:
+            raise RuntimeError(
+                "Expected recurse=True: microbatches are those of the whole model, got False."
+            )
         if self.context.is_finalized and not self.is_root():
             raise RuntimeError(
                 f"Expected the outermost sharded module, got a {type(self).__name__} inside it: "

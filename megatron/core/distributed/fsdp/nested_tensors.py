@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +45,31 @@ def with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`, in new containers."""
+    """`value` with its floating-point tensors in `dtype`, in new containers.
 
-    def cast(leaf: Any) -> Any:
-        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if is_float else leaf
+    Dataclasses are built anew, so a field that is no argument of theirs is what they make of it.
+    """
+    return tree_map(partial(_cast_leaf, dtype=dtype), value)
 
-    return tree_map(cast, value)
+
+def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+    # PyTorch's trees end at dataclasses and at subclasses of dicts, which FSDP2's casts enter.
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        changes = {
+            field.name: cast_floats(getattr(leaf, field.name), dtype)
+            for field in fields(leaf)
+            if field.init
+        }
+        return replace(leaf, **changes)
+    if isinstance(leaf, dict):
+        changed = copy.copy(leaf)
+        for key, value in leaf.items():
+            changed[key] = cast_floats(value, dtype)
+        return changed
+    return leaf
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -315,7 +315,8 @@ class FsdpParameterGroup:
     # Building
 
     def _make_weights(self) -> None:
-        main_dtype = self.policy.main_params_dtype if self.requires_grad else self.dtype
+        policy = self.policy
+        main_dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
         weights = WeightBuffers.make(
             self.mesh,
             self.placements,

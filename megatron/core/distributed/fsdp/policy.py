@@ -25,16 +25,18 @@ class MixedPrecisionPolicy:
             and are always added in fp32.
         compute_dtype: of the weights in forward and backward; None: that of the module's
             parameters. Main weights are made of the parameters as they are.
+        frozen_params_dtype: of the main weights of parameters that need no gradient, which no
+            optimizer updates; None: the compute weights' own.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
+    frozen_params_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "compute_dtype"):
-            dtype = getattr(self, name)
+        for name, dtype in vars(self).items():
             if dtype is not None and dtype not in _FLOATING:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
 
@@ -55,6 +57,7 @@ class MixedPrecisionPolicy:
             main_grads_dtype=main_grads,
             grad_comm_dtype=self.grad_comm_dtype or main_grads,
             compute_dtype=compute_dtype,
+            frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
 
 
