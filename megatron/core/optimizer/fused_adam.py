@@ -43,6 +43,7 @@ from megatron.core.optimizer.te_parity import (
     check_not_elsewhere,
     clear_gradients,
     gradient_of,
+    mark_stepped,
     unscaling_factor,
 )
 
@@ -142,9 +143,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._make_parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim. ValueError for parameters or constants that the constructor would
-        refuse.
-        """
+        """As in torch.optim. ValueError for what the constructor would refuse."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -180,9 +179,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocates the states that there are not yet, without stepping: moments of zero, masters
-        as the parameters.
-        """
+        """Allocates missing states without stepping: moments of zero, masters as the parameters."""
         for parameter in self._parameters():
             has_gradient = gradient_of(parameter, self.use_decoupled_grad) is not None
             if not self.state.get(parameter) and (parameter.requires_grad or has_gradient):
@@ -264,7 +261,8 @@ class FusedAdam(torch.optim.Optimizer):
             What `closure` returned.
 
         Raises:
-            RuntimeError: for gradients that are partial sums, and for GPU tensors without Triton.
+            RuntimeError: for gradients that are partial sums, for GPU tensors without Triton, and
+                for a second step before the grad_scaler's `update`.
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
                 parameter, and for a gradient in an attribute that is not read.
             In either case, no parameter has been stepped.
@@ -276,6 +274,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         factor = unscaling_factor(self, grad_scaler, self.use_decoupled_grad)
         if factor is None:
+            mark_stepped(self, grad_scaler)
             return loss
         grad_scale *= factor
 
@@ -294,6 +293,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
         torch.autograd.graph.increment_version([each.parameter for each in planned.parameters])
+        mark_stepped(self, grad_scaler)
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -83,7 +83,9 @@ def unscaling_factor(
     """What gradients have to be multiplied with for a GradScaler; None if one of them is not
     finite, on any rank. The scaler's `update` will know.
 
-    NotImplementedError for decoupled gradients, which a GradScaler does not see.
+    Raises:
+        NotImplementedError: for decoupled gradients, which a GradScaler does not see.
+        RuntimeError: for a second step before the scaler's `update`.
     """
     if grad_scaler is None or not grad_scaler.is_enabled():
         return 1.0
@@ -95,17 +97,31 @@ def unscaling_factor(
     # What torch's own optimizers are told by the scaler. After `unscale_`, which the program called
     # to clip, gradients are as they should be and have been looked at.
     state = grad_scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.STEPPED:
+        raise RuntimeError(
+            "Expected one step for each update of the grad_scaler, got a second one. Call its "
+            "update() after step()."
+        )
     if state["stage"] is OptState.UNSCALED:
         found = state["found_inf_per_device"].values()
         return None if any(float(each) for each in found) else 1.0
 
-    # A rank that holds other shards than the one with the infinity must skip the step too. Of the
-    # squares' sum, fp64, a finite gradient makes no infinity.
+    # A rank that holds other shards than the one with the infinity must skip the step too. Norms
+    # are summed up in fp64, but each row's may be fp32: gradients whose norm is beyond fp32 count
+    # as not finite on a device.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_finite = bool(global_grad_norm(parameters).isfinite())
     device = local_tensor(parameters[0]).device
     state["found_inf_per_device"] = {device: torch.tensor(float(not is_finite), device=device)}
     return 1.0 / grad_scaler.get_scale() if is_finite else None
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
+    """Tells a GradScaler that the optimizer has stepped or skipped, as its own `step` would: it
+    refuses another step, or `unscale_`, before its `update`.
+    """
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        grad_scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
 
 
 def _attribute(use_decoupled_grad: bool) -> str:
