@@ -211,6 +211,7 @@ def config_from_hf(content: Mapping[str, Any], source: str) -> tuple[Transformer
         )
 
     architecture, heads = known[kind], wanted("num_attention_heads")
+    _check_window(content, kind, source)
     values: dict[str, Any] = {
         "num_layers": wanted("num_hidden_layers"),
         "hidden_size": wanted("hidden_size"),
@@ -237,6 +238,20 @@ def config_from_hf(content: Mapping[str, Any], source: str) -> tuple[Transformer
             f"Expected vocab_size in {source} to be an integer >= 1, got {shown(vocab_size)}."
         )
     return config, vocab_size
+
+
+def _check_window(content: Mapping[str, Any], kind: str, source: str) -> None:
+    """ConfigError for attention within a sliding window; ours attends to everything before."""
+    # Starcoder2 has no switch: a width turns its window on. The others note the width of one that
+    # is switched off.
+    name, off = ("sliding_window", None)
+    if kind != "starcoder2":
+        name, off = ("use_sliding_window", False)
+    if (got := content.get(name)) not in (None, off):
+        raise ConfigError(
+            f"Expected {name} in {source} to be {shown(off)}, since attention here has no sliding "
+            f"window, got {shown(got)}."
+        )
 
 
 def _biases_in(

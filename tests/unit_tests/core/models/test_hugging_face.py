@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config, hf_names
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 
@@ -130,3 +130,24 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
         hf_config(changed(**fields), 32)
     with pytest.raises(ConfigError):
         hf_names(GPTModel(changed(**fields), 32))
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "named"),
+    [
+        ({"add_qkv_bias": True}, {"use_sliding_window": True}, "use_sliding_window"),
+        ({"qk_layernorm": True}, {"use_sliding_window": True}, "use_sliding_window"),
+        ({"add_qkv_bias": True}, {"use_sliding_window": False, "sliding_window": 64}, None),
+        ({"normalization": "LayerNorm", "swiglu": False}, {"sliding_window": 64}, "sliding_window"),
+        ({"normalization": "LayerNorm", "swiglu": False}, {"sliding_window": None}, None),
+    ],
+)
+def test_a_config_with_a_sliding_window_is_refused(
+    fields: dict[str, Any], window: dict[str, Any], named: str | None
+) -> None:
+    content = hf_config(changed(**fields), 32) | window
+    if named is None:
+        assert config_from_hf(content, "config.json")[1] == 32
+        return
+    with pytest.raises(ConfigError, match=f"^Expected {named} in config.json to be .*no sliding"):
+        config_from_hf(content, "config.json")
