@@ -62,9 +62,14 @@ class DeviceSide:
 
     def plan_step(self, param_groups: _ParamGroups) -> FusedStep | None:
         """Takes the groups' options over, and plans; None for other optimizers than `FusedAdam`."""
+        self.take_options(param_groups)
+        return self.optimizer.plan_step() if isinstance(self.optimizer, FusedAdam) else None
+
+    def take_options(self, param_groups: _ParamGroups) -> None:
+        """Gives the optimizer's groups the options of those of both sides."""
         optimizer = self.optimizer
         if optimizer is None:
-            return None
+            return
 
         for own, group in zip(optimizer.param_groups, param_groups, strict=True):
             # FusedAdam refuses options that it cannot honour; other classes share groups with
@@ -73,7 +78,6 @@ class DeviceSide:
             own.update(
                 {name: group[name] for name in names if name not in IDENTITIES and name in group}
             )
-        return optimizer.plan_step() if isinstance(optimizer, FusedAdam) else None
 
     def step(self, grad_scale: float, planned: FusedStep | None) -> None:
         """Steps with what `plan_step` has answered."""

@@ -359,7 +359,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def gpu_optimizer(self) -> torch.optim.Optimizer | None:
-        """`device_optimizer`."""
+        """`device_optimizer`, with the options that the groups have now."""
+        self._device_side.take_options(self.param_groups)
         return self.device_optimizer
 
     @property
@@ -373,8 +374,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """`cpu_optimizers`, and `gpu_optimizer` if there is one."""
-        on_device = [] if self.gpu_optimizer is None else [self.gpu_optimizer]
-        return self.cpu_optimizers + on_device
+        on_device = self.gpu_optimizer
+        return self.cpu_optimizers + ([] if on_device is None else [on_device])
 
     @property
     def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:

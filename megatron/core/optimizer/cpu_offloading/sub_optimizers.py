@@ -48,6 +48,6 @@ class BucketView(torch.optim.Optimizer):
 
 def _refusal(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Expected {name} of the HybridDeviceOptimizer, which has both sides, got that of a part "
-        "of its host side."
+        f"Call {name} on the HybridDeviceOptimizer; this is a read-only view of part of its host "
+        "side."
     )

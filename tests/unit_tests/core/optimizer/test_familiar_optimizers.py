@@ -92,6 +92,30 @@ def test_gradients_that_were_unscaled_to_be_clipped_are_not_unscaled_twice() -> 
     assert torch.equal(own[0], other[0])
 
 
+@pytest.mark.parametrize("gradient", [2.0**12, float("inf")])
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_a_scaler_takes_one_step_for_each_update(gradient: float, is_unscaled: bool) -> None:
+    """What was scaled again since would be taken for gradients that are unscaled already."""
+    own = parameters((5, 3))
+    optimizer, scaler = FusedAdam(own), scaler_at(2.0**12)
+    give_gradients(own, gradient)
+    if is_unscaled:
+        scaler.unscale_(optimizer)
+    optimizer.step(grad_scaler=scaler)
+    for call in (
+        lambda: optimizer.step(grad_scaler=scaler),
+        lambda: scaler.step(optimizer),
+        lambda: scaler.unscale_(optimizer),
+    ):
+        with pytest.raises(RuntimeError, match="update|after step"):
+            call()
+
+    scaler.update()
+    give_gradients(own)
+    optimizer.step(grad_scaler=scaler)
+    assert int(optimizer.state[own[0]]["step"]) == 1 + (gradient == 2.0**12)
+
+
 def test_a_scaler_that_is_switched_off_or_cannot_see_gradients() -> None:
     own, other = parameters((5, 3)), parameters((5, 3))
     give_gradients(own)
@@ -246,6 +270,10 @@ def test_sub_optimizers_are_the_sides_and_show_their_states(
     subs = optimizer.sub_optimizers
     assert len(subs) == len(optimizer.cpu_optimizers) + (optimizer.gpu_optimizer is not None)
     assert subs == optimizer.sub_optimizers
+    # Options are those of now, on either side, whatever the last step has taken.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.025
+    subs = optimizer.sub_optimizers
     shown = [
         (parameter, sub, group)
         for sub in subs
@@ -255,7 +283,7 @@ def test_sub_optimizers_are_the_sides_and_show_their_states(
     # Every parameter once, with its values, its group's options and its states.
     for parameter in own:
         (found,) = [each for each in shown if torch.equal(each[0], parameter)]
-        assert found[2]["lr"] == 0.05
+        assert found[2]["lr"] == 0.025
         for name, value in optimizer.state[parameter].items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(found[1].state[found[0]][name], value)
@@ -272,7 +300,7 @@ def test_a_part_of_the_host_side_is_for_looking_only() -> None:
         lambda: part.register_step_pre_hook(print),
         lambda: part.register_step_post_hook(print),
     ):
-        with pytest.raises(RuntimeError, match=r"Expected .* of the HybridDeviceOptimizer,"):
+        with pytest.raises(RuntimeError, match=r"Call .* on the HybridDeviceOptimizer;"):
             call()
 
     # It goes on showing what is there, and steps of the whole are not disturbed by it.
