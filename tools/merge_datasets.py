@@ -4,14 +4,18 @@
 
 reads every `.bin/.idx` pair in `data/parts`, in the order of their names, and writes
 `data/corpus_text_document.bin` and `.idx`, which appear once they are whole. The arguments are
-those of Megatron's tool of this name.
+those of Megatron's tool of this name without `--multimodal`.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+# Python puts this file's folder on the path of a script, and not the project's.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
@@ -66,8 +70,10 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
         for path in (bin_path(prefix), idx_path(prefix)):
             if not path.is_file():
                 raise InputError(f"--input: expected {path} beside its other half, got no file.")
-    # What an earlier merge has left would be merged with its own parts.
-    if output_prefix.resolve() in {prefix.resolve() for prefix in prefixes}:
+    # What an earlier merge has left would be merged with its own parts. The builder takes the path
+    # of the .bin too.
+    output = Path(str(output_prefix).removesuffix(".bin"))
+    if output.resolve() in {prefix.resolve() for prefix in prefixes}:
         raise InputError(
             f"--output-prefix: expected another name than those of the inputs, got {output_prefix}."
         )

@@ -189,9 +189,10 @@ def _check_boundaries(index: DataFile, header: IndexHeader) -> None:
         expected = f"the documents to end with sequence {header.num_sequences} or before it"
         raise IndexedDatasetError(f"{index.path}: expected {expected}, got {last}.")
     if last < header.num_sequences:
-        logger.warning(
-            "%s: the last %d of %d sequences belong to no document, since none was ended behind "
-            "them; they are read like the others",
+        # Each rank opens each file: no warning, which would be as many lines.
+        logger.info(
+            "%s: the last %d of %d sequences belong to no document; the writer never called "
+            "end_document. They are read like all others.",
             index.path,
             header.num_sequences - last,
             header.num_sequences,

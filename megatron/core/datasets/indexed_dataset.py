@@ -63,10 +63,13 @@ class IndexedDataset:
 
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
+        multimodal: must be False.
+        mmap: whatever it says, the index is mapped and tokens are read.
         verified: versions of `.idx` and `.bin` that another process has held against each other
             already. They must be those that are found, and are not checked again.
 
     Raises:
+        NotImplementedError: for multimodal files.
         IndexedDatasetError: a file is missing, is no such file, or is not what the other one says;
             or they are not the `verified` ones.
     """
@@ -82,9 +85,12 @@ class IndexedDataset:
     def __init__(
         self,
         prefix: str | Path,
+        multimodal: bool = False,
+        mmap: bool = True,  # noqa: ARG002
         *,
         verified: tuple[FileVersion, FileVersion] | None = None,
     ) -> None:
+        _refuse_modes(multimodal)
         self.prefix = str(prefix)
         index = DataFile(self.idx_path, "an index of token files")
         self._tokens = DataFile(self.bin_path, "a file of tokens")
@@ -98,6 +104,11 @@ class IndexedDataset:
         if verified is None:
             check_index(index, header, self._tokens)
         self._map_index(index, header)
+
+    @staticmethod
+    def exists(prefix: str | Path) -> bool:
+        """Whether both files of a prefix are there."""
+        return idx_path(prefix).is_file() and bin_path(prefix).is_file()
 
     @property
     def bin_path(self) -> Path:
@@ -208,6 +219,13 @@ class IndexedDataset:
         self.document_indices = content[header.boundaries_at : header.end].view("<i8")
 
 
+def _refuse_modes(multimodal: bool) -> None:
+    if multimodal:
+        raise NotImplementedError(
+            "Expected token files of text, got multimodal=True: there are no modes of sequences."
+        )
+
+
 def _open_again(
     kind: type[IndexedDataset], prefix: str, idx_version: FileVersion, bin_version: FileVersion
 ) -> IndexedDataset:
@@ -237,12 +255,17 @@ class IndexedDatasetBuilder:
         prefix: the path of both files without `.bin` and `.idx`, or that of the `.bin`; its folder
             is made where it is missing.
         dtype: what the tokens are stored as.
+        multimodal: must be False.
 
     Raises:
         ValueError: a dtype the format has no code for.
+        NotImplementedError: for multimodal files.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike = np.int32) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: npt.DTypeLike = np.int32, multimodal: bool = False
+    ) -> None:
+        _refuse_modes(multimodal)
         # megatron-core's builder is given the path of the file.
         self.prefix = prefix = str(prefix).removesuffix(".bin")
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -338,7 +361,7 @@ class IndexedDatasetBuilder:
             RuntimeError: the builder was finalized or aborted before.
             ValueError: an index that is not to be beside the `.bin`.
         """
-        if path is not None and Path(path) != idx_path(self.prefix):
+        if path is not None and Path(path).resolve() != idx_path(self.prefix).resolve():
             raise ValueError(
                 f"Expected the index at {idx_path(self.prefix)}, beside its .bin, got {path}."
             )

@@ -51,6 +51,7 @@ def test_parts_are_merged_in_the_order_of_their_names(
         (lambda folder: write(folder / "c", [[1]], np.int32), "corpus", "got int32"),
         (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx beside"),
         (lambda _: None, "parts/a_text_document", "--output-prefix: expected another name"),
+        (lambda _: None, "parts/a_text_document.bin", "--output-prefix: expected another name"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
         (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "folder that exists"),
     ],

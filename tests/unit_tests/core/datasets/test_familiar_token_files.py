@@ -69,6 +69,7 @@ def test_items_behind_the_last_document_are_sequences_like_all_others(
     """GPT data is made of sequences, whatever documents they belong to, there and here. (There,
     `add_index` and the fast cache load read such an index; otherwise an assertion fails.)
     """
+    caplog.set_level("INFO", logger="megatron")
     prefix = as_there(tmp_path / "open", SEQUENCES, ends)
     assert written(prefix)[1] == index_bytes([3, 0, 1, 2], [0, *ends])
     dataset = IndexedDataset(prefix)
@@ -77,6 +78,7 @@ def test_items_behind_the_last_document_are_sequences_like_all_others(
     assert (
         f"the last {4 - max(ends, default=0)} of 4 sequences belong to no document" in caplog.text
     )
+    assert {record.levelname for record in caplog.records} == {"INFO"}, "each rank opens it"
 
     caplog.clear()
     ended = IndexedDataset(as_there(tmp_path / "ended", SEQUENCES, [*ends, 4]))
@@ -85,7 +87,7 @@ def test_items_behind_the_last_document_are_sequences_like_all_others(
         for each in (dataset, ended)
     ]
     assert samples[0] == samples[1]
-    assert not caplog.text
+    assert "no document" not in caplog.text
 
 
 def test_documents_that_end_behind_the_last_sequence_are_refused(tmp_path: Path) -> None:
@@ -166,3 +168,31 @@ def test_an_index_elsewhere_than_beside_its_tokens_is_refused(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, beside its \.bin"):
         builder.finalize(tmp_path / "other.idx")
     builder.abort()
+
+
+def test_the_index_may_be_named_by_another_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder = IndexedDatasetBuilder("tokens.bin", np.int32)
+    builder.add_document([1, 2])
+    builder.finalize(tmp_path / "folder" / ".." / "tokens.idx")
+    assert IndexedDataset("tokens")[0].tolist() == [1, 2]
+
+
+def test_arguments_of_megatron_core_are_taken_or_refused(tmp_path: Path) -> None:
+    prefix = tmp_path / "tokens"
+    assert not IndexedDataset.exists(prefix)
+    with IndexedDatasetBuilder(prefix, dtype=np.int32, multimodal=False) as builder:
+        builder.add_document([1, 2])
+    assert IndexedDataset.exists(str(prefix))
+    for mmap in (True, False):
+        assert IndexedDataset(str(prefix), multimodal=False, mmap=mmap)[0].tolist() == [1, 2]
+
+    message = "Expected token files of text, got multimodal=True"
+    with pytest.raises(NotImplementedError, match=message):
+        IndexedDataset(prefix, multimodal=True)
+    with pytest.raises(NotImplementedError, match=message):
+        IndexedDatasetBuilder(tmp_path / "images", multimodal=True)
+    prefix.with_suffix(".bin").unlink()
+    assert not IndexedDataset.exists(prefix)
