@@ -107,7 +107,7 @@ def test_a_scaler_takes_one_step_for_each_update(gradient: float, is_unscaled: b
         lambda: scaler.step(optimizer),
         lambda: scaler.unscale_(optimizer),
     ):
-        with pytest.raises(RuntimeError, match="update|after step"):
+        with pytest.raises(RuntimeError, match=r"update|after step"):
             call()
 
     scaler.update()
