@@ -107,8 +107,8 @@ def unscaling_factor(
         return None if any(float(each) for each in found) else 1.0
 
     # A rank that holds other shards than the one with the infinity must skip the step too. Norms
-    # are summed up in fp64, but each row's may be fp32: gradients whose norm is beyond fp32 count
-    # as not finite on a device.
+    # are summed up in fp64, but each row's may be fp32: on a device, gradients whose squares are
+    # beyond fp32, from about 1e19 on, count as not finite.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_finite = bool(global_grad_norm(parameters).isfinite())
     device = local_tensor(parameters[0]).device
