@@ -9,11 +9,13 @@ from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
 def test_open_dtypes_are_those_of_the_compute_weights():
     bf16, fp32 = torch.bfloat16, torch.float32
     policy = MixedPrecisionPolicy().resolve(bf16)
-    assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16)
+    assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, bf16)
     policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=fp32).resolve(bf16)
-    assert policy == MixedPrecisionPolicy(bf16, fp32, fp32, bf16)
+    assert policy == MixedPrecisionPolicy(bf16, fp32, fp32, bf16, bf16)
     policy = MixedPrecisionPolicy(compute_dtype=bf16).resolve(fp32)
-    assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16)
+    assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, bf16)
+    policy = MixedPrecisionPolicy(compute_dtype=bf16, frozen_params_dtype=fp32).resolve(fp32)
+    assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, fp32)
 
 
 def test_what_is_no_float_is_refused():
