@@ -1,0 +1,255 @@
+"""What a model is made of: frozen values that say, layer by layer, which parts to build.
+
+`TransformerConfig.model_spec` derives them from the flags, once. Everything else (the model, its
+FLOP count, the mapping to the transformers library) reads specs and never flags, so layers of
+different kinds stand side by side without a branch on the name of a model. Three gated delta nets
+and one gated attention, repeated:
+
+    layers = (LayerSpec(GatedDeltaNetSpec(...), DenseSpec(...), norm),) * 3 + (
+        LayerSpec(AttentionSpec(has_output_gate=True, ...), DenseSpec(...), norm),
+    )
+
+Sizes are counted in channels (features of the hidden state or of a head) and positions (tokens of a
+sequence).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class NormKind(enum.Enum):
+    """Which arithmetic a norm has."""
+
+    LAYER_NORM = "LayerNorm"
+    RMS_NORM = "RMSNorm"
+
+
+class Activation(enum.Enum):
+    """The function between the two linear layers of a feed-forward network."""
+
+    GELU = "gelu"  # exact, with erf
+    GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    SILU = "silu"
+    SQUARED_RELU = "squared_relu"
+
+
+class Sinks(enum.Enum):
+    """What a softmax adds to its denominator besides the keys, for each head."""
+
+    NONE = "vanilla"
+    ZERO = "off-by-one"  # exp(0): a key that is always there and has no value
+    LEARNED = "learnable"  # exp of a learned logit
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalization over the last dim.
+
+    Attributes:
+        eps: added to the variance, or to the mean of squares, before its root is taken.
+        is_zero_centered: the weight is stored as its difference from one.
+    """
+
+    kind: NormKind
+    eps: float
+    is_zero_centered: bool = False
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended.
+
+    Attributes:
+        low_freq_factor, high_freq_factor: wavelengths above `original_length / low_freq_factor`
+            positions are long, those below `original_length / high_freq_factor` short.
+        original_length: positions of the training before the model was extended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Wavelengths that turn fewer than `beta_slow` times within `original_length` positions are
+    stretched by `factor`, those that turn more than `beta_fast` times kept, those between blended;
+    the cosines and sines are multiplied by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
+
+    Attributes:
+        rounds_range: whether the channels where blending begins and ends are whole numbers.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    rounds_range: bool
+
+
+RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """The rotation of queries and keys by their positions.
+
+    Attributes:
+        dim: channels of each head that are rotated, the first ones.
+        base: of the wavelengths.
+    """
+
+    dim: int
+    base: float
+    scaling: RotaryScaling | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention with grouped queries.
+
+    Attributes:
+        num_heads: of queries.
+        num_key_value_heads: of keys, and of values; a divisor of `num_heads`.
+        head_dim: channels of one head.
+        scale: what products of queries and keys are multiplied by.
+        rotary: None leaves queries and keys unrotated.
+        window: how many positions each one attends to, itself included; None: all before it.
+        sinks: what the softmax adds to its denominator.
+        qk_norm: of each head's queries and keys, before the rotation.
+        has_output_gate: the heads' outputs are multiplied by the sigmoid of a projection of the
+            input, which is a section of the fused QKV weight.
+        softcap: products of queries and keys become softcap * tanh(product / softcap).
+        has_qkv_bias, has_output_bias: of the two projections.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    rotary: RotarySpec | None = None
+    window: int | None = None
+    sinks: Sinks = Sinks.NONE
+    qk_norm: NormSpec | None = None
+    has_output_gate: bool = False
+    softcap: float | None = None
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    dropout: float = 0.0
+
+    @property
+    def query_size(self) -> int:
+        """Channels of all query heads together; also the width of the attention's output before
+        its projection.
+        """
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Channels of all key heads together, and of all value heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """Linear attention whose state decays and is corrected by the delta rule (Yang et al. 2024,
+    arXiv:2412.06464).
+
+    Attributes:
+        num_key_heads: of queries, and of keys.
+        num_value_heads: of values, gates and states; a multiple of `num_key_heads`.
+        key_head_dim, value_head_dim: channels of one head.
+        conv_kernel: positions that the causal convolution of queries, keys and values covers.
+        norm_eps: of the gated norm of the heads' outputs.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    norm_eps: float
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all query heads together, and of all key heads together."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all value heads together."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A position-wise network of two linear layers.
+
+    Attributes:
+        size: channels between the two.
+        is_gated: the first layer has a gate and an up projection: activation(gate) * up.
+    """
+
+    size: int
+    activation: Activation
+    is_gated: bool
+    has_bias: bool
+
+
+Mixer = AttentionSpec | GatedDeltaNetSpec
+FeedForward = DenseSpec
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: a mixer, which moves information between positions, and a feed-forward network.
+    Each reads the normalized residual stream and adds its output to it.
+
+    Attributes:
+        norm: of the residual stream before each.
+        post_norm: of each one's output before it is added; None: it is added as it is.
+        dropout: of each one's output, in training.
+    """
+
+    mixer: Mixer
+    feed_forward: FeedForward
+    norm: NormSpec
+    post_norm: NormSpec | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        final_norm: of the residual stream after the last layer.
+        is_tied: the output projection reads the embedding's weight.
+        max_length: positions of the longest sequence the model accepts; None: no limit of its own.
+        embedding_scale: what embeddings are multiplied by.
+        logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap).
+        init_std: standard deviation of the initial weights.
+        output_init_std: that of the projections that write into the residual stream.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    final_norm: NormSpec
+    is_tied: bool
+    max_length: int | None
+    embedding_scale: float
+    logit_softcap: float | None
+    init_std: float
+    output_init_std: float
