@@ -50,11 +50,10 @@ class RowMap:
             raise ValueError(
                 f"Expected block and stride together, got {self.block} and {self.stride}."
             )
-        if self.block is not None and self.stride is not None:
-            if not 1 <= self.block <= self.stride:
-                raise ValueError(
-                    f"Expected blocks of 1 to {self.stride} rows, their stride, got {self.block}."
-                )
+        if self.block is not None and not 1 <= self.block <= (self.stride or 0):
+            raise ValueError(
+                f"Expected blocks of 1 to {self.stride} rows, their stride, got {self.block}."
+            )
 
     def ranges(self, own_start: int, own_stop: int) -> Iterator[RowRange]:
         """The rows [own_start, own_stop) of ours in runs that are consecutive in theirs."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -292,6 +293,16 @@ def hf_names(model: GPTModel) -> dict[str, str]:
         for name, _ in model.named_parameters()
         for own in section_names(name, fused.get(name))
     }
+
+
+def hf_rows(model: GPTModel) -> dict[str, RowMap]:
+    """Where the rows of all weights and sections of fused weights lie in the tensors of the
+    transformers library, by their names in our checkpoints without "model.".
+
+    Raises:
+        ConfigError: as `hf_config`.
+    """
+    return {own: RowMap(name) for own, name in hf_names(model).items()}
 
 
 def section_names(name: str, fused: FusedWeight | None) -> list[str]:
