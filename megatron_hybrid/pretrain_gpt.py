@@ -22,6 +22,7 @@ from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
+from megatron.core.transformer.layer_specs import model_spec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.health.exits import (
@@ -73,7 +74,7 @@ def run(argv: Sequence[str]) -> Outcome:
         datasets_provider=datasets_provider,
         forward_step=forward_step,
         flops_per_sequence=num_floating_point_operations(
-            config.model, vocab_size, config.data.seq_length, 1
+            model_spec(config.model), vocab_size, config.data.seq_length
         ),
     )
 

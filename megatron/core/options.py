@@ -225,11 +225,19 @@ class Field:
             return None
 
         if self.is_list:
-            items = value.split() if isinstance(value, str) else value
-            if not isinstance(items, (list, tuple)):
-                items = [items]
-            return tuple(self._convert_scalar(item) for item in items)
+            if isinstance(value, str):
+                value = value.split()
+            items = value if isinstance(value, (list, tuple)) else [value]
+            return tuple(self._convert_scalar(one) for item in items for one in self._split(item))
         return self._convert_scalar(value)
+
+    def _split(self, item: Any) -> list[Any]:
+        """The values in an item of a list: numbers may have commas between them and brackets
+        around them, as in "(127,0)".
+        """
+        if isinstance(item, str) and self.scalar in (int, float):
+            return item.strip("()[]").replace(",", " ").split()
+        return [item]
 
     def _convert_scalar(self, value: Any) -> Any:
         is_bool = isinstance(value, bool)

@@ -8,10 +8,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
+from megatron.core.transformer.spec import AttentionSpec
 
 
 class SelfAttention(nn.Module):
@@ -21,31 +21,40 @@ class SelfAttention(nn.Module):
     groups) (Ainslie et al. 2023, arXiv:2305.13245).
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        *,
+        init_std: float,
+        output_init_std: float,
+        recomputes_core: bool = False,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.spec = spec
+        self.recomputes_core = recomputes_core
         sections = FusedWeight(
             (
-                ("query", config.query_size),
-                ("key", config.key_value_size),
-                ("value", config.key_value_size),
+                ("query", spec.query_size),
+                ("key", spec.key_value_size),
+                ("value", spec.key_value_size),
             )
         )
 
         self.linear_qkv = FusedLinear(
-            config.hidden_size,
+            hidden_size,
             sections,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            init_std=config.init_method_std,
+            bias=spec.has_qkv_bias,
+            init_std=init_std,
         )
 
-        self.q_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
-        self.k_layernorm = build_norm(config, config.head_dim) if config.qk_layernorm else None
+        self.q_layernorm = None if spec.qk_norm is None else build_norm(spec.qk_norm, spec.head_dim)
+        self.k_layernorm = None if spec.qk_norm is None else build_norm(spec.qk_norm, spec.head_dim)
         self.linear_proj = Linear(
-            config.query_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=config.output_init_std,
+            spec.query_size,
+            hidden_size,
+            bias=spec.has_output_bias,
+            init_std=output_init_std,
         )
 
     def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
@@ -59,11 +68,7 @@ class SelfAttention(nn.Module):
             [batch, seq, hidden], same dtype.
         """
         query, key, value = self._heads(hidden, rotary)
-        if (
-            self.config.recompute_granularity == "selective"
-            and self.training
-            and torch.is_grad_enabled()
-        ):
+        if self.recomputes_core and self.training and torch.is_grad_enabled():
             context = checkpoint(self._core_attention, query, key, value, use_reentrant=False)
         else:
             context = self._core_attention(query, key, value)
@@ -76,9 +81,7 @@ class SelfAttention(nn.Module):
     def _heads(self, hidden: Tensor, rotary: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [batch, heads, seq, head_dim]; keys and values [batch, groups, seq, head_dim]."""
         query, key, value = (
-            rearrange(
-                section, "batch seq (head dim) -> batch seq head dim", dim=self.config.head_dim
-            )
+            rearrange(section, "batch seq (head dim) -> batch seq head dim", dim=self.spec.head_dim)
             for section in self.linear_qkv.split(self.linear_qkv(hidden))
         )
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -90,9 +93,9 @@ class SelfAttention(nn.Module):
 
     def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """softmax(query key^T / sqrt(head_dim)) value, causal: [batch, heads, seq, head_dim]."""
-        is_grouped = self.config.num_key_value_heads != self.config.num_attention_heads
+        is_grouped = self.spec.num_key_value_heads != self.spec.num_heads
         if is_grouped and not _has_grouped_kernel(query):
-            num_repeats = self.config.num_attention_heads // self.config.num_key_value_heads
+            num_repeats = self.spec.num_heads // self.spec.num_key_value_heads
             key = key.repeat_interleave(num_repeats, dim=1)
             value = value.repeat_interleave(num_repeats, dim=1)
             is_grouped = False
@@ -101,8 +104,9 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            dropout_p=self.config.attention_dropout if self.training else 0.0,
+            dropout_p=self.spec.dropout if self.training else 0.0,
             is_causal=True,
+            scale=self.spec.scale,
             enable_gqa=is_grouped,
         )
 

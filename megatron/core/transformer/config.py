@@ -1,14 +1,20 @@
-"""TransformerConfig: everything that decides the shapes and the arithmetic of the model."""
+"""TransformerConfig: everything that decides the shapes and the arithmetic of the model.
+
+`layer_specs.py` makes the specs of the layers out of it; nothing else reads these options to build
+or to describe a model.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron.core.options import check_options, expect, option, resolve_default
+from megatron.core.options import ConfigError, check_options, expect, option, resolve_default
+from megatron.core.transformer.layer_pattern import layer_pattern
+from megatron.core.transformer.spec import Activation, Sinks
 
 # Bounds far beyond any model, within which the number of elements of a weight is an int64.
 _MOST_CHANNELS = 2**24
+_PATTERN = 'a number, or zeros and ones such as "([1]*3+[0])*6"'
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,157 @@ class TransformerConfig:
     max_position_embeddings: int | None = option(
         None, "longest sequence the model accepts (default: no limit of its own)", at_least=1
     )
+    window_size: tuple[int, ...] | None = option(
+        None,
+        "positions before and after each one that it attends to, as in 1023,0 (default: all before "
+        "it)",
+        at_least=-1,
+        ceiling=2**31,
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "every N-th layer attends without the window, or a list with 1 for layers that have it",
+        requires="window_size",
+        noun=_PATTERN,
+    )
+    softmax_type: str = option(
+        Sinks.NONE.value,
+        "what the attention's softmax adds to its denominator: nothing, 1, or a learned value for "
+        "each head",
+        choices=tuple(kind.value for kind in Sinks),
+    )
+    softmax_scale: float | None = option(
+        None,
+        "what products of queries and keys are multiplied by (default: 1 / sqrt(kv-channels))",
+        more_than=0.0,
+    )
+    attn_logit_softcapping: float | None = option(
+        None, "bound of the attention's logits, reached by a tanh", more_than=0.0
+    )
+    attention_output_gate: bool = option(
+        False, "multiply the heads' outputs by the sigmoid of a projection of the layer's input"
+    )
+    linear_attention_freq: str | None = option(
+        None,
+        "gated delta nets in place of attention, but for every N-th layer, or as a list with 1 for "
+        "delta nets says",
+        noun=_PATTERN,
+    )
+    linear_conv_kernel_dim: int = option(
+        4,
+        "positions that a delta net's convolution covers",
+        at_least=1,
+        ceiling=2**10,
+        requires="linear_attention_freq",
+    )
+    linear_key_head_dim: int = option(
+        128,
+        "channels of a delta net's query and key heads",
+        at_least=1,
+        ceiling=_MOST_CHANNELS,
+        requires="linear_attention_freq",
+    )
+    linear_value_head_dim: int = option(
+        128,
+        "channels of a delta net's value heads",
+        at_least=1,
+        ceiling=_MOST_CHANNELS,
+        requires="linear_attention_freq",
+    )
+    linear_num_key_heads: int = option(
+        16,
+        "a delta net's query and key heads",
+        at_least=1,
+        ceiling=_MOST_CHANNELS,
+        requires="linear_attention_freq",
+    )
+    linear_num_value_heads: int = option(
+        32,
+        "a delta net's value heads, a multiple of its key heads",
+        at_least=1,
+        ceiling=_MOST_CHANNELS,
+        requires="linear_attention_freq",
+    )
     position_embedding_type: str = option(
-        "rope", "how positions enter the model", choices=("rope", "none")
+        "rope",
+        "how positions enter attention: rotary, rotary scaled by YaRN, or not at all",
+        choices=("rope", "yarn", "none"),
     )
     rotary_base: float = option(10000.0, "base of the rotary wavelengths", more_than=1.0)
     rotary_percent: float = option(
         1.0, "share of each head's channels that is rotated", more_than=0.0, at_most=1.0
+    )
+    window_rotary_base: float | None = option(
+        None,
+        "base of the rotary wavelengths in layers with a window, which are not scaled then "
+        "(default: as in the others)",
+        more_than=1.0,
+        requires="window_size",
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "every N-th layer leaves queries and keys unrotated, or a list with 1 for layers that do",
+        noun=_PATTERN,
+    )
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, "divide positions by this (linear scaling)", at_least=1.0
+    )
+    use_rope_scaling: bool = option(False, "stretch long rotary wavelengths as Llama 3.1 does")
+    rope_scaling_factor: float = option(
+        8.0, "by how much", at_least=1.0, no_effect_unless="use_rope_scaling"
+    )
+    rope_scaling_low_freq_factor: float = option(
+        1.0,
+        "wavelengths are long above the original length divided by this",
+        more_than=0.0,
+        no_effect_unless="use_rope_scaling",
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0,
+        "wavelengths are short below the original length divided by this",
+        more_than=0.0,
+        no_effect_unless="use_rope_scaling",
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192,
+        "positions that the model was trained with before it was extended",
+        at_least=1,
+        no_effect_unless="use_rope_scaling",
+    )
+    yarn_rotary_scaling_factor: float | None = option(
+        None,
+        "stretch rotary wavelengths by this",
+        at_least=1.0,
+        no_effect_unless={"position_embedding_type": "yarn"},
+    )
+    yarn_original_max_position_embeddings: int | None = option(
+        None,
+        "positions that the model was trained with before it was extended",
+        at_least=1,
+        no_effect_unless={"position_embedding_type": "yarn"},
+    )
+    yarn_beta_fast: float = option(
+        32.0,
+        "wavelengths that turn more often over the original length are kept",
+        more_than=0.0,
+        no_effect_unless={"position_embedding_type": "yarn"},
+    )
+    yarn_beta_slow: float = option(
+        1.0,
+        "wavelengths that turn less often over the original length are stretched in full",
+        more_than=0.0,
+        no_effect_unless={"position_embedding_type": "yarn"},
+    )
+    yarn_attention_factor: float | None = option(
+        None,
+        "multiply cosines and sines by this (default: 1 + log(factor) / 10)",
+        more_than=0.0,
+        no_effect_unless={"position_embedding_type": "yarn"},
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        True,
+        "begin and end the blending of wavelengths at whole channels",
+        no_effect_unless={"position_embedding_type": "yarn"},
     )
     normalization: str = option(
         "LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm")
@@ -64,8 +215,26 @@ class TransformerConfig:
     norm_epsilon: float = option(
         1e-5, "added to the variance before its root is taken", more_than=0.0
     )
+    layernorm_zero_centered_gamma: bool = option(
+        False, "store the norms' weights as differences from one", flag="--apply-layernorm-1p"
+    )
+    post_norm: bool = option(
+        False, "normalize what attention and MLP add to the residual stream, too"
+    )
     qk_layernorm: bool = option(False, "normalize each head's queries and keys before the rotation")
     swiglu: bool = option(False, "gated MLP, silu(gate) * up, in place of GELU")
+    gated_linear_unit: bool = option(False, "gated MLP, activation(gate) * up")
+    activation_func: str | None = option(
+        None,
+        "the MLP's activation (default: gelu; silu with --swiglu)",
+        choices=tuple(kind.value for kind in Activation),
+    )
+    embedding_multiplier: float = option(
+        1.0, "what word embeddings are multiplied by", more_than=0.0
+    )
+    final_logit_softcapping: float | None = option(
+        None, "bound of the model's logits, reached by a tanh", more_than=0.0
+    )
     add_bias_linear: bool = option(
         True, "biases in the linear layers", off_flag="--disable-bias-linear"
     )
@@ -92,14 +261,9 @@ class TransformerConfig:
         check_options(self)
         self._resolve_attention()
         self._resolve_ffn()
-        if self.position_embedding_type == "rope":
-            expect(
-                self.rotary_dim >= 2 and self.rotary_dim % 2 == 0,
-                "--rotary-percent",
-                f"an even, positive share of the {self.head_dim} channels of a head "
-                "(--kv-channels)",
-                self.rotary_dim,
-            )
+        self._check_window()
+        self._check_delta_nets()
+        self._check_rotation()
 
     def _resolve_attention(self) -> None:
         heads = self.num_attention_heads
@@ -138,17 +302,99 @@ class TransformerConfig:
         )
 
     def _resolve_ffn(self) -> None:
+        if self.swiglu:
+            expect(
+                self.activation_func in (None, Activation.SILU.value),
+                "--activation-func",
+                f"{Activation.SILU.value}, since --swiglu is given",
+                self.activation_func,
+            )
+        default = Activation.SILU if self.swiglu else Activation.GELU
+        resolve_default(self, "activation_func", default.value)
+
         gated_size = int((4 * self.hidden_size * 2 / 3) / 64) * 64
         resolve_default(
-            self, "ffn_hidden_size", gated_size if self.swiglu else 4 * self.hidden_size
+            self, "ffn_hidden_size", gated_size if self.is_gated else 4 * self.hidden_size
         )
         expect(
             self.ffn_size > 0,
             "--ffn-hidden-size",
-            f"a value of its own where --swiglu would give --hidden-size {self.hidden_size} no "
+            f"a value of its own where a gated MLP would give --hidden-size {self.hidden_size} no "
             "whole 64 channels",
             self.ffn_hidden_size,
         )
+
+    def _check_window(self) -> None:
+        if self.window_size is not None:
+            expect(
+                len(self.window_size) == 2 and self.window_size[1] == 0,
+                "--window-size",
+                "the number of positions before each one, and 0 for those after it, as in 1023,0",
+                self.window_size,
+            )
+        self.windowed_layers()
+
+    def _check_delta_nets(self) -> None:
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if self.linear_attention_freq is not None:
+            expect(
+                values % keys == 0,
+                "--linear-num-value-heads",
+                f"a multiple of --linear-num-key-heads ({keys})",
+                values,
+            )
+        self.linear_layers()
+
+    def _check_rotation(self) -> None:
+        if self.position_embedding_type != "none":
+            expect(
+                self.rotary_dim >= 2 and self.rotary_dim % 2 == 0,
+                "--rotary-percent",
+                f"an even, positive share of the {self.head_dim} channels of a head "
+                "(--kv-channels)",
+                self.rotary_dim,
+            )
+        if self.position_embedding_type == "yarn":
+            for flag, value in (
+                ("--yarn-rotary-scaling-factor", self.yarn_rotary_scaling_factor),
+                (
+                    "--yarn-original-max-position-embeddings",
+                    self.yarn_original_max_position_embeddings,
+                ),
+            ):
+                expect(value is not None, flag, "a value with --position-embedding-type yarn", None)
+
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        expect(
+            not self.use_rope_scaling or low < high,
+            "--rope-scaling-high-freq-factor",
+            f"more than --rope-scaling-low-freq-factor {low}",
+            high,
+        )
+        self._check_one_scaling()
+        self.unrotated_layers()
+
+    def _check_one_scaling(self) -> None:
+        """Wavelengths are scaled in one way, and only where something is rotated."""
+        scalings = {
+            "--use-rope-scaling": self.use_rope_scaling,
+            "--rotary-seq-len-interpolation-factor": bool(self.rotary_seq_len_interpolation_factor),
+        }
+        others = {
+            "--no-rope-freq": self.no_rope_freq is not None,
+            "--window-rotary-base": self.window_rotary_base is not None,
+        }
+        given = [flag for flag, is_given in scalings.items() if is_given]
+        if given and self.position_embedding_type == "yarn":
+            given.insert(0, "--position-embedding-type yarn")
+        if len(given) > 1:
+            raise ConfigError(f"{given[1]}: expected one scaling of rotary, got {given[0]}, too.")
+
+        given += [flag for flag, is_given in others.items() if is_given]
+        if given and self.position_embedding_type == "none":
+            raise ConfigError(
+                f"{given[0]}: expected rotary positions, got --position-embedding-type none."
+            )
 
     @property
     def head_dim(self) -> int:
@@ -163,33 +409,41 @@ class TransformerConfig:
         return self.num_query_groups
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the MLP is a gated one."""
+        return self.swiglu or self.gated_linear_unit
+
+    @property
     def ffn_size(self) -> int:
         """Width inside the MLP: `ffn_hidden_size`, resolved."""
         assert self.ffn_hidden_size is not None  # _resolve_ffn set it
         return self.ffn_hidden_size
 
     @property
-    def query_size(self) -> int:
-        """Channels of all query heads together; also the width of the attention's output before its
-        projection.
-        """
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def key_value_size(self) -> int:
-        """Channels of all key heads together, and of all value heads together."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
     def rotary_dim(self) -> int:
         """Channels of each head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
 
-    @property
-    def output_init_std(self) -> float:
-        """Standard deviation of the projections that write into the residual stream.
+    def linear_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has a gated delta net."""
+        return self._layers("--linear-attention-freq", self.linear_attention_freq, False)
 
-        There are two per layer; the variance of their sum over the depth is that of one (GPT-2,
-        Radford et al. 2019).
-        """
-        return self.init_method_std / math.sqrt(2 * self.num_layers)
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether its attention, if it has one, has the window."""
+        # Infinitely many positions before each one are no window.
+        if self.window_size is None or self.window_size[0] == -1:
+            return (False,) * self.num_layers
+        if self.window_attn_skip_freq is None:
+            return (True,) * self.num_layers
+        return self._layers("--window-attn-skip-freq", self.window_attn_skip_freq, False)
+
+    def unrotated_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether its attention leaves queries and keys unrotated."""
+        if self.position_embedding_type == "none":
+            return (True,) * self.num_layers
+        return self._layers("--no-rope-freq", self.no_rope_freq, True)
+
+    def _layers(self, flag: str, text: str | None, every_nth: bool) -> tuple[bool, ...]:
+        if text is None:
+            return (False,) * self.num_layers
+        return layer_pattern(flag, text, self.num_layers, every_nth=every_nth)

@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One transformer layer, built of the parts that its spec names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,53 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.spec import AttentionSpec, LayerSpec, Mixer
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each normalized before and added to the residual stream after dropout."""
+    """A mixer and an MLP. Each reads the normalized residual stream, and its output, normalized
+    once more where the spec says so, is added to the stream after dropout.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    The mixer is `self_attention` whatever it is, as in Megatron.
+
+    Args:
+        recompute_granularity: see TransformerConfig.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        hidden_size: int,
+        *,
+        init_std: float,
+        output_init_std: float,
+        recompute_granularity: str | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.input_layernorm = build_norm(config, config.hidden_size)
-        self.self_attention = SelfAttention(config)
-        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        self.spec = spec
+        self.recomputes_all = recompute_granularity == "full"
+
+        self.input_layernorm = build_norm(spec.norm, hidden_size)
+        self.self_attention = _build_mixer(
+            spec.mixer,
+            hidden_size,
+            init_std=init_std,
+            output_init_std=output_init_std,
+            recomputes_core=recompute_granularity == "selective",
+        )
+        self.post_self_attn_layernorm = (
+            None if spec.post_norm is None else build_norm(spec.post_norm, hidden_size)
+        )
+        self.pre_mlp_layernorm = build_norm(spec.norm, hidden_size)
+        self.mlp = MLP(
+            spec.feed_forward, hidden_size, init_std=init_std, output_init_std=output_init_std
+        )
+        self.post_mlp_layernorm = (
+            None if spec.post_norm is None else build_norm(spec.post_norm, hidden_size)
+        )
 
     def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype.
@@ -31,11 +62,7 @@ class TransformerLayer(nn.Module):
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.
         """
-        if (
-            self.config.recompute_granularity == "full"
-            and self.training
-            and torch.is_grad_enabled()
-        ):
+        if self.recomputes_all and self.training and torch.is_grad_enabled():
             # Inside forward, so the hooks that gather and release this module's weights are not
             # rerun.
             recomputed: Tensor = checkpoint(self._body, hidden, rotary, use_reentrant=False)
@@ -44,8 +71,26 @@ class TransformerLayer(nn.Module):
         return self._body(hidden, rotary)
 
     def _body(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:
-        hidden = hidden + self._dropout(self.self_attention(self.input_layernorm(hidden), rotary))
-        return hidden + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        mixed = self.self_attention(self.input_layernorm(hidden), rotary)
+        hidden = hidden + self._branch(mixed, self.post_self_attn_layernorm)
+        output = self.mlp(self.pre_mlp_layernorm(hidden))
+        return hidden + self._branch(output, self.post_mlp_layernorm)
 
-    def _dropout(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.config.hidden_dropout, self.training)
+    def _branch(self, output: Tensor, norm: nn.Module | None) -> Tensor:
+        """What is added to the residual stream."""
+        if norm is not None:
+            output = norm(output)
+        return F.dropout(output, self.spec.dropout, self.training)
+
+
+def _build_mixer(
+    spec: Mixer, hidden_size: int, *, init_std: float, output_init_std: float, recomputes_core: bool
+) -> SelfAttention:
+    assert isinstance(spec, AttentionSpec)
+    return SelfAttention(
+        spec,
+        hidden_size,
+        init_std=init_std,
+        output_init_std=output_init_std,
+        recomputes_core=recomputes_core,
+    )

@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
+from megatron.core.transformer.spec import Activation, DenseSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.SILU: F.silu,
+    Activation.SQUARED_RELU: _squared_relu,
+}
 
 
 class MLP(nn.Module):
-    """GELU (exact) between two linear layers, or SwiGLU: fc2(silu(gate) * up) (Shazeer 2020,
-    arXiv:2002.05202).
+    """An activation between two linear layers, or a gated one: fc2(activation(gate) * up) (Shazeer
+    2020, arXiv:2002.05202).
 
-    With SwiGLU, `linear_fc1` holds the gate's rows and then those of up.
+    If it is gated, `linear_fc1` holds the gate's rows and then those of up.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self, spec: DenseSpec, hidden_size: int, *, init_std: float, output_init_std: float
+    ) -> None:
         super().__init__()
-        bias, std = config.add_bias_linear, config.init_method_std
+        bias = spec.has_bias
         self.linear_fc1: Linear
-        if config.swiglu:
-            sections = FusedWeight((("gate", config.ffn_size), ("up", config.ffn_size)))
-            self.linear_fc1 = FusedLinear(config.hidden_size, sections, bias, init_std=std)
+        if spec.is_gated:
+            sections = FusedWeight((("gate", spec.size), ("up", spec.size)))
+            self.linear_fc1 = FusedLinear(hidden_size, sections, bias, init_std=init_std)
         else:
-            self.linear_fc1 = Linear(config.hidden_size, config.ffn_size, bias, init_std=std)
-        self.linear_fc2 = Linear(
-            config.ffn_size, config.hidden_size, bias, init_std=config.output_init_std
-        )
+            self.linear_fc1 = Linear(hidden_size, spec.size, bias, init_std=init_std)
+        self.activation = _ACTIVATIONS[spec.activation]
+        self.linear_fc2 = Linear(spec.size, hidden_size, bias, init_std=output_init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype."""
         inner: Tensor = self.linear_fc1(hidden)
         if isinstance(self.linear_fc1, FusedLinear):
             gate, up = self.linear_fc1.split(inner)
-            inner = F.silu(gate) * up
+            inner = self.activation(gate) * up
         else:
-            inner = F.gelu(inner)
+            inner = self.activation(inner)
         output: Tensor = self.linear_fc2(inner)
         return output

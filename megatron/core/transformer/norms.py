@@ -1,5 +1,8 @@
 """Normalization over the last dim. The arithmetic is fp32 for inputs of 16 bits, the result has the
 input's dtype.
+
+A zero-centred weight is stored as its difference from one, so that it begins at zero and, in 16
+bits, changes in steps that are small beside zero rather than beside one.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.spec import NormKind, NormSpec
 
 
 class RMSNorm(nn.Module):
@@ -16,24 +19,26 @@ class RMSNorm(nn.Module):
     arXiv:1910.07467).
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, is_zero_centered: bool = False) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
+        self.is_zero_centered = is_zero_centered
         self.weight = nn.Parameter(torch.empty(size))  # [size]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the scale to one."""
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 0.0 if self.is_zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
-        if x.dtype == self.weight.dtype:
+        if x.dtype == self.weight.dtype and not self.is_zero_centered:
             # torch computes 16-bit inputs in fp32. Its CUDA kernel keeps no fp32 copies for
             # backward; on the CPU it composes the norm of single operations, which do.
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
-        return F.rms_norm(x.float(), (self.size,), self.weight.float(), self.eps).to(x.dtype)
+        scale = _fp32_scale(self.weight, self.is_zero_centered)
+        return F.rms_norm(x.float(), (self.size,), scale, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -41,32 +46,36 @@ class LayerNorm(nn.Module):
     arXiv:1607.06450).
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, is_zero_centered: bool = False) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
+        self.is_zero_centered = is_zero_centered
         self.weight = nn.Parameter(torch.empty(size))  # [size]
         self.bias = nn.Parameter(torch.empty(size))  # [size]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the scale to one and the shift to zero."""
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 0.0 if self.is_zero_centered else 1.0)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
-        if x.dtype == self.weight.dtype:
+        if x.dtype == self.weight.dtype and not self.is_zero_centered:
             # A kernel on every device: fp32 inside, and for backward it keeps only x and the row
             # statistics.
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-        return F.layer_norm(
-            x.float(), (self.size,), self.weight.float(), self.bias.float(), self.eps
-        ).to(x.dtype)
+        scale = _fp32_scale(self.weight, self.is_zero_centered)
+        return F.layer_norm(x.float(), (self.size,), scale, self.bias.float(), self.eps).to(x.dtype)
 
 
-def build_norm(config: TransformerConfig, size: int) -> RMSNorm | LayerNorm:
-    """The normalization that `config` asks for, over `size` channels."""
-    if config.normalization == "RMSNorm":
-        return RMSNorm(size, config.norm_epsilon)
-    return LayerNorm(size, config.norm_epsilon)
+def _fp32_scale(weight: Tensor, is_zero_centered: bool) -> Tensor:
+    """What a norm multiplies by, in fp32: one plus a small weight is not a number of 16 bits."""
+    return weight.float() + 1.0 if is_zero_centered else weight.float()
+
+
+def build_norm(spec: NormSpec, size: int) -> RMSNorm | LayerNorm:
+    """The normalization that `spec` describes, over `size` channels."""
+    kind = RMSNorm if spec.kind is NormKind.RMS_NORM else LayerNorm
+    return kind(size, spec.eps, spec.is_zero_centered)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.spec import RotarySpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,17 +27,14 @@ class RotaryAngles:
     sin: Tensor  # [seq, rotary_dim / 2] fp32
 
 
-def rotary_angles(config: TransformerConfig, seq_length: int, device: torch.device) -> RotaryAngles:
+def rotary_angles(spec: RotarySpec, seq_length: int, device: torch.device) -> RotaryAngles:
     """The angles of positions 0 .. seq_length - 1. Computed on each call, so there is no buffer to
     initialize or move.
     """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
-    exponents = (
-        torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float64)
-        / config.rotary_dim
-    )
+    exponents = torch.arange(0, spec.dim, 2, device=device, dtype=torch.float64) / spec.dim
     positions = torch.arange(seq_length, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, config.rotary_base**-exponents)  # [seq, rotary_dim / 2]
+    angles = torch.outer(positions, spec.base**-exponents)  # [seq, rotary_dim / 2]
     return RotaryAngles(angles.cos().float(), angles.sin().float())
 
 

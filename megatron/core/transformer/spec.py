@@ -1,6 +1,6 @@
 """What a model is made of: frozen values that say, layer by layer, which parts to build.
 
-`TransformerConfig.model_spec` derives them from the flags, once. Everything else (the model, its
+`layer_specs.model_spec` derives them from the flags, once. Everything else (the model, its
 FLOP count, the mapping to the transformers library) reads specs and never flags, so layers of
 different kinds stand side by side without a branch on the name of a model. Three gated delta nets
 and one gated attention, repeated:
@@ -240,6 +240,7 @@ class ModelSpec:
         max_length: positions of the longest sequence the model accepts; None: no limit of its own.
         embedding_scale: what embeddings are multiplied by.
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap).
+        dropout: of the embeddings, in training.
         init_std: standard deviation of the initial weights.
         output_init_std: that of the projections that write into the residual stream.
     """
@@ -251,5 +252,6 @@ class ModelSpec:
     max_length: int | None
     embedding_scale: float
     logit_softcap: float | None
+    dropout: float
     init_std: float
     output_init_std: float

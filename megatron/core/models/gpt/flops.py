@@ -4,38 +4,68 @@ utilization.
 
 from __future__ import annotations
 
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    DenseSpec,
+    GatedDeltaNetSpec,
+    Mixer,
+    ModelSpec,
+)
 
 
 def num_floating_point_operations(
-    config: TransformerConfig, vocab_size: int, seq_length: int, batch: int = 1
+    spec: ModelSpec, vocab_size: int, seq_length: int, batch: int = 1
 ) -> int:
     """Operations of forward and backward over `batch` sequences of `seq_length` tokens.
 
     Counted as Megatron does: the matrix products only, two operations per multiply-add; backward is
     twice forward (Narayanan et al. 2021, arXiv:2104.04473, appendix); what recomputation repeats is
     not counted. Attention scores and their product with the values count half of seq_length^2, for
-    the causal mask leaves half of them.
+    the causal mask leaves half of them, and less within a window. A delta net's recurrence counts
+    four products with its state.
 
     Args:
-        config: the model's shapes.
+        spec: the model's shapes.
         vocab_size: rows of the output projection, padding included.
         seq_length: tokens per sequence.
         batch: sequences.
     """
-    forward_per_token = (
-        config.num_layers * _layer_forward(config, seq_length) + 2 * config.hidden_size * vocab_size
+    forward = sum(
+        _mixer_forward(layer.mixer, spec.hidden_size, seq_length)
+        + seq_length * _dense_forward(layer.feed_forward, spec.hidden_size)
+        for layer in spec.layers
     )
-    return 3 * forward_per_token * seq_length * batch
+    forward += 2 * spec.hidden_size * vocab_size * seq_length
+    return 3 * forward * batch
 
 
-def _layer_forward(config: TransformerConfig, seq_length: int) -> int:
-    """Forward operations of one layer for one token."""
-    qkv_and_proj = config.hidden_size * (config.query_size + 2 * config.key_value_size) + (
-        config.query_size * config.hidden_size
-    )
-    mlp = (3 if config.swiglu else 2) * config.hidden_size * config.ffn_size
-    # Two products (scores, then values), each of half a multiply-add per pair of positions: 2 * 2 /
-    # 2.
-    attention = 2 * seq_length * config.query_size
-    return 2 * (qkv_and_proj + mlp) + attention
+def _mixer_forward(spec: Mixer, hidden_size: int, seq_length: int) -> int:
+    """Forward operations of one mixer for one sequence."""
+    if isinstance(spec, GatedDeltaNetSpec):
+        return 2 * seq_length * _delta_net_products(spec, hidden_size)
+    return _attention_forward(spec, hidden_size, seq_length)
+
+
+def _attention_forward(spec: AttentionSpec, hidden_size: int, seq_length: int) -> int:
+    gate = spec.query_size if spec.has_output_gate else 0
+    projections = hidden_size * (2 * spec.query_size + 2 * spec.key_value_size + gate)
+
+    # Twice the pairs of positions: seq^2 under the causal mask alone.
+    window = min(spec.window or seq_length, seq_length)
+    twice_pairs = window * (2 * seq_length - window)
+    # Two products (scores, then values) of a multiply-add for each pair.
+    return 2 * projections * seq_length + 2 * twice_pairs * spec.query_size
+
+
+def _delta_net_products(spec: GatedDeltaNetSpec, hidden_size: int) -> int:
+    """Multiply-adds of one gated delta net for one token."""
+    heads = spec.num_value_heads
+    projections = hidden_size * (2 * spec.key_size + 3 * spec.value_size + 2 * heads)
+    convolution = spec.conv_kernel * (2 * spec.key_size + spec.value_size)
+    recurrence = 4 * heads * spec.key_head_dim * spec.value_head_dim
+    return projections + convolution + recurrence
+
+
+def _dense_forward(spec: DenseSpec, hidden_size: int) -> int:
+    """Forward operations of one MLP for one token."""
+    return 2 * (3 if spec.is_gated else 2) * hidden_size * spec.size

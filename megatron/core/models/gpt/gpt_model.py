@@ -10,8 +10,10 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.cross_entropy import vocab_cross_entropy
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
+from megatron.core.transformer.rotary import rotary_angles
+from megatron.core.transformer.spec import AttentionSpec, Mixer, ModelSpec, RotarySpec
 
 
 class WordEmbeddings(nn.Embedding):
@@ -28,34 +30,57 @@ class WordEmbeddings(nn.Embedding):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word embeddings with dropout. Positions enter in the attention."""
+    """Word embeddings, scaled, with dropout. Positions enter in the layers."""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
+    def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
         super().__init__()
-        self.hidden_dropout = config.hidden_dropout
-        self.word_embeddings = WordEmbeddings(
-            vocab_size, config.hidden_size, config.init_method_std
-        )
+        self.scale = spec.embedding_scale
+        self.dropout = spec.dropout
+        self.word_embeddings = WordEmbeddings(vocab_size, spec.hidden_size, spec.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, seq] int64 -> [batch, seq, hidden]."""
-        return F.dropout(self.word_embeddings(tokens), self.hidden_dropout, self.training)
+        hidden = self.word_embeddings(tokens)
+        if self.scale != 1.0:
+            # Rounded to the compute dtype, as the models that have a scale were trained.
+            hidden = hidden * hidden.new_tensor(self.scale)
+        return F.dropout(hidden, self.dropout, self.training)
 
 
 class TransformerBlock(nn.Module):
     """The stack of layers and the normalization after them."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, spec: ModelSpec, recompute_granularity: str | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
-        self.final_layernorm = build_norm(config, config.hidden_size)
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                layer,
+                spec.hidden_size,
+                init_std=spec.init_std,
+                output_init_std=spec.output_init_std,
+                recompute_granularity=recompute_granularity,
+            )
+            for layer in spec.layers
+        )
+        self._rotaries = [_rotary_of(layer.mixer) for layer in spec.layers]
+        self.final_layernorm = build_norm(spec.final_norm, spec.hidden_size)
 
-    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype."""
-        for layer in self.layers:
-            hidden = layer(hidden, rotary)
+        # Layers that turn their heads alike share the angles.
+        angles = {
+            rotary: rotary_angles(rotary, hidden.shape[1], hidden.device)
+            for rotary in dict.fromkeys(self._rotaries)
+            if rotary is not None
+        }
+        for layer, rotary in zip(self.layers, self._rotaries, strict=True):
+            hidden = layer(hidden, None if rotary is None else angles[rotary])
         normalized: Tensor = self.final_layernorm(hidden)
         return normalized
+
+
+def _rotary_of(mixer: Mixer) -> RotarySpec | None:
+    return mixer.rotary if isinstance(mixer, AttentionSpec) else None
 
 
 class GPTModel(nn.Module):
@@ -65,7 +90,7 @@ class GPTModel(nn.Module):
     parameter under one name, `embedding.word_embeddings.weight`.
 
     Args:
-        config: shapes and arithmetic.
+        config: what `spec`, the description of its layers, is derived from.
         vocab_size: rows of the embedding and of the output projection, padding included.
     """
 
@@ -75,13 +100,14 @@ class GPTModel(nn.Module):
             raise ValueError(f"Expected a vocabulary of at least one token, got {vocab_size}.")
 
         self.config = config
+        self.spec = spec = model_spec(config)
         self.vocab_size = vocab_size
-        self.embedding = LanguageModelEmbedding(config, vocab_size)
-        self.decoder = TransformerBlock(config)
+        self.embedding = LanguageModelEmbedding(spec, vocab_size)
+        self.decoder = TransformerBlock(spec, config.recompute_granularity)
         self.output_layer = (
-            Linear(config.hidden_size, vocab_size, bias=False, init_std=config.init_method_std)
-            if config.untie_embeddings_and_output_weights
-            else None
+            None
+            if spec.is_tied
+            else Linear(spec.hidden_size, vocab_size, bias=False, init_std=spec.init_std)
         )
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -100,21 +126,21 @@ class GPTModel(nn.Module):
                 longer than max_position_embeddings.
         """
         self._check_inputs(tokens, labels)
-        rotary = None
-        if self.config.position_embedding_type == "rope":
-            rotary = rotary_angles(self.config, tokens.shape[1], tokens.device)
-
-        logits = self._logits(self.decoder(self.embedding(tokens), rotary))
+        logits = self._logits(self.decoder(self.embedding(tokens)))
         if labels is None:
             return logits
         return vocab_cross_entropy(logits, labels)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, vocab]."""
+        logits: Tensor
         if self.output_layer is None:
-            return F.linear(hidden, self.embedding.word_embeddings.weight)
-        logits: Tensor = self.output_layer(hidden)
-        return logits
+            logits = F.linear(hidden, self.embedding.word_embeddings.weight)
+        else:
+            logits = self.output_layer(hidden)
+
+        cap = self.spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _check_inputs(self, tokens: Tensor, labels: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
@@ -122,7 +148,7 @@ class GPTModel(nn.Module):
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
             )
 
-        longest = self.config.max_position_embeddings
+        longest = self.spec.max_length
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(
                 f"Expected at most --max-position-embeddings {longest} tokens, got "

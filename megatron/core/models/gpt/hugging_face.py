@@ -384,7 +384,7 @@ def _differences(config: TransformerConfig, architecture: _Architecture) -> list
             _Difference("--hidden-size", f"a multiple of {heads} heads", config.hidden_size)
         )
 
-    if not architecture.has_own_head_dim and config.query_size != config.hidden_size:
+    if not architecture.has_own_head_dim and heads * config.head_dim != config.hidden_size:
         found.append(
             _Difference("--kv-channels", f"{config.hidden_size / heads:g}", config.head_dim)
         )

@@ -1,0 +1,85 @@
+"""Which layers are of a kind: a number, or a list of zeros and ones in Python's syntax.
+
+Megatron's flags say so in either form. For 8 layers:
+
+    "4"                1 1 1 0 1 1 1 0     all but every fourth
+    "[1,1,1,0]*2"      1 1 1 0 1 1 1 0
+    "([1]*3+[0])*2"    1 1 1 0 1 1 1 0
+"""
+
+from __future__ import annotations
+
+import ast
+
+from megatron.core.options import ConfigError, expect
+
+_MOST_CHARACTERS = 2**18  # as many layers as there may be, one by one
+_MOST_NODES = 200  # nested operations; a list counts as one
+
+
+def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> tuple[bool, ...]:
+    """For each layer, whether it is of the flag's kind.
+
+    Args:
+        flag: for messages.
+        text: a number N or a list of zeros and ones, one for each layer.
+        every_nth: of a number N, whether every N-th layer is of the kind; else all but those are.
+
+    Raises:
+        ConfigError: for anything else, or for a list that is not `num_layers` long.
+    """
+    if text.isascii() and text.isdecimal():
+        number = int(text[:20])
+        expect(number >= 1, flag, "a number of layers >= 1, or a list of zeros and ones", text)
+        return tuple(((index + 1) % number == 0) == every_nth for index in range(num_layers))
+
+    found = _evaluated(flag, text, num_layers)
+    expect(
+        len(found) == num_layers,
+        flag,
+        f"a number, or zeros and ones for --num-layers {num_layers} layers",
+        f"{text}, which has {len(found)}",
+    )
+    return tuple(found)
+
+
+def _evaluated(flag: str, text: str, most: int) -> list[bool]:
+    """The list that an expression of lists, +, * and parentheses stands for."""
+    try:
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError("too long")
+        tree = ast.parse(text.strip(), mode="eval")
+        if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > _MOST_NODES:
+            raise ValueError("too many operations")
+        return _value_of(tree.body, most)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f'{flag}: expected a number, or zeros and ones such as "([1]*3+[0])*6", got '
+            f"{text[:80]!r}."
+        ) from error
+
+
+def _value_of(node: ast.expr, most: int) -> list[bool]:
+    """ValueError for other expressions, and for lists longer than `most`."""
+    match node:
+        case ast.List(elts=elements):
+            found = [_bit(element) for element in elements]
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            found = _value_of(left, most) + _value_of(right, most)
+        case ast.BinOp(op=ast.Mult(), left=left, right=ast.Constant(value=int() as times)):
+            part = _value_of(left, most)
+            # Before the list is made: a factor may have many digits.
+            if isinstance(times, bool) or times < 1 or times * len(part) > most:
+                raise ValueError("too long")
+            found = part * times
+        case _:
+            raise ValueError("not a list")
+    if len(found) > most:
+        raise ValueError("too long")
+    return found
+
+
+def _bit(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1):
+        return node.value == 1
+    raise ValueError("not 0 or 1")

@@ -1,0 +1,137 @@
+"""From a model's options to its spec: which parts each layer is built of."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    NormKind,
+    NormSpec,
+    RotaryScaling,
+    RotarySpec,
+    Sinks,
+    YarnScaling,
+)
+
+
+def model_spec(config: TransformerConfig) -> ModelSpec:
+    """What a model of these options is made of."""
+    norm = NormSpec(
+        NormKind(config.normalization), config.norm_epsilon, config.layernorm_zero_centered_gamma
+    )
+    feed_forward = DenseSpec(
+        size=config.ffn_size,
+        activation=Activation(config.activation_func),
+        is_gated=config.is_gated,
+        has_bias=config.add_bias_linear,
+    )
+
+    kinds = zip(
+        config.linear_layers(), config.windowed_layers(), config.unrotated_layers(), strict=True
+    )
+    layers = tuple(
+        LayerSpec(
+            mixer=_delta_net(config)
+            if is_linear
+            else _attention(config, norm, has_window, is_unrotated),
+            feed_forward=feed_forward,
+            norm=norm,
+            post_norm=norm if config.post_norm else None,
+            dropout=config.hidden_dropout,
+        )
+        for is_linear, has_window, is_unrotated in kinds
+    )
+
+    return ModelSpec(
+        layers=layers,
+        hidden_size=config.hidden_size,
+        final_norm=norm,
+        is_tied=not config.untie_embeddings_and_output_weights,
+        max_length=config.max_position_embeddings,
+        embedding_scale=config.embedding_multiplier,
+        logit_softcap=config.final_logit_softcapping,
+        dropout=config.hidden_dropout,
+        init_std=config.init_method_std,
+        # Two projections of each layer write into the residual stream; the variance of their sum
+        # over the depth is that of one (GPT-2, Radford et al. 2019).
+        output_init_std=config.init_method_std / math.sqrt(2 * config.num_layers),
+    )
+
+
+def _delta_net(config: TransformerConfig) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        conv_kernel=config.linear_conv_kernel_dim,
+        norm_eps=config.norm_epsilon,
+    )
+
+
+def _attention(
+    config: TransformerConfig, norm: NormSpec, has_window: bool, is_unrotated: bool
+) -> AttentionSpec:
+    window = None
+    if has_window and config.window_size is not None:
+        window = config.window_size[0] + 1  # with the position itself
+
+    return AttentionSpec(
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.softmax_scale or 1 / math.sqrt(config.head_dim),
+        rotary=None if is_unrotated else _rotary(config, has_window),
+        window=window,
+        sinks=Sinks(config.softmax_type),
+        qk_norm=norm if config.qk_layernorm else None,
+        has_output_gate=config.attention_output_gate,
+        softcap=config.attn_logit_softcapping,
+        has_qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        has_output_bias=config.add_bias_linear,
+        dropout=config.attention_dropout,
+    )
+
+
+def _rotary(config: TransformerConfig, has_window: bool) -> RotarySpec:
+    if has_window and config.window_rotary_base is not None:
+        return RotarySpec(config.rotary_dim, config.window_rotary_base)
+    return RotarySpec(config.rotary_dim, config.rotary_base, _scaling(config))
+
+
+def _scaling(config: TransformerConfig) -> RotaryScaling | None:
+    if config.position_embedding_type == "yarn":
+        factor, length = (
+            config.yarn_rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings,
+        )
+        # TransformerConfig has checked that they are given.
+        assert factor is not None
+        assert length is not None
+        return YarnScaling(
+            factor=factor,
+            original_length=length,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
+            attention_factor=config.yarn_attention_factor or 1 + 0.1 * math.log(factor),
+            rounds_range=config.yarn_correction_range_round_to_int,
+        )
+    if config.use_rope_scaling:
+        return Llama3Scaling(
+            factor=config.rope_scaling_factor,
+            low_freq_factor=config.rope_scaling_low_freq_factor,
+            high_freq_factor=config.rope_scaling_high_freq_factor,
+            original_length=config.rope_scaling_original_max_position_embeddings,
+        )
+    if config.rotary_seq_len_interpolation_factor is not None:
+        return LinearScaling(config.rotary_seq_len_interpolation_factor)
+    return None
