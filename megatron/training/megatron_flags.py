@@ -227,7 +227,7 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _no_effect("--te-rng-tracker --inference-rng-tracker", "Dropout has PyTorch's generator."),
     _no_effect("--rope-type", "It is --position-embedding-type's rope.", "rope"),
-    _remove("--rope-type", "Rotary embeddings are offered with --rotary-base alone."),
+    _replace("--rope-type", "--position-embedding-type yarn", "It is one setting.", "yarn"),
     _replace(
         "--use-rotary-position-embeddings", "--position-embedding-type rope", "It is one setting."
     ),
@@ -237,28 +237,23 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _remove(
         "--position-embedding-type",
-        "Other positions than rope and none are not offered; rope is the default.",
-        *("learned_absolute", "yarn", "mrope", "relative"),
+        "Other positions than rope, yarn and none are not offered; rope is the default.",
+        *("learned_absolute", "mrope", "relative"),
     ),
     _remove(
-        "--rotary-interleaved --rotary-seq-len-interpolation-factor --use-rope-scaling "
-        "--rope-scaling-factor --no-rope-freq --yarn-* --mrope-*",
-        "Rotary embeddings are offered with --rotary-base and --rotary-percent alone.",
+        "--rotary-interleaved --mrope-*",
+        "Rotary embeddings turn the first half of a head's channels against the second.",
     ),
+    _replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
+    _replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
     _remove(
-        "--apply-layernorm-1p",
-        "Norms store their weight itself; it learns the same, since it has no weight decay.",
-    ),
-    _remove(
-        "--squared-relu --openai-gelu --quick-geglu --glu-linear-offset "
-        "--activation-func-clamp-value",
-        "The MLP has GELU, or --swiglu.",
+        "--quick-geglu --glu-linear-offset --activation-func-clamp-value",
+        "The MLP has --activation-func, with a gate under --gated-linear-unit or --swiglu.",
     ),
     _remove(
         "--apply-residual-connection-post-layernorm --fp32-residual-connection "
         "--apply-query-key-layer-scaling --init-method-xavier-uniform --no-initialization "
-        "--data-parallel-random-init --window-size --window-attn-skip-freq --softmax-type "
-        "--qk-clip* --qk-l2-norm --use-mup --mup-* --spec",
+        "--data-parallel-random-init --qk-clip* --qk-l2-norm --use-mup --mup-* --spec",
         "This variant of the model is not offered.",
     ),
     _remove(
@@ -276,11 +271,16 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "Multi-latent attention is not offered.",
     ),
     _remove("--mtp-*", "Multi-token prediction is not offered."),
+    _no_effect(
+        "--experimental-attention-variant",
+        "--linear-attention-freq says where gated delta nets are.",
+        *("gdn", "gated_delta_net"),
+    ),
     _remove(
-        "--mamba-* --hybrid-* --is-hybrid-model --linear-* --gdp-* --dsa-* "
+        "--mamba-* --hybrid-* --is-hybrid-model --gdp-* --dsa-* "
         "--experimental-attention-variant --heterogeneous-* --vision-* --retro-* --bert-* "
         "--ict-* --dino-* --encoder-num-layers --decoder-num-layers --decoder-seq-length",
-        "The model is a GPT of like layers.",
+        "The model is a GPT of attention and gated delta nets.",
     ),
     _remove("--rl-* --grpo-* --perform-rl-step --sft* --inference-*", "This program pretrains."),
     # Memory.

@@ -14,7 +14,8 @@ import ast
 from megatron.core.options import ConfigError, expect
 
 _MOST_CHARACTERS = 2**18  # as many layers as there may be, one by one
-_MOST_NODES = 200  # nested operations; a list counts as one
+_MOST_OPERATIONS = 200
+_MOST_LAYERS = 2**16
 
 
 def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> tuple[bool, ...]:
@@ -33,7 +34,7 @@ def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> 
         expect(number >= 1, flag, "a number of layers >= 1, or a list of zeros and ones", text)
         return tuple(((index + 1) % number == 0) == every_nth for index in range(num_layers))
 
-    found = _evaluated(flag, text, num_layers)
+    found = _evaluated(flag, text)
     expect(
         len(found) == num_layers,
         flag,
@@ -43,15 +44,15 @@ def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> 
     return tuple(found)
 
 
-def _evaluated(flag: str, text: str, most: int) -> list[bool]:
+def _evaluated(flag: str, text: str) -> list[bool]:
     """The list that an expression of lists, +, * and parentheses stands for."""
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError("too long")
         tree = ast.parse(text.strip(), mode="eval")
-        if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > _MOST_NODES:
+        if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > _MOST_OPERATIONS:
             raise ValueError("too many operations")
-        return _value_of(tree.body, most)
+        return _value_of(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'{flag}: expected a number, or zeros and ones such as "([1]*3+[0])*6", got '
@@ -59,22 +60,22 @@ def _evaluated(flag: str, text: str, most: int) -> list[bool]:
         ) from error
 
 
-def _value_of(node: ast.expr, most: int) -> list[bool]:
-    """ValueError for other expressions, and for lists longer than `most`."""
+def _value_of(node: ast.expr) -> list[bool]:
+    """ValueError for other expressions, and for lists of too many layers."""
     match node:
         case ast.List(elts=elements):
             found = [_bit(element) for element in elements]
         case ast.BinOp(op=ast.Add(), left=left, right=right):
-            found = _value_of(left, most) + _value_of(right, most)
+            found = _value_of(left) + _value_of(right)
         case ast.BinOp(op=ast.Mult(), left=left, right=ast.Constant(value=int() as times)):
-            part = _value_of(left, most)
+            part = _value_of(left)
             # Before the list is made: a factor may have many digits.
-            if isinstance(times, bool) or times < 1 or times * len(part) > most:
+            if isinstance(times, bool) or times < 1 or times * len(part) > _MOST_LAYERS:
                 raise ValueError("too long")
             found = part * times
         case _:
             raise ValueError("not a list")
-    if len(found) > most:
+    if len(found) > _MOST_LAYERS:
         raise ValueError("too long")
     return found
 

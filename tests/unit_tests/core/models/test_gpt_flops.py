@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
 
 VOCAB, SEQ, BATCH = 48, 16, 3
 
@@ -34,17 +35,45 @@ def test_count_is_that_of_the_matrix_products_with_attention_halved(
 ) -> None:
     config = TransformerConfig(2, 32, 4, attention_dropout=0.0, hidden_dropout=0.0, **changes)
     model = GPTModel(config, VOCAB)
+    query_size = config.num_attention_heads * config.head_dim
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
     # The written-out kernel is made of products that the counter knows; it does not skip what the
     # mask hides.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).sum().backward()
-    attention = 3 * config.num_layers * (2 * 2 * SEQ * SEQ * config.query_size) * BATCH
+    attention = 3 * config.num_layers * (2 * 2 * SEQ * SEQ * query_size) * BATCH
     counted = counter.get_total_flops()
-    assert num_floating_point_operations(config, VOCAB, SEQ, BATCH) == counted - attention // 2
+    assert num_floating_point_operations(model.spec, VOCAB, SEQ, BATCH) == counted - attention // 2
 
 
 def test_count_of_gpt3_175b_is_about_six_per_parameter_and_token() -> None:
     config = TransformerConfig(96, 12288, 96)
-    per_token = num_floating_point_operations(config, 51200, 2048) / 2048
+    per_token = num_floating_point_operations(model_spec(config), 51200, 2048) / 2048
     assert per_token == pytest.approx(6 * 175e9, rel=0.03)
+
+
+def test_a_window_counts_the_pairs_of_positions_within_it() -> None:
+    def attention(length: int, window: int | None) -> int:
+        size = None if window is None else (window - 1, 0)
+        spec = model_spec(TransformerConfig(1, 32, 4, window_size=size))
+        nothing = model_spec(TransformerConfig(1, 32, 4, window_size=(0, 0)))
+        return num_floating_point_operations(spec, VOCAB, length) - (
+            num_floating_point_operations(nothing, VOCAB, length)
+        )
+
+    # Each pair costs two multiply-adds for each of 32 channels, forward, and twice that backward.
+    # Half of the diagonal is counted, as for full attention.
+    def pairs(length: int, window: int) -> float:
+        inside = sum(min(position + 1, window) for position in range(length))
+        return inside - window / 2
+
+    for window in (1, 5, 64):
+        expected = 3 * 4 * 32 * (pairs(64, window) - pairs(64, 1))
+        assert attention(64, window) == pytest.approx(expected, rel=1e-3)
+    assert attention(64, 64) == attention(64, None) == attention(64, 1000)
+
+
+def test_a_gated_delta_net_costs_the_same_for_every_token() -> None:
+    spec = model_spec(TransformerConfig(2, 32, 4, linear_attention_freq="[1,1]"))
+    one, two = (num_floating_point_operations(spec, VOCAB, length) for length in (512, 1024))
+    assert two == 2 * one

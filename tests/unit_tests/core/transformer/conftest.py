@@ -1,4 +1,4 @@
-"""The small configuration that the tests of the transformer's parts vary."""
+"""The small configuration that the tests of the transformer's parts vary, and its layer's spec."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import LayerSpec
 
 ConfigFactory = Callable[..., TransformerConfig]
 
@@ -26,5 +28,15 @@ def make_config() -> ConfigFactory:
             "hidden_dropout": 0.0,
         }
         return TransformerConfig(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_spec(make_config: ConfigFactory) -> Callable[..., LayerSpec]:
+    """Builds the spec of that layer; keywords change its config."""
+
+    def make(**changes: Any) -> LayerSpec:
+        return model_spec(make_config(**changes)).layers[0]
 
     return make

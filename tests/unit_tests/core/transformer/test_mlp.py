@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.transformer.fused_weight import fused_weights
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec import LayerSpec
 
 
-def _randomized(mlp: MLP) -> MLP:
+def _mlp(spec: LayerSpec) -> MLP:
+    """An MLP for 32 channels, of weights that are drawn anew each time in the same way."""
+    mlp = MLP(spec.feed_forward, 32, init_std=0.02, output_init_std=0.02)
     torch.manual_seed(0)
     for parameter in mlp.parameters():
         nn.init.normal_(parameter, std=0.3)
     return mlp
 
 
-def test_plain_mlp_is_exact_gelu_between_two_linears(make_config: Any) -> None:
-    mlp = _randomized(MLP(make_config()))
+def test_plain_mlp_is_exact_gelu_between_two_linears(make_spec: Any) -> None:
+    mlp = _mlp(make_spec())
     x = torch.randn(2, 3, 32)
     inner = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
     gelu = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
@@ -30,11 +34,34 @@ def test_plain_mlp_is_exact_gelu_between_two_linears(make_config: Any) -> None:
     assert fused_weights(mlp) == {}
 
 
-def test_swiglu_gates_with_the_first_half_of_the_rows(make_config: Any) -> None:
-    mlp = _randomized(MLP(make_config(swiglu=True, add_bias_linear=False)))
+def test_swiglu_gates_with_the_first_half_of_the_rows(make_spec: Any) -> None:
+    mlp = _mlp(make_spec(swiglu=True, add_bias_linear=False))
     assert [tuple(parameter.shape) for parameter in mlp.parameters()] == [(96, 32), (32, 48)]
     x = torch.randn(2, 3, 32)
     gate, up = F.linear(x, mlp.linear_fc1.weight[:48]), F.linear(x, mlp.linear_fc1.weight[48:])
     expected = F.linear(gate * torch.sigmoid(gate) * up, mlp.linear_fc2.weight)
     torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-5)
     assert fused_weights(mlp)["linear_fc1.weight"].sections == (("gate", 48), ("up", 48))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
+        (
+            "gelu_tanh",
+            lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        ),
+        ("silu", lambda x: x * torch.sigmoid(x)),
+        ("squared_relu", lambda x: torch.where(x > 0, x * x, 0)),
+    ],
+)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_every_activation_stands_with_and_without_a_gate(
+    make_spec: Any, name: str, expected: Any, is_gated: bool
+) -> None:
+    mlp = _mlp(make_spec(activation_func=name, gated_linear_unit=is_gated, add_bias_linear=False))
+    x = torch.randn(2, 3, 32)
+    inner = F.linear(x, mlp.linear_fc1.weight)
+    inner = expected(inner[..., :48]) * inner[..., 48:] if is_gated else expected(inner)
+    torch.testing.assert_close(mlp(x), F.linear(inner, mlp.linear_fc2.weight), rtol=1e-4, atol=1e-5)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.norms import LayerNorm, RMSNorm, build_norm
+from megatron.core.transformer.spec import NormKind, NormSpec
 
 
 def _reference(norm: RMSNorm | LayerNorm, x: Tensor) -> Tensor:
@@ -67,9 +66,28 @@ def test_reset_parameters_restores_the_identity_scale(
     assert norm.weight.eq(1).all()
 
 
-def test_build_norm_takes_kind_and_epsilon_from_the_config(make_config: Any) -> None:
-    rms = build_norm(make_config(normalization="RMSNorm", norm_epsilon=1e-3), 16)
-    layer = build_norm(make_config(), 8)
+def test_build_norm_takes_kind_and_epsilon_from_the_spec() -> None:
+    rms = build_norm(NormSpec(NormKind.RMS_NORM, 1e-3), 16)
+    layer = build_norm(NormSpec(NormKind.LAYER_NORM, 1e-5), 8)
     assert isinstance(rms, RMSNorm)
     assert isinstance(layer, LayerNorm)
     assert (rms.eps, rms.size, layer.eps, layer.size) == (1e-3, 16, 1e-5, 8)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_centred_weight_is_one_less_than_the_scale(
+    kind: type[RMSNorm] | type[LayerNorm], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain, centred = kind(16, 1e-5), kind(16, 1e-5, True)
+    assert centred.weight.eq(0).all()
+    offset = torch.randn(16).to(dtype)
+    with torch.no_grad():
+        plain.weight.copy_(offset.float() + 1)
+        centred.weight.copy_(offset)
+    x = torch.randn(4, 16).to(dtype)
+    # The sum is fp32, so the centred norm in 16 bits gives what the plain one gives in fp32.
+    expected = plain(x)
+    assert torch.equal(centred.to(dtype)(x), expected)
+    assert not torch.equal(kind(16, 1e-5)(x), expected)

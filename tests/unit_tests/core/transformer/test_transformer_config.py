@@ -9,6 +9,7 @@ import pytest
 
 from megatron.core.options import ConfigError, options_of
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
 
 REQUIRED: dict[str, Any] = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 8}
 
@@ -17,7 +18,7 @@ def test_options_left_out_are_derived_from_the_others() -> None:
     config = TransformerConfig(**REQUIRED)
     assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (512, 16, 8)
     assert config.max_position_embeddings is None
-    assert (config.query_size, config.key_value_size, config.rotary_dim) == (128, 128, 16)
+    assert (config.head_dim, config.num_key_value_heads, config.rotary_dim) == (16, 8, 16)
 
 
 def test_swiglu_takes_two_thirds_of_the_width_in_multiples_of_64() -> None:
@@ -35,11 +36,17 @@ def test_given_values_are_kept() -> None:
         group_query_attention=True,
         num_query_groups=2,
     )
-    assert (config.query_size, config.key_value_size, config.ffn_size) == (192, 48, 100)
+    assert (config.head_dim, config.num_key_value_heads, config.ffn_size) == (24, 2, 100)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"group_query_attention": True, "num_query_groups": 2}, {"swiglu": True}]
+    "changes",
+    [
+        {},
+        {"group_query_attention": True, "num_query_groups": 2},
+        {"swiglu": True},
+        {"linear_attention_freq": "2", "linear_num_key_heads": 4, "window_size": (7, 0)},
+    ],
 )
 def test_a_config_can_be_rebuilt_from_its_own_values(changes: dict[str, Any]) -> None:
     config = TransformerConfig(**REQUIRED, **changes)
@@ -47,9 +54,8 @@ def test_a_config_can_be_rebuilt_from_its_own_values(changes: dict[str, Any]) ->
 
 
 def test_output_projections_start_smaller_with_depth() -> None:
-    assert TransformerConfig(8, 128, 8, init_method_std=0.02).output_init_std == pytest.approx(
-        0.02 / 4
-    )
+    spec = model_spec(TransformerConfig(8, 128, 8, init_method_std=0.02))
+    assert spec.output_init_std == pytest.approx(0.02 / 4)
 
 
 def test_flags_are_megatrons() -> None:
@@ -90,12 +96,12 @@ def test_flags_are_megatrons() -> None:
         ({"rotary_percent": 1.5}, "--rotary-percent: expected a number > 0.0 and <= 1.0, got 1.5."),
         (
             {"hidden_size": 16, "swiglu": True},
-            "--ffn-hidden-size: expected a value of its own where --swiglu",
+            "--ffn-hidden-size: expected a value of its own where a gated MLP",
         ),
         ({"normalization": "BatchNorm"}, "--normalization: expected one of LayerNorm, RMSNorm"),
         (
             {"position_embedding_type": "alibi"},
-            "--position-embedding-type: expected one of rope, none",
+            "--position-embedding-type: expected one of rope, yarn, none",
         ),
         (
             {"recompute_granularity": "some"},
@@ -105,6 +111,46 @@ def test_flags_are_megatrons() -> None:
         ({"attention_dropout": -0.1}, "--attention-dropout"),
         ({"max_position_embeddings": 0}, "--max-position-embeddings"),
         ({"norm_epsilon": 0.0}, "--norm-epsilon"),
+        ({"window_size": (7,)}, "--window-size: expected the number of positions before"),
+        ({"window_size": (7, 1)}, "--window-size: expected the number of positions before"),
+        (
+            {"window_attn_skip_freq": "2"},
+            "--window-size: expected a list, each an integer >= -1, since --window-attn-skip-freq",
+        ),
+        ({"linear_key_head_dim": 8}, "--linear-attention-freq: expected a number, or zeros and"),
+        (
+            {"linear_attention_freq": "[1,0,1]"},
+            "--linear-attention-freq: expected a number, or zeros and ones for --num-layers 2",
+        ),
+        (
+            {"linear_attention_freq": "2", "linear_num_key_heads": 3},
+            "--linear-num-value-heads: expected a multiple of --linear-num-key-heads (3), got 32.",
+        ),
+        (
+            {"swiglu": True, "activation_func": "gelu"},
+            "--activation-func: expected silu, since --swiglu is given, got 'gelu'.",
+        ),
+        ({"rope_scaling_factor": 2.0}, "--rope-scaling-factor: expected --use-rope-scaling"),
+        (
+            {"position_embedding_type": "yarn"},
+            "--yarn-rotary-scaling-factor: expected a value with --position-embedding-type yarn",
+        ),
+        (
+            {"yarn_beta_fast": 16.0},
+            "--yarn-beta-fast: expected --position-embedding-type yarn, got 'rope'.",
+        ),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+            "--rotary-seq-len-interpolation-factor: expected one scaling of rotary, got --use-",
+        ),
+        (
+            {"use_rope_scaling": True, "position_embedding_type": "none"},
+            "--use-rope-scaling: expected rotary positions, got --position-embedding-type none.",
+        ),
+        (
+            {"use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0},
+            "--rope-scaling-high-freq-factor: expected more than --rope-scaling-low-freq-factor",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_flag(changes: dict[str, Any], message: str) -> None:
