@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -68,12 +70,13 @@ def make(
     parallel: DataParallelConfig = ZERO3,
     optimizer: OptimizerConfig = ON_DEVICE,
     dtype: str = "bf16",
+    model: type[nn.Module] = Model,
 ) -> ModuleEngine:
-    """An engine with the model, which begins on meta."""
+    """An engine with a model that begins on meta."""
     schedule = LRScheduleConfig(lr=LR, lr_decay_style="constant")
     config = EngineConfig(optimizer, schedule, parallel, 99, dtype, SEED)
     engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
-    engine.initialize(Model)
+    engine.initialize(model)
     return engine
 
 
@@ -230,7 +233,53 @@ def test_random_delays_on_every_lane_change_no_bit_of_two_dtypes_in_one_unit():
     run_ranks(2, _delayed, "auto")
 
 
-def _scaled() -> list[float]:
+class Scale(Fp32Module):
+    """A parameter of which most ranks have nothing, and one that no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.frozen = nn.Parameter(torch.empty(2), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        nn.init.ones_(self.frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.scale.dtype == self.frozen.dtype == FP32
+        return (x.float() * self.scale * self.frozen.sum()).to(x.dtype)
+
+
+class Scaled(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].gate = Scale()
+
+
+def _small(folder: str) -> set[torch.dtype]:
+    """The dtypes of the main weights with bf16 ones, of which the fp32 modules have none."""
+    expected = train(make(model=Scaled))
+    one = make(optimizer=offloaded(), model=Scaled)
+    assert_same(train(one), expected)
+    meta = SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True)
+    one.save(meta)
+    other = make(STRATEGIES["optim"], model=Scaled)
+    other.load(meta)
+    assert differences(Run([], [], *contents(other)), expected) == []
+
+    options = {"use_precision_aware_optimizer": True, "main_params_dtype": "bf16"}
+    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="bf16")
+    on_device = OptimizerConfig(clip_grad=0.05, **options)
+    in_bf16 = train(make(parallel, on_device, model=Scaled))
+    assert_same(train(make(parallel, offloaded(**options), model=Scaled)), in_bf16)
+    return {weight.dtype for name, weight in in_bf16.weights.items() if "gate" in name}
+
+
+def test_fewer_elements_than_ranks_frozen_ones_and_bf16_main_weights_train_alike(tmp_path):
+    assert run_ranks(3, _small, str(tmp_path)) == [{FP32}] * 3
+
+
+def _loss_scales() -> list[float]:
     """The scales of fp16's loss; the first overflow."""
     options = {"initial_loss_scale": 2.0**24, "hysteresis": 1}
     on_device = OptimizerConfig(clip_grad=0.05, **options)
@@ -251,7 +300,7 @@ def _scaled() -> list[float]:
 
 
 def test_fp16_scales_and_skips_alike_on_both_sides():
-    for scales in run_ranks(2, _scaled):
+    for scales in run_ranks(2, _loss_scales):
         assert scales[0] > scales[-1] == scales[-2]
 
 
@@ -346,14 +395,16 @@ def test_a_checkpoint_of_two_ranks_loads_on_others_with_other_fractions(tmp_path
                 assert run.losses == pytest.approx(again.losses, rel=1e-4)
 
 
-def _weights_alone(folder: str) -> list[str]:
+def _weights_alone(folder: str, weight_format: str) -> list[str]:
     one, other = make(optimizer=offloaded()), make()
     train(one, range(2))
-    one.save(SaveLoadMeta(f"{folder}/weights", "dcp"))
-    other.load(SaveLoadMeta(f"{folder}/weights", "dcp"))
+    meta = SaveLoadMeta(f"{folder}/weights", weight_format)
+    one.save(meta)
+    other.load(meta)
     own, theirs = contents(one)[0], contents(other)[0]
     return [name for name in own if not torch.equal(own[name], theirs[name])]
 
 
-def test_weights_alone_are_loaded_in_fp32(tmp_path):
-    assert run_ranks(2, _weights_alone, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("weight_format", ["dcp", "hf"])
+def test_weights_alone_are_saved_and_loaded_in_fp32(tmp_path, weight_format):
+    assert run_ranks(2, _weights_alone, str(tmp_path), weight_format) == [[], []]
