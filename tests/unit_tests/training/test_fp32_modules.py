@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
@@ -29,6 +30,7 @@ from tests.helpers.fp32_models import (
     NUM_IN_FP32,
     NUM_OTHERS,
     SEED,
+    Layer,
     Model,
     batches,
     forward_step,
@@ -231,6 +233,29 @@ def _delayed(grads: str) -> None:
 
 def test_random_delays_on_every_lane_change_no_bit_of_two_dtypes_in_one_unit():
     run_ranks(2, _delayed, "auto")
+
+
+class RecomputedLayer(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forward = super().forward
+        is_trained = self.training and torch.is_grad_enabled()
+        return checkpoint(forward, x, use_reentrant=False) if is_trained else forward(x)
+
+
+class Recomputed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RecomputedLayer(number == 1) for number in range(3))
+
+
+def _recomputed() -> None:
+    for parallel in (ZERO3, FSDP2):
+        assert_same(train(make(parallel, model=Recomputed)), train(make(parallel)))
+
+
+def test_activations_may_be_recomputed_with_either_engine():
+    """FSDP2's groups of fp32 modules are inside what is recomputed."""
+    run_ranks(2, _recomputed)
 
 
 class Scale(Fp32Module):
