@@ -101,13 +101,15 @@ def test_the_memory_of_the_card_it_names_adds_up(config):
     layers = sharding_units(model)
     vocab_size, hidden_size = model.vocab_size, config.model.hidden_size
     num_tokens = config.training.micro_batch_size * config.data.seq_length
+    query_size = config.model.num_attention_heads * config.model.head_dim
+    key_value_size = config.model.num_key_value_heads * config.model.head_dim
     of_layer = (
         # The two norms' outputs, and the sum between attention and MLP.
         3 * hidden_size
         # Before the rotation, after it, attended, and that in rows.
-        + (config.model.query_size + 2 * config.model.key_value_size)
-        + (config.model.query_size + config.model.key_value_size)
-        + 2 * config.model.query_size
+        + (query_size + 2 * key_value_size)
+        + (query_size + key_value_size)
+        + 2 * query_size
         # Gate and up, silu of the gate, their product.
         + 4 * config.model.ffn_size
     )
