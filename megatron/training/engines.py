@@ -31,9 +31,10 @@ from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     offloaded_modules,
+    offloaded_numel_in_fp32,
     plan_offload,
 )
-from megatron.core.optimizer.host_preflight import check_host_memory_for
+from megatron.core.optimizer.host_preflight import HostPart, check_host_memory_for
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.options import expect
@@ -327,19 +328,29 @@ class ModuleEngine:
             model.to(self.device.torch_device)
 
     def _check_host_memory(
-        self, plan: OffloadPlan | None, grad_dtype: torch.dtype, weight_dtype: torch.dtype
+        self,
+        plan: OffloadPlan | None,
+        grad_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        numel_in_fp32: int = 0,
     ) -> None:
-        """Refuses a plan that the host has no room for."""
-        if plan is not None and plan.host_numel:
-            own = plan.host_numel // self.config.parallel.num_optimizer_shards(self.mesh.size())
-            check_host_memory_for(
-                own,
-                self.config.optimizer,
-                grad_dtype,
-                weight_dtype,
-                self._num_local_ranks,
-                self.mesh,
-            )
+        """Refuses a plan that the host has no room for.
+
+        Args:
+            grad_dtype, weight_dtype: of what travels, but for `numel_in_fp32` elements.
+        """
+        if plan is None or not plan.host_numel:
+            return
+
+        config, fp32 = self.config, torch.float32
+        num_shards = config.parallel.num_optimizer_shards(self.mesh.size())
+        main_dtype = DTYPES[config.optimizer.main_params_dtype]
+        others = (plan.host_numel - numel_in_fp32) // num_shards
+        parts = [
+            HostPart(others, main_dtype, grad_dtype, weight_dtype),
+            HostPart(numel_in_fp32 // num_shards, fp32, fp32, fp32),
+        ]
+        check_host_memory_for(parts, config.optimizer, self._num_local_ranks, self.mesh)
 
 
 class MegatronEngine(ModuleEngine):
@@ -350,7 +361,8 @@ class MegatronEngine(ModuleEngine):
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
-        self._check_host_memory(plan, grad_dtype, compute_dtype)
+        in_fp32 = 0 if plan is None else offloaded_numel_in_fp32(model, plan)
+        self._check_host_memory(plan, grad_dtype, compute_dtype, in_fp32)
 
         megatron_fsdp.shard_model(
             model,

@@ -32,6 +32,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.numa",
         "megatron.core.host_memory",
         "megatron.core.mesh",
+        "megatron.core.fp32_module",
         "megatron.core.transformer.spec",
         "megatron.core.transformer.layer_pattern",
         "megatron.core.transformer.config",

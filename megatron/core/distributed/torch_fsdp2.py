@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from megatron.core.distributed.units import sharding_units
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.issued_collectives import issuing
 
 
@@ -25,6 +26,7 @@ def shard_model(
     model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
     """Shards `model` in place: one group for each layer, one for what remains (embedding, head).
+    With 16-bit compute, each `Fp32Module` is a group as well.
 
     Args:
         model: on any device, meta included; its parameters must be fp32.
@@ -38,15 +40,18 @@ def shard_model(
             f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}."
         )
 
+    # The layers' inputs already have the compute dtype, but for those that must stay fp32 (rotary
+    # angles).
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=torch.float32,
-        # The layers' inputs already have the compute dtype, but for those that must stay fp32
-        # (rotary angles).
-        cast_forward_inputs=False,
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if compute_dtype.itemsize < torch.float32.itemsize:
+        _shard_fp32_modules(model, mesh)
     for unit in sharding_units(model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        if not isinstance(unit, FSDPModule):
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+            )
     # The root's backward begins where its forward ends: freeing its weights in between would only
     # gather them again.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -55,6 +60,29 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_RecordedAllGather())
             module.set_custom_reduce_scatter(_RecordedReduceScatter())
+
+
+def _shard_fp32_modules(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes each `Fp32Module` a group, before the layers that contain them: a group of FSDP2 has
+    one compute dtype, and takes what the groups inside it have left.
+
+    NotImplementedError for one with parameters of inner modules, which would be fp32 too.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for name, module in model.named_modules():
+        if not isinstance(module, Fp32Module):
+            continue
+
+        own = list(module.parameters(recurse=False))
+        if len(list(module.parameters())) > len(own):
+            raise NotImplementedError(
+                f"Expected Fp32Modules without parameters of inner modules with FSDP2, got {name}."
+            )
+        if own:
+            # They are few: keeping them for the backward costs less than a gather.
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def reshard(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
@@ -295,11 +296,7 @@ def plan_offload(
     if not config.optimizer_cpu_offload:
         return None
 
-    modules = {
-        id(parameter): name
-        for name, unit in _named_units(model).items()
-        for parameter in unit.parameters()
-    }
+    modules = _unit_names(model)
     groups = groups_of(
         parameter_groups(model.named_parameters(), config.weight_decay),
         lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
@@ -317,6 +314,36 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
 
     modules = {**_named_units(model), THE_MODEL: model}
     return {modules[group.name] for group in plan.groups if group.is_on_host}
+
+
+def offloaded_numel_in_fp32(model: nn.Module, plan: OffloadPlan) -> int:
+    """How many of a plan's elements on the host belong to an `Fp32Module`, over all ranks.
+
+    For plans by module, before the model is sharded.
+    """
+    on_host = {group.name for group in plan.groups if group.is_on_host}
+    modules = _unit_names(model)
+    in_fp32 = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, Fp32Module)
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    return sum(
+        parameter.numel()
+        for parameter in in_fp32
+        if modules.get(id(parameter), THE_MODEL) in on_host
+    )
+
+
+def _unit_names(model: nn.Module) -> dict[int, str]:
+    """The name of the unit of each parameter that is in one, by the parameter's id."""
+    return {
+        id(parameter): name
+        for name, unit in _named_units(model).items()
+        for parameter in unit.parameters()
+    }
 
 
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,6 +7,7 @@ optimizer, to the byte, before it allocates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,42 +20,52 @@ from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.config import OptimizerConfig
 
 
+class HostPart(NamedTuple):
+    """Elements that a rank has on the host, but for padding, and the dtypes they come in."""
+
+    numel: int
+    main_dtype: torch.dtype
+    grad_dtype: torch.dtype  # of gradients as they travel
+    weight_dtype: torch.dtype  # of compute weights as they travel
+
+
+def host_needs(parts: Sequence[HostPart], config: OptimizerConfig) -> list[HostNeed]:
+    """What the host side of a rank takes, by what it is for."""
+    nbytes: dict[str, int] = {}
+    for part in parts:
+        for what, itemsize in _itemsizes(part, config).items():
+            nbytes[what] = nbytes.get(what, 0) + part.numel * itemsize
+    return [HostNeed(what, size, is_pinned=False) for what, size in nbytes.items()]
+
+
 def check_host_memory_for(
-    numel: int,
-    config: OptimizerConfig,
-    grad_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    num_local_ranks: int,
-    mesh: DeviceMesh,
+    parts: Sequence[HostPart], config: OptimizerConfig, num_local_ranks: int, mesh: DeviceMesh
 ) -> None:
     """Refuses, before there are any weights, what `build_optimizer` would refuse once there are.
     All ranks together.
 
-    Args:
-        numel: elements that a rank will have on the host, but for padding.
-        grad_dtype, weight_dtype: of gradients and compute weights as they travel.
-
     Raises:
         HostMemoryError: see `HybridDeviceOptimizer`.
     """
-    needs = {
-        "main weights": DTYPES[config.main_params_dtype].itemsize,
-        "gradients": grad_dtype.itemsize,
-    }
+    check_memory_on_all_ranks(host_needs(parts, config), num_local_ranks, mesh)
+
+
+def _itemsizes(part: HostPart, config: OptimizerConfig) -> dict[str, int]:
+    """Bytes of an element by what they are for."""
+    sizes = {"main weights": part.main_dtype.itemsize, "gradients": part.grad_dtype.itemsize}
     if config.optimizer == "adam":
-        needs["moments"] = (
+        sizes["moments"] = (
             DTYPES[config.exp_avg_dtype].itemsize + DTYPES[config.exp_avg_sq_dtype].itemsize
         )
     elif config.sgd_momentum:
-        needs["momentum"] = torch.float32.itemsize
+        sizes["momentum"] = torch.float32.itemsize
+
     # Elsewhere new weights are written over the gradients that they came from.
-    if not shares_memory(grad_dtype, weight_dtype, config.pin_cpu_grads, config.pin_cpu_params):
-        needs["compute weights"] = weight_dtype.itemsize
-    check_memory_on_all_ranks(
-        [HostNeed(what, numel * itemsize, is_pinned=False) for what, itemsize in needs.items()],
-        num_local_ranks,
-        mesh,
-    )
+    if not shares_memory(
+        part.grad_dtype, part.weight_dtype, config.pin_cpu_grads, config.pin_cpu_params
+    ):
+        sizes["compute weights"] = part.weight_dtype.itemsize
+    return sizes
 
 
 def shares_memory(

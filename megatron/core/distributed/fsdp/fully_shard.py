@@ -50,6 +50,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
 
@@ -138,7 +139,8 @@ def fully_shard(
         mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
         placements: what is cut, on which axis; default: `Placements.usual`.
         mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
-            weights. PyTorch's policy, and the second name, mean what they mean in FSDP2.
+            weights. PyTorch's policy, and the second name, mean what they mean in FSDP2. No dtype
+            of an `Fp32Module`'s own parameters is narrower than fp32.
         grad_divisor: divides gradients after they have been averaged over the ranks.
         reshard_after_forward: free the full weights between forward and backward; None: not
             those of the outermost module.
@@ -171,8 +173,7 @@ def fully_shard(
     first = context.next_number(mesh)
     groups = [
         FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
-        for number, own in enumerate(_grouped(owned), start=first)
-        for policy in [policies.for_dtype(own[0].original.dtype)]
+        for number, (policy, own) in enumerate(_grouped(owned, policies), start=first)
     ]
     _fill(groups, owned, device.torch_device, construction.reset_parameters)
     return _attach(module, context, groups, reshard_after_forward, policies)
@@ -329,13 +330,23 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
             )
 
 
-def _grouped(owned: Sequence[OwnedParameter]) -> list[list[OwnedParameter]]:
-    """The parameters by dtype and requires_grad, in the order of the first of each."""
-    groups: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+def _grouped(
+    owned: Sequence[OwnedParameter], policies: PrecisionPolicies
+) -> list[tuple[MixedPrecisionPolicy, list[OwnedParameter]]]:
+    """The parameters that can share buffers, with their policy, in the order of the first of each.
+
+    Such have one dtype, one requires_grad and one policy. An `Fp32Module` only costs a group, and
+    its collectives, where its dtypes are not those of its neighbours anyway.
+    """
+    groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
-        kind = parameter.original.dtype, parameter.original.requires_grad
+        dtype = parameter.original.dtype
+        policy = policies.for_dtype(dtype).resolve(dtype)
+        if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
+            policy = policy.at_least_fp32()
+        kind = policy, dtype, parameter.original.requires_grad
         groups.setdefault(kind, []).append(parameter)
-    return list(groups.values())
+    return [(policy, own) for (policy, _, _), own in groups.items()]
 
 
 def _fill(

@@ -1,5 +1,5 @@
-"""`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype and one
-requires_grad.
+"""`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype, one
+requires_grad and one policy.
 
 All of them have one layout; what differs is the dtype and the placements. For the buffers of the
 weights see `WeightBuffers`, for those of the gradients `GroupGradients`. `unsharded_weight` has

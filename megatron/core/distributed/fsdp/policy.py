@@ -4,6 +4,7 @@ main weights lie.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,15 @@ class MixedPrecisionPolicy:
             compute_dtype=compute_dtype,
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
+
+    def at_least_fp32(self) -> MixedPrecisionPolicy:
+        """This policy, which must be resolved, with fp32 in the place of every 16-bit dtype."""
+        narrow = [
+            name
+            for name, dtype in vars(self).items()
+            if dtype is not None and dtype.itemsize < torch.float32.itemsize
+        ]
+        return dataclasses.replace(self, **dict.fromkeys(narrow, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.distributed.torch_fsdp2 import shard_model
 from megatron.core.distributed.units import sharding_units
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.mesh import build_mesh
 from tests.helpers.ranks import on_ranks, run_ranks
 
@@ -116,5 +117,38 @@ def test_a_mesh_of_two_axes_is_refused() -> None:
             make_model(),
             init_device_mesh("cpu", (1, 1)),
             compute_dtype=torch.float32,
+            reshard_after_forward=True,
+        )
+
+
+class Scale(Fp32Module):
+    """A parameter of its own, and perhaps an inner module's."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.inner = nn.ModuleList(inner)
+
+
+@on_ranks(1)
+def test_fp32_modules_are_groups_of_their_own_where_the_others_have_16_bits() -> None:
+    for dtype, is_group in ((torch.bfloat16, True), (torch.float32, False)):
+        model = make_model()
+        model.decoder.layers[0].scale = Scale()
+        mesh = build_mesh("cpu", 1)
+        shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
+        assert isinstance(model.decoder.layers[0].scale, FSDPModule) == is_group
+
+
+@on_ranks(1)
+def test_an_fp32_module_with_inner_parameters_is_refused() -> None:
+    """They would be fp32 too."""
+    model = make_model()
+    model.decoder.layers[0].scale = Scale(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=r"got decoder\.layers\.0\.scale\."):
+        shard_model(
+            model,
+            build_mesh("cpu", 1),
+            compute_dtype=torch.bfloat16,
             reshard_after_forward=True,
         )

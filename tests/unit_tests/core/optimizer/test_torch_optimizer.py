@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.fp32_module import Fp32Module
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 
@@ -24,6 +25,19 @@ def test_matrices_decay_and_vectors_do_not_and_frozen_parameters_are_left_out():
     assert {id(p) for p in kept["params"]} == {
         id(p) for p in (model.linear.bias, model.norm.weight, model.norm.bias)
     }
+
+
+def test_vectors_that_stay_fp32_do_not_decay_and_a_convolutions_kernel_does():
+    class Mixer(Fp32Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = nn.Parameter(torch.zeros(4))
+            self.kernel = nn.Parameter(torch.zeros(4, 1, 3))
+
+    mixer = Mixer()
+    decayed, kept = parameter_groups(mixer.named_parameters(), 0.1)
+    assert [p is mixer.kernel for p in decayed["params"]] == [True]
+    assert [p is mixer.rate for p in kept["params"]] == [True]
 
 
 def test_a_group_that_would_be_empty_is_left_out():

@@ -18,6 +18,14 @@ def test_open_dtypes_are_those_of_the_compute_weights():
     assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, fp32)
 
 
+def test_no_dtype_of_an_fp32_module_has_16_bits_and_wider_ones_stay():
+    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+    policy = MixedPrecisionPolicy(bf16, torch.float16, bf16, bf16, bf16)
+    assert policy.at_least_fp32() == MixedPrecisionPolicy(fp32, fp32, fp32, fp32, fp32)
+    policy = MixedPrecisionPolicy(fp64, fp32, bf16, fp64, fp32)
+    assert policy.at_least_fp32() == MixedPrecisionPolicy(fp64, fp32, fp32, fp64, fp32)
+
+
 def test_what_is_no_float_is_refused():
     with pytest.raises(
         ValueError, match=r"Expected main_grads_dtype to be None or one of .*, got torch.int32"
