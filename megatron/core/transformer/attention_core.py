@@ -1,23 +1,25 @@
 """The core of causal attention, softmax(query key^T) value, and which kernel computes it.
 
-The scores of all pairs of positions never exist at once. Two ways lead to that:
+No path holds the scores of all pairs of positions. PyTorch's fused attention computes everything
+but a softcap. It knows a causal mask only, so windows and sinks are expressed by its inputs:
 
-PyTorch's fused attention takes everything but a softcap. What its causal mask cannot say is put
-into its inputs. A sink is a position before all others, with the sink's logit and a value of zero.
-A window cuts the queries into blocks, each of which sees only the keys within its reach; of eight
-positions under a window of four, with blocks of two queries:
+A sink is one more position in front of the others. Its key gives the sink's logit, its value is
+zero.
+
+A window cuts the queries into blocks, and each block reads only the keys within its reach. Eight
+positions under a window of four, in blocks of two queries:
 
     position          0 1 2 3 4 5 6 7
     queries 0 .. 3    x x x x            plain causal attention: the window does not bind yet
-    queries 4, 5      k k k k x x        k: keys only; the mask hides those too far back
+    queries 4, 5      k k k k x x        k: keys only; a small mask hides those too far back
     queries 6, 7          k k k k x x
 
-Blocks with the same mask are one batch, so that cost and memory grow with seq * window. It is the
-same code on all devices. FlexAttention would skip masked blocks in its kernel, but has to be
-compiled for each length and has no backward on the CPU.
+All blocks have the same mask and form one batch. Cost and memory grow with seq * window, on every
+device. FlexAttention would also skip masked pairs, but it needs torch.compile and has no backward
+on the CPU.
 
-A softcap needs the scores before their softmax. They are made in fp32 for a block of queries at a
-time, and once more in backward.
+A softcap changes the scores before the softmax, which no fused kernel offers. They are computed in
+fp32 for one block of queries at a time, and again in backward.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
-# Queries of a block under a window: half of it. More queries see more keys in vain, fewer read
-# each key more often. The bounds keep matrices from getting tiny and masks from getting large.
+# A block under a window has half as many queries as the window has positions. Larger blocks compute
+# more scores that the mask hides; smaller ones copy each key more often. The bounds keep matrices
+# from becoming tiny and masks from becoming large.
 _FEWEST_ROWS, _MOST_ROWS = 64, 1024
 
-# Queries of a block whose scores are held.
+# Queries per block where scores are held.
 _SCORE_ROWS = 256
 
-# Channels added to queries and keys for a learned sink. One would do, but fused kernels of GPUs
-# want head sizes in multiples of eight, and would copy all three inputs once more to get there.
+# Channels added to each head for a learned sink. One would do, but fused kernels for GPUs need head
+# sizes in multiples of eight, so PyTorch would pad all three inputs again.
 _SINK_CHANNELS = 8
 
 
@@ -79,14 +82,15 @@ def attend(
 def _with_sink(
     query: Tensor, key: Tensor, value: Tensor, learned_sinks: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs with the sink as position 0, whose value is zero, so that it only adds to the
-    softmax's denominator.
+    """The inputs with the sink as position 0. Its value is zero, so it adds to the softmax's
+    denominator only.
 
-    Its key is zero, which gives every query the logit zero. For a learned logit a channel is added
-    that only the sink's key has: there it is one, and a query of head h is s_h / scale. The sink
-    belongs to the queries' heads because several of them share a key head.
+    A key of zeros gives every query the logit zero. A learned logit takes one more channel: it is
+    s_h / scale in the queries of head h, one in the sink's key and zero in all other keys. The
+    queries carry the logit because several of their heads share a key head. In 16 bits it is
+    rounded as queries are.
 
-    Position 0 has a query too: as many queries as keys keep the causal mask what it is.
+    Position 0 gets a query as well, since the causal mask needs as many queries as keys.
     """
     if learned_sinks is not None:
         logits = (learned_sinks / scale).to(query.dtype)
@@ -110,8 +114,8 @@ def _attend_fused(
     dropout: float,
     num_sinks: int,
 ) -> Tensor:
-    """Attention by PyTorch's fused kernels, under the window of `spec`; the first `num_sinks`
-    positions are seen through every window.
+    """Attention by PyTorch's fused kernels under the window of `spec`. The first `num_sinks`
+    positions are in every window.
     """
     seq_length, window = query.shape[2] - num_sinks, spec.window
     if window is None or window >= seq_length:
@@ -123,8 +127,8 @@ def _attend_fused(
         query[:, :, :start], key[:, :, :start], value[:, :, :start], None, spec.scale, dropout
     )
 
-    # The others in blocks of `rows`, the last one filled up with zeros. Behind all real positions,
-    # those are seen by none of them.
+    # The others form blocks of `rows`. Zeros fill up the last one; no real position sees them,
+    # because they come after all of them.
     num_left = seq_length - window
     rows = min(max(window // 2, _FEWEST_ROWS), _MOST_ROWS, num_left)
     num_blocks = -(-num_left // rows)
@@ -159,8 +163,8 @@ def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tens
         [batch * blocks, groups, num_sinks + window + rows, head_dim].
     """
     sinks = part[:, :, :num_sinks]
-    # [batch, groups, blocks, head_dim, window + rows]; the backward of unfold adds up what the
-    # blocks that overlap contribute, in time linear in their number.
+    # [batch, groups, blocks, head_dim, window + rows]. Slices would do as well, but the backward of
+    # each allocates a gradient of the whole length; that of unfold adds all blocks into one.
     reach = part[:, :, num_sinks:].unfold(2, window + rows, rows)
     num_blocks = reach.shape[2]
     keys = rearrange(reach, "batch head block dim key -> (batch block) head key dim")
@@ -231,7 +235,7 @@ def _attend_by_scores(
             dropout,
         )
 
-        # Autograd would keep the weights of all blocks, and so of all pairs of positions.
+        # Otherwise autograd would keep the weights of every block until backward.
         if torch.is_grad_enabled():
             outputs.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
         else:
@@ -260,7 +264,7 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Scaled products: [batch, heads, rows, head_dim] and [batch, groups, keys, head_dim] ->
     [batch, heads, rows, keys] fp32.
     """
-    # The queries that share a key head are rows of one matrix; repeated keys would be copies.
+    # Query heads that share a key head become rows of one matrix, which avoids repeated keys.
     grouped = rearrange(
         query.float() * scale,
         "batch (group repeat) row dim -> batch group (repeat row) dim",

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half convention.
 
 Channel i of the first half of the rotated channels and channel i of the second half form a plane,
-which position p turns by p * frequency_i, where frequency_i = base^(-2i / rotary_dim). To reach
-positions beyond those of the training, scalings lower some or all of the frequencies.
+which position p turns by p * frequency_i, where frequency_i = base^(-2i / rotary_dim). A scaling
+lowers some or all of the frequencies, to reach positions beyond those of the first training.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _frequencies(spec: RotarySpec, device: torch.device) -> Tensor:
 
 
 def _kept_by_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """The share of each frequency that is not divided by the factor, linear in how often a plane
-    turns within the original length: none up to `low_freq_factor` times, all from
-    `high_freq_factor` times on (the code published with Llama 3.1).
+    """The share of each frequency that is not divided by the factor. It rises linearly from zero,
+    for planes that turn `low_freq_factor` times within the original length, to one, for those that
+    turn `high_freq_factor` times (the code published with Llama 3.1).
     """
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -75,9 +75,9 @@ def _kept_by_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _kept_by_yarn(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -> Tensor:
-    """The share of each frequency that is not divided by the factor, linear in the number of the
-    plane, between those that turn `beta_fast` and `beta_slow` times (Peng et al. 2023,
-    arXiv:2309.00071, section 3.2).
+    """The share of each frequency that is not divided by the factor. It falls linearly from one, at
+    the plane that turns `beta_fast` times within the original length, to zero, at the plane that
+    turns `beta_slow` times (Peng et al. 2023, arXiv:2309.00071, section 3.2).
     """
 
     def plane(turns: float) -> float:
@@ -90,7 +90,7 @@ def _kept_by_yarn(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, spec.dim - 1)
 
-    # The transformers library's models blend over a thousandth of a plane where both are the same.
+    # Equal bounds would divide by zero. The transformers library blends over 0.001 planes then.
     width = last - first or 1e-3
     numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float64)
     return 1.0 - ((numbers - first) / width).clamp(0.0, 1.0)
