@@ -37,7 +37,7 @@ QWEN = AttentionSpec(
     head_dim=16,
     scale=0.25,
     rotary=RotarySpec(dim=8, base=10000.0),
-    qk_norm=NormSpec(NormKind.RMS_NORM, 1e-6),
+    qk_norm=NormSpec(NormKind.RMS_NORM, 1e-6, is_zero_centered=True),
     has_output_gate=True,
 )
 GPT_OSS = AttentionSpec(
@@ -95,9 +95,8 @@ def _ours(spec: AttentionSpec, theirs: Any) -> SelfAttention:
         if attention.sinks is not None:
             attention.sinks.copy_(theirs.sinks)
         if attention.q_layernorm is not None and attention.k_layernorm is not None:
-            # Theirs is the difference from one.
-            attention.q_layernorm.weight.copy_(1 + theirs.q_norm.weight)
-            attention.k_layernorm.weight.copy_(1 + theirs.k_norm.weight)
+            attention.q_layernorm.weight.copy_(theirs.q_norm.weight)
+            attention.k_layernorm.weight.copy_(theirs.k_norm.weight)
     return attention
 
 

@@ -55,7 +55,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.spec import AttentionSpec
+from megatron.core.transformer.spec import AttentionSpec, DenseSpec
 
 HSDP, HFSDP = "hsdp", "hfsdp"  # on four ranks, 2 x 2
 ITERATION = 2  # that is saved
@@ -127,14 +127,11 @@ class UnfusedAttention(SelfAttention):
 class UnfusedMLP(MLP):
     """Has layers `gate` and `up` beside `linear_fc2`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, spec: DenseSpec, hidden_size: int) -> None:
+        super().__init__(spec, hidden_size, init_std=0.02, output_init_std=0.02)
         del self.linear_fc1
-        std = config.init_method_std
-        self.gate = Linear(
-            config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std
-        )
-        self.up = Linear(config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std)
+        self.gate = Linear(hidden_size, spec.size, spec.has_bias)
+        self.up = Linear(hidden_size, spec.size, spec.has_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.linear_fc2(F.silu(self.gate(hidden)) * self.up(hidden))
@@ -161,10 +158,8 @@ def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB)
         model = GPTModel(config, vocab_size)
         if not setting.is_fused:
             for layer in model.decoder.layers:
-                layer.self_attention = UnfusedAttention(
-                    layer.self_attention.spec, config.hidden_size
-                )
-                layer.mlp = UnfusedMLP(config)
+                layer.self_attention = UnfusedAttention(layer.spec.mixer, config.hidden_size)
+                layer.mlp = UnfusedMLP(layer.spec.feed_forward, config.hidden_size)
     return model
 
 
