@@ -1,7 +1,8 @@
 """The core of causal attention, softmax(query key^T) value, and which kernel computes it.
 
-No path holds the scores of all pairs of positions. PyTorch's fused attention computes everything
-but a softcap. It knows a causal mask only, so windows and sinks are expressed by its inputs:
+No path holds the scores of all pairs of positions, but for dropout without a window on the CPU,
+where PyTorch has no fused kernel. PyTorch's fused attention computes everything but a softcap. It
+knows a causal mask only, so windows and sinks are expressed by its inputs:
 
 A sink is one more position in front of the others. Its key gives the sink's logit, its value is
 zero.
