@@ -42,6 +42,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.rotary",
         "megatron.core.transformer.cross_entropy",
         "megatron.core.materialize",
+        "megatron.core.transformer.attention_core",
         "megatron.core.transformer.attention",
         "megatron.core.transformer.mlp",
         "megatron.core.transformer.layer",

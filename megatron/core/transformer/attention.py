@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.transformer.attention_core import attend
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
-from megatron.core.transformer.spec import AttentionSpec
+from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 
 class SelfAttention(nn.Module):
     """Multi-head attention of every position to itself and those before it.
 
     Query heads are consecutive within a group: head h reads key and value head h // (heads /
-    groups) (Ainslie et al. 2023, arXiv:2305.13245).
+    groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are those of all
+    queries, then of the output gate where there is one, of all keys, and of all values; each
+    section head by head.
+
+    Args:
+        spec: heads and arithmetic.
+        hidden_size: width of the residual stream.
+        init_std: standard deviation of the initial weights and of learned sinks.
+        output_init_std: that of the output projection.
+        recomputes_core: a training forward keeps queries, keys and values only, and backward
+            computes the attention again.
+
+    Attributes:
+        sinks: [num_heads], the sinks' logits, if they are learned.
     """
 
     def __init__(
@@ -32,30 +45,29 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.init_std = init_std
         self.recomputes_core = recomputes_core
-        sections = FusedWeight(
-            (
-                ("query", spec.query_size),
-                ("key", spec.key_value_size),
-                ("value", spec.key_value_size),
-            )
-        )
 
         self.linear_qkv = FusedLinear(
-            hidden_size,
-            sections,
-            bias=spec.has_qkv_bias,
-            init_std=init_std,
+            hidden_size, _sections(spec), bias=spec.has_qkv_bias, init_std=init_std
+        )
+        norm, head_dim = spec.qk_norm, spec.head_dim
+        self.q_layernorm = build_norm(norm, head_dim) if norm is not None else None
+        self.k_layernorm = build_norm(norm, head_dim) if norm is not None else None
+        self.linear_proj = Linear(
+            spec.query_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
         )
 
-        self.q_layernorm = None if spec.qk_norm is None else build_norm(spec.qk_norm, spec.head_dim)
-        self.k_layernorm = None if spec.qk_norm is None else build_norm(spec.qk_norm, spec.head_dim)
-        self.linear_proj = Linear(
-            spec.query_size,
-            hidden_size,
-            bias=spec.has_output_bias,
-            init_std=output_init_std,
-        )
+        has_learned_sinks = spec.sinks is Sinks.LEARNED
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if has_learned_sinks else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the initial sinks as weights are drawn, which is how gpt-oss and Megatron begin.
+        Near zero each counts as one key of average score.
+        """
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, mean=0.0, std=self.init_std)
 
     def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
         """Attends within each sequence.
@@ -67,22 +79,26 @@ class SelfAttention(nn.Module):
         Returns:
             [batch, seq, hidden], same dtype.
         """
-        query, key, value = self._heads(hidden, rotary)
+        query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
+        heads = self._heads(query, key, value, rotary)
         if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context = checkpoint(self._core_attention, query, key, value, use_reentrant=False)
+            context = checkpoint(self._core_attention, *heads, use_reentrant=False)
         else:
-            context = self._core_attention(query, key, value)
+            context = self._core_attention(*heads)
 
-        output: Tensor = self.linear_proj(
-            rearrange(context, "batch head seq dim -> batch seq (head dim)")
-        )
+        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
+        if self.spec.has_output_gate:
+            context = context * gate[0].sigmoid()
+        output: Tensor = self.linear_proj(context)
         return output
 
-    def _heads(self, hidden: Tensor, rotary: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, rotary: RotaryAngles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [batch, heads, seq, head_dim]; keys and values [batch, groups, seq, head_dim]."""
         query, key, value = (
             rearrange(section, "batch seq (head dim) -> batch seq head dim", dim=self.spec.head_dim)
-            for section in self.linear_qkv.split(self.linear_qkv(hidden))
+            for section in (query, key, value)
         )
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
@@ -92,33 +108,19 @@ class SelfAttention(nn.Module):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """softmax(query key^T / sqrt(head_dim)) value, causal: [batch, heads, seq, head_dim]."""
-        is_grouped = self.spec.num_key_value_heads != self.spec.num_heads
-        if is_grouped and not _has_grouped_kernel(query):
-            num_repeats = self.spec.num_heads // self.spec.num_key_value_heads
-            key = key.repeat_interleave(num_repeats, dim=1)
-            value = value.repeat_interleave(num_repeats, dim=1)
-            is_grouped = False
-
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.spec.dropout if self.training else 0.0,
-            is_causal=True,
-            scale=self.spec.scale,
-            enable_gqa=is_grouped,
-        )
+        """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
+        dropout = self.spec.dropout if self.training else 0.0
+        return attend(query, key, value, self.spec, self.sinks, dropout)
 
 
-def _has_grouped_kernel(query: Tensor) -> bool:
-    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype and on this
-    device, as they are.
-
-    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only. The
-    memory-efficient kernel, the one for fp32, takes as many key heads as query heads. With
-    `enable_gqa` PyTorch would fall back to the plain formula, which holds the scores of all pairs
-    of positions; repeated keys and values are far smaller than that. The kernel for the CPU takes
-    grouped queries in any dtype.
-    """
-    return query.device.type == "cpu" or query.dtype.itemsize == 2
+def _sections(spec: AttentionSpec) -> FusedWeight:
+    """The sections of the projection of the input, in the order of their rows."""
+    gate = [("gate", spec.query_size)] if spec.has_output_gate else []
+    return FusedWeight(
+        [
+            ("query", spec.query_size),
+            *gate,
+            ("key", spec.key_value_size),
+            ("value", spec.key_value_size),
+        ]
+    )

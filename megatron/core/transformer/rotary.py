@@ -1,22 +1,29 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half convention.
 
 Channel i of the first half of the rotated channels and channel i of the second half form a plane,
-which position p turns by p * base^(-2i / rotary_dim).
+which position p turns by p * frequency_i, where frequency_i = base^(-2i / rotary_dim). A scaling
+lowers some or all of the frequencies, to reach positions beyond those of the first training.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.spec import RotarySpec
+from megatron.core.transformer.spec import (
+    LinearScaling,
+    Llama3Scaling,
+    RotarySpec,
+    YarnScaling,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryAngles:
-    """The cosines and sines of every position's angles.
+    """The cosines and sines of every position's angles, times YaRN's attention factor.
 
     Not a tuple: a wrapper that casts the floating point tensors it finds among a module's inputs to
     the compute dtype (mixed precision of FSDP) looks into tuples, and angles in bf16 cannot tell
@@ -32,10 +39,61 @@ def rotary_angles(spec: RotarySpec, seq_length: int, device: torch.device) -> Ro
     initialize or move.
     """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
-    exponents = torch.arange(0, spec.dim, 2, device=device, dtype=torch.float64) / spec.dim
     positions = torch.arange(seq_length, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, spec.base**-exponents)  # [seq, rotary_dim / 2]
-    return RotaryAngles(angles.cos().float(), angles.sin().float())
+    angles = torch.outer(positions, _frequencies(spec, device))  # [seq, rotary_dim / 2]
+
+    cos, sin = angles.cos(), angles.sin()
+    if isinstance(spec.scaling, YarnScaling):
+        cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+    return RotaryAngles(cos.float(), sin.float())
+
+
+def _frequencies(spec: RotarySpec, device: torch.device) -> Tensor:
+    """By how many radians each plane turns from one position to the next: [rotary_dim / 2] fp64."""
+    exponents = torch.arange(0, spec.dim, 2, device=device, dtype=torch.float64) / spec.dim
+    frequencies = spec.base**-exponents
+    if spec.scaling is None:
+        return frequencies
+
+    if isinstance(spec.scaling, LinearScaling):
+        return frequencies / spec.scaling.factor
+    if isinstance(spec.scaling, Llama3Scaling):
+        kept = _kept_by_llama3(frequencies, spec.scaling)
+    else:
+        kept = _kept_by_yarn(frequencies, spec, spec.scaling)
+    return kept * frequencies + (1 - kept) * frequencies / spec.scaling.factor
+
+
+def _kept_by_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """The share of each frequency that is not divided by the factor. It rises linearly from zero,
+    for planes that turn `low_freq_factor` times within the original length, to one, for those that
+    turn `high_freq_factor` times (the code published with Llama 3.1).
+    """
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -> Tensor:
+    """The share of each frequency that is not divided by the factor. It falls linearly from one, at
+    the plane that turns `beta_fast` times within the original length, to zero, at the plane that
+    turns `beta_slow` times (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+    """
+
+    def plane(turns: float) -> float:
+        # frequency_i * original_length = 2 pi turns, solved for i.
+        wavelength = scaling.original_length / turns
+        return spec.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(spec.base))
+
+    first, last = plane(scaling.beta_fast), plane(scaling.beta_slow)
+    if scaling.rounds_range:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dim - 1)
+
+    # Equal bounds would divide by zero. The transformers library blends over 0.001 planes then.
+    width = last - first or 1e-3
+    numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float64)
+    return 1.0 - ((numbers - first) / width).clamp(0.0, 1.0)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,208 +3,176 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-import megatron.core.transformer.attention as attention_module
+from megatron.core.materialize import materialize
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.rotary import apply_rotary, rotary_angles
+from megatron.core.transformer.rotary import RotaryAngles, apply_rotary, rotary_angles
+from megatron.core.transformer.spec import AttentionSpec, NormKind, NormSpec, RotarySpec, Sinks
 
-GQA: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 2}
+HIDDEN = 32
+BIASED = AttentionSpec(
+    num_heads=4,
+    num_key_value_heads=4,
+    head_dim=8,
+    scale=1 / math.sqrt(8),
+    rotary=RotarySpec(dim=8, base=10000.0),
+    has_qkv_bias=True,
+    has_output_bias=True,
+)
+GROUPED = replace(BIASED, num_key_value_heads=2)
+GATED = replace(
+    GROUPED,
+    scale=0.5,
+    qk_norm=NormSpec(NormKind.RMS_NORM, 1e-6),
+    has_output_gate=True,
+    has_qkv_bias=False,
+)
+SINKS = replace(GROUPED, sinks=Sinks.LEARNED)
 
 
-def _attention(config: TransformerConfig, seed: int = 0) -> SelfAttention:
+def _build(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttention:
+    return SelfAttention(
+        spec, HIDDEN, init_std=0.02, output_init_std=0.01, recomputes_core=recomputes_core
+    )
+
+
+def _attention(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttention:
     """With weights large enough for the scores to matter."""
-    torch.manual_seed(seed)
-    attention = SelfAttention(config)
+    torch.manual_seed(0)
+    attention = _build(spec, recomputes_core)
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.3)
     return attention
 
 
+def _angles(spec: AttentionSpec, seq_length: int) -> RotaryAngles | None:
+    if spec.rotary is None:
+        return None
+    return rotary_angles(spec.rotary, seq_length, torch.device("cpu"))
+
+
 def _reference(attention: SelfAttention, hidden: Tensor) -> Tensor:
     """Attention written out, with keys and values repeated for each query head."""
-    config = attention.config
+    spec = attention.spec
     batch, seq_length, _ = hidden.shape
-    angles = rotary_angles(config, seq_length, hidden.device)
+    rows = attention.linear_qkv.fused.row_range
+    fused = attention.linear_qkv(hidden)
     query, key, value = (
-        part.view(batch, seq_length, -1, config.head_dim)
-        for part in attention.linear_qkv.split(attention.linear_qkv(hidden))
+        fused[..., slice(*rows(name))].view(batch, seq_length, -1, spec.head_dim)
+        for name in ("query", "key", "value")
     )
     if attention.q_layernorm is not None and attention.k_layernorm is not None:
         query, key = attention.q_layernorm(query), attention.k_layernorm(key)
-    query, key = (
-        apply_rotary(query, angles.cos, angles.sin),
-        apply_rotary(key, angles.cos, angles.sin),
-    )
-    repeats = config.num_attention_heads // config.num_key_value_heads
+    angles = _angles(spec, seq_length)
+    if angles is not None:
+        query, key = (apply_rotary(part, angles.cos, angles.sin) for part in (query, key))
+
+    repeats = spec.num_heads // spec.num_key_value_heads
     key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(config.head_dim)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * spec.scale
     scores = scores.masked_fill(torch.ones(seq_length, seq_length).triu(1).bool(), -math.inf)
-    context = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
-    return attention.linear_proj(context.flatten(2))
+    if attention.sinks is not None:
+        column = attention.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    context = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :seq_length], value)
+    context = context.flatten(2)
+    if spec.has_output_gate:
+        context = context / (1 + torch.exp(-fused[..., slice(*rows("gate"))]))
+    return attention.linear_proj(context)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "spec",
     [
-        {},
-        GQA,
-        {"kv_channels": 16, "rotary_percent": 0.5, **GQA},
-        {"qk_layernorm": True, "normalization": "RMSNorm"},
-        {"group_query_attention": True, "num_query_groups": 1, "add_bias_linear": False},
+        BIASED,
+        GROUPED,
+        replace(GROUPED, head_dim=16, rotary=RotarySpec(dim=8, base=500.0)),
+        replace(BIASED, qk_norm=NormSpec(NormKind.LAYER_NORM, 1e-5)),
+        replace(BIASED, num_key_value_heads=1, has_qkv_bias=False, has_output_bias=False),
+        GATED,
+        SINKS,
     ],
 )
 def test_attention_equals_the_written_out_sum_with_repeated_keys_and_values(
-    make_config: Any, changes: dict[str, Any]
+    spec: AttentionSpec,
 ) -> None:
-    attention = _attention(make_config(**changes))
-    hidden = torch.randn(2, 7, 32)
-    angles = rotary_angles(attention.config, 7, hidden.device)
-    torch.testing.assert_close(
-        attention(hidden, angles), _reference(attention, hidden), rtol=1e-4, atol=1e-5
-    )
+    attention = _attention(spec)
+    hidden = torch.randn(2, 7, HIDDEN)
+    output, expected = attention(hidden, _angles(spec, 7)), _reference(attention, hidden)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+    parameters = list(attention.parameters())
+    got = torch.autograd.grad(output.square().sum(), parameters)
+    wanted = torch.autograd.grad(expected.square().sum(), parameters)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(other.abs().max() + 1))
 
 
-def test_gqa_gradients_equal_those_of_an_explicit_repeat(make_config: Any) -> None:
-    attention = _attention(make_config(**GQA))
-    hidden = torch.randn(2, 7, 32)
-    attention(hidden, rotary_angles(attention.config, 7, hidden.device)).square().sum().backward()
-    gradients = [parameter.grad.clone() for parameter in attention.parameters()]
-    attention.zero_grad()
-    _reference(attention, hidden).square().sum().backward()
-    for got, parameter in zip(gradients, attention.parameters(), strict=True):
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-4)
-
-
-class AttentionCalls(TorchFunctionMode):
-    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
-    are grouped in it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, bool]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
-    [
-        ("meta", torch.float32, (4, False)),
-        ("meta", torch.bfloat16, (2, True)),
-        ("meta", torch.float16, (2, True)),
-        ("cpu", torch.float32, (2, True)),
-        ("cpu", torch.bfloat16, (2, True)),
-    ],
-)
-def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
-    make_config: Any, device: str, dtype: torch.dtype, expected: tuple[int, bool]
-) -> None:
-    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them
-    apart here.
-    """
-    attention = _attention(make_config(**GQA)).to(device=device, dtype=dtype)
-    with AttentionCalls() as calls:
-        attention(torch.ones(2, 7, 32, device=device, dtype=dtype))
-    assert calls.seen == [expected]
-
-
-def test_repeated_keys_give_what_grouped_queries_give(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attention = _attention(make_config(**GQA))
-    hidden = torch.randn(2, 7, 32)
-    results = []
-    for has_grouped_kernel in (True, False):
-        monkeypatch.setattr(
-            attention_module, "_has_grouped_kernel", lambda _, answer=has_grouped_kernel: answer
-        )
-        attention.zero_grad()
-        output = attention(hidden)
-        output.square().sum().backward()
-        results.append(
-            [output.detach(), *(parameter.grad.clone() for parameter in attention.parameters())]
-        )
-
-    grouped, repeated = results
-    assert torch.equal(repeated[0], grouped[0])
-    for got, expected in zip(repeated[1:], grouped[1:], strict=True):
-        torch.testing.assert_close(
-            got, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())
-        )
-
-
-def test_attention_on_the_cpu_holds_no_scores_of_all_pairs_of_positions(make_config: Any) -> None:
-    query, key = torch.randn(1, 4, 8, 16, requires_grad=True), torch.randn(1, 2, 8, 16)
-    output = _attention(make_config(**GQA))._core_attention(query, key, key)
-    assert "FlashAttention" in type(output.grad_fn).__name__
-
-
-def test_without_rotation_positions_enter_only_through_the_mask(make_config: Any) -> None:
-    attention = _attention(make_config())
-    hidden = torch.randn(1, 1, 32).expand(1, 6, 32)
-    plain = attention(hidden)
+def test_without_rotation_positions_enter_only_through_the_mask() -> None:
+    hidden = torch.randn(1, 1, HIDDEN).expand(1, 6, HIDDEN)
+    plain = _attention(BIASED)(hidden)
     torch.testing.assert_close(plain, plain[:, :1].expand_as(plain))
 
 
-@pytest.mark.parametrize(
-    ("changes", "qkv", "proj"),
-    [
-        ({}, True, True),
-        ({"add_bias_linear": False}, False, False),
-        ({"add_bias_linear": False, "add_qkv_bias": True}, True, False),
-    ],
-)
-def test_biases_follow_the_flags(
-    make_config: Any, changes: dict[str, Any], qkv: bool, proj: bool
-) -> None:
-    attention = SelfAttention(make_config(**changes))
+@pytest.mark.parametrize("qkv", [False, True])
+@pytest.mark.parametrize("output", [False, True])
+def test_biases_follow_the_spec(qkv: bool, output: bool) -> None:
+    attention = _build(replace(BIASED, has_qkv_bias=qkv, has_output_bias=output))
     assert (attention.linear_qkv.bias is not None, attention.linear_proj.bias is not None) == (
         qkv,
-        proj,
+        output,
     )
 
 
-def test_qkv_rows_are_queries_then_keys_then_values(make_config: Any) -> None:
-    attention = SelfAttention(make_config(**GQA))
-    assert attention.linear_qkv.fused.sections == (("query", 32), ("key", 16), ("value", 16))
+def test_qkv_rows_are_queries_then_the_gate_then_keys_then_values() -> None:
+    plain, gated = (_build(spec).linear_qkv.fused.sections for spec in (GROUPED, GATED))
+    assert plain == (("query", 32), ("key", 16), ("value", 16))
+    assert gated == (("query", 32), ("gate", 32), ("key", 16), ("value", 16))
 
 
-def test_attention_dropout_acts_in_training_only(make_config: Any) -> None:
-    attention = _attention(make_config(attention_dropout=0.5))
-    hidden = torch.randn(1, 8, 32)
+def test_window_and_softcap_of_the_spec_reach_the_core() -> None:
+    hidden = torch.randn(1, 12, HIDDEN)
+    outputs = [
+        _attention(spec)(hidden)
+        for spec in (BIASED, replace(BIASED, window=4), replace(BIASED, softcap=0.5))
+    ]
+    assert not torch.equal(outputs[0], outputs[2])
+    same = (outputs[0] - outputs[1]).abs().amax(-1) < 1e-6
+    assert same.tolist() == [[True] * 4 + [False] * 8]
+
+
+def test_attention_dropout_acts_in_training_only() -> None:
+    attention = _attention(replace(BIASED, dropout=0.5))
+    hidden = torch.randn(1, 8, HIDDEN)
     assert not torch.equal(attention(hidden), attention(hidden))
     attention.eval()
     assert torch.equal(attention(hidden), attention(hidden))
 
 
-def test_selective_recompute_runs_the_core_twice_and_changes_no_bit(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "spec", [GROUPED, replace(SINKS, window=3), replace(SINKS, window=3, softcap=2.0)]
+)
+def test_recomputing_the_core_runs_it_twice_and_changes_no_bit(
+    spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = torch.randn(2, 8, 32)
+    hidden = torch.randn(2, 8, HIDDEN)
     results, calls = [], []
     core = SelfAttention._core_attention
-    for granularity in (None, "selective"):
-        attention = _attention(
-            make_config(attention_dropout=0.3, recompute_granularity=granularity, **GQA)
-        )
+    for recomputes_core in (False, True):
+        attention = _attention(replace(spec, dropout=0.3), recomputes_core)
         count: list[int] = []
-        monkeypatch.setattr(
-            SelfAttention,
-            "_core_attention",
-            lambda *args, count=count: (count.append(1), core(*args))[1],
-        )
+
+        def counted(*args: Any, count: list[int] = count) -> Tensor:
+            count.append(1)
+            return core(*args)
+
+        monkeypatch.setattr(SelfAttention, "_core_attention", counted)
         torch.manual_seed(5)
         output = attention(hidden)
         output.square().sum().backward()
@@ -212,3 +180,21 @@ def test_selective_recompute_runs_the_core_twice_and_changes_no_bit(
         calls.append(len(count))
     assert calls == [1, 2]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_learned_sinks_start_as_weights_do() -> None:
+    spec = replace(SINKS, num_heads=4096, num_key_value_heads=1, head_dim=1, rotary=None)
+    with torch.device("meta"):
+        attention = SelfAttention(spec, 1, init_std=0.1, output_init_std=0.01)
+    materialize(attention, "cpu", seed=1)
+    assert attention.sinks is not None
+    assert attention.sinks.mean().item() == pytest.approx(0.0, abs=0.01)
+    assert attention.sinks.std().item() == pytest.approx(0.1, rel=0.1)
+
+
+def test_only_learned_sinks_are_parameters() -> None:
+    names = {
+        sinks: "sinks" in dict(_build(replace(BIASED, sinks=sinks)).named_parameters())
+        for sinks in Sinks
+    }
+    assert names == {Sinks.NONE: False, Sinks.ZERO: False, Sinks.LEARNED: True}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.cross_entropy import vocab_cross_entropy
 from megatron.core.transformer.norms import LayerNorm, RMSNorm
 from megatron.core.transformer.rotary import apply_rotary, rotary_angles
+from megatron.core.transformer.spec import AttentionSpec, RotarySpec
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float16).max
@@ -34,11 +34,10 @@ def test_norms_add_up_squares_that_fp16_cannot_hold(kind):
 @pytest.mark.parametrize("dropout", [0.0, 1e-9])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_attention_takes_scores_that_fp16_cannot_hold(dropout, grouped):
-    groups = {"group_query_attention": True, "num_query_groups": 2} if grouped else {}
-    config = TransformerConfig(1, 32, 4, attention_dropout=dropout, **groups)
-    attention = SelfAttention(config).train()
+    spec = AttentionSpec(4, 2 if grouped else 4, head_dim=8, scale=8**-0.5, dropout=dropout)
+    attention = SelfAttention(spec, 32, init_std=0.02, output_init_std=0.02).train()
     query, key, value = noise(3, 2, 4, 16, 8, scale=200.0).unbind()
-    key, value = key[:, : config.num_key_value_heads], value[:, : config.num_key_value_heads]
+    key, value = key[:, : spec.num_key_value_heads], value[:, : spec.num_key_value_heads]
     scores = query.double() @ key.double().repeat_interleave(4 // key.shape[1], dim=1).transpose(
         -1, -2
     )
@@ -50,8 +49,7 @@ def test_attention_takes_scores_that_fp16_cannot_hold(dropout, grouped):
 
 
 def test_rotary_angles_turn_fp16_in_fp32():
-    config = TransformerConfig(1, 32, 2, position_embedding_type="rope")
-    angles = rotary_angles(config, 3000, CPU)
+    angles = rotary_angles(RotarySpec(dim=16, base=10000.0), 3000, CPU)
     x = noise(1, 3000, 2, 16, scale=1.0)
     turned = apply_rotary(x, angles.cos, angles.sin)
     assert turned.dtype == torch.float16

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.rotary import apply_rotary, rotary_angles
+from megatron.core.transformer.spec import (
+    LinearScaling,
+    Llama3Scaling,
+    RotaryScaling,
+    RotarySpec,
+    YarnScaling,
+)
 
 CPU = torch.device("cpu")
 
 
-def _config(head_dim: int = 16, percent: float = 1.0) -> TransformerConfig:
-    return TransformerConfig(1, 2 * head_dim, 2, rotary_percent=percent)
+def _spec(dim: int = 16, scaling: RotaryScaling | None = None) -> RotarySpec:
+    return RotarySpec(dim, 10000.0, scaling)
 
 
 def test_angles_are_positions_times_falling_frequencies() -> None:
-    angles = rotary_angles(_config(), 5, CPU)
+    angles = rotary_angles(_spec(), 5, CPU)
     assert angles.cos.shape == angles.sin.shape == (5, 8)
     assert angles.cos.dtype == angles.sin.dtype == torch.float32
     for position, channel in [(0, 0), (3, 0), (4, 5)]:
@@ -31,7 +39,7 @@ def test_angles_are_positions_times_falling_frequencies() -> None:
 
 def test_angles_of_far_positions_are_exact_to_fp32() -> None:
     position = 1_000_003
-    angles = rotary_angles(_config(), position + 1, CPU)
+    angles = rotary_angles(_spec(), position + 1, CPU)
     angle = position * 10000.0 ** (-2 / 16)
     assert angles.cos[position, 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
@@ -40,14 +48,14 @@ def test_angles_of_far_positions_are_exact_to_fp32() -> None:
 @given(
     seed=st.integers(0, 2**31),
     seq_length=st.integers(1, 40),
-    percent=st.sampled_from([0.25, 0.5, 1.0]),
+    dim=st.sampled_from([4, 8, 16]),
     half=st.booleans(),
 )
-def test_rotation_keeps_norms(seed: int, seq_length: int, percent: float, half: bool) -> None:
+def test_rotation_keeps_norms(seed: int, seq_length: int, dim: int, half: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     dtype, tolerance = (torch.bfloat16, 2e-2) if half else (torch.float32, 1e-5)
     x = torch.randn(2, seq_length, 3, 16, generator=generator).to(dtype)
-    angles = rotary_angles(_config(percent=percent), seq_length, CPU)
+    angles = rotary_angles(_spec(dim), seq_length, CPU)
     y = apply_rotary(x, angles.cos, angles.sin)
     assert y.dtype == dtype
     torch.testing.assert_close(
@@ -61,13 +69,13 @@ def test_rotation_keeps_norms(seed: int, seq_length: int, percent: float, half: 
     first=st.integers(0, 30),
     second=st.integers(0, 30),
     shift=st.integers(0, 30),
-    percent=st.sampled_from([0.5, 1.0]),
+    dim=st.sampled_from([8, 16]),
 )
 def test_dot_products_depend_on_relative_positions_only(
-    seed: int, first: int, second: int, shift: int, percent: float
+    seed: int, first: int, second: int, shift: int, dim: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    angles = rotary_angles(_config(percent=percent), 64, CPU)
+    angles = rotary_angles(_spec(dim), 64, CPU)
     # The same two vectors at every position.
     query, key = (
         apply_rotary(v.expand(1, 64, 1, 16), angles.cos, angles.sin)[0, :, 0]
@@ -79,14 +87,14 @@ def test_dot_products_depend_on_relative_positions_only(
 
 
 def test_other_relative_positions_give_other_dot_products() -> None:
-    angles = rotary_angles(_config(), 8, CPU)
+    angles = rotary_angles(_spec(), 8, CPU)
     v = apply_rotary(torch.ones(1, 8, 1, 16), angles.cos, angles.sin)[0, :, 0]
     assert abs(v[0] @ v[1] - v[0] @ v[5]) > 1
 
 
-def test_channels_beyond_the_percentage_pass_unchanged() -> None:
+def test_channels_beyond_the_rotated_ones_pass_unchanged() -> None:
     x = torch.randn(1, 6, 2, 16)
-    angles = rotary_angles(_config(percent=0.5), 6, CPU)
+    angles = rotary_angles(_spec(8), 6, CPU)
     y = apply_rotary(x, angles.cos, angles.sin)
     assert torch.equal(y[..., 8:], x[..., 8:])
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
@@ -95,14 +103,14 @@ def test_channels_beyond_the_percentage_pass_unchanged() -> None:
 def test_halves_of_the_rotated_channels_pair_up() -> None:
     x = torch.zeros(1, 2, 1, 8)
     x[..., 1] = 1.0  # channel 1 of the first half turns into channel 1 of the second
-    angles = rotary_angles(_config(head_dim=8), 2, CPU)
+    angles = rotary_angles(_spec(8), 2, CPU)
     y = apply_rotary(x, angles.cos, angles.sin)
     assert y[0, 1, 0].nonzero().flatten().tolist() == [1, 5]
     assert y[0, 1, 0, 5].item() == pytest.approx(math.sin(10000.0**-0.25))
 
 
 def test_angles_that_do_not_fit_are_refused() -> None:
-    angles = rotary_angles(_config(), 6, CPU)
+    angles = rotary_angles(_spec(), 6, CPU)
     with pytest.raises(ValueError, match="Expected angles of 5 positions"):
         apply_rotary(torch.randn(1, 5, 2, 16), angles.cos, angles.sin)
     with pytest.raises(ValueError, match="at most 8 channels"):
@@ -111,3 +119,99 @@ def test_angles_that_do_not_fit_are_refused() -> None:
         ValueError, match=r"Expected cosines and sines in torch.float32, got torch.bfloat16"
     ):
         apply_rotary(torch.randn(1, 6, 2, 16), angles.cos.bfloat16(), angles.sin.bfloat16())
+
+
+LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+YARN = YarnScaling(
+    factor=32.0,
+    original_length=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    attention_factor=1.3465735902799727,
+    rounds_range=False,
+)
+# Blending begins and ends in the same place.
+ABRUPT_YARN = YarnScaling(4.0, 64, 8.0, 8.0, 0.7, rounds_range=False)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "published"),
+    [
+        (LinearScaling(4.0), {"rope_type": "linear", "factor": 4.0}),
+        (
+            LLAMA3,
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        (
+            YARN,
+            {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        ),
+        (
+            replace(YARN, beta_fast=16.0, beta_slow=2.0, attention_factor=0.5, rounds_range=True),
+            {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 0.5,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        (
+            ABRUPT_YARN,
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 8.0,
+                "truncate": False,
+                "attention_factor": 0.7,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize(("dim", "base"), [(128, 500000.0), (64, 150000.0), (16, 10000.0)])
+def test_scaled_angles_are_those_of_the_transformers_library(
+    scaling: RotaryScaling, published: dict[str, Any], dim: int, base: float
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config = transformers.LlamaConfig(
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": base, **published},
+    )
+    frequencies, factor = rope_utils.ROPE_INIT_FUNCTIONS[published["rope_type"]](config, CPU)
+
+    # The library's frequencies are fp32; so few positions do not show what that loses.
+    angles = rotary_angles(RotarySpec(dim, base, scaling), 5, CPU)
+    expected = torch.outer(torch.arange(5.0), frequencies)
+    torch.testing.assert_close(angles.cos, expected.cos() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(angles.sin, expected.sin() * factor, rtol=1e-6, atol=1e-6)
+
+    unscaled = rotary_angles(RotarySpec(dim, base), 5, CPU)
+    assert (angles.sin - unscaled.sin).abs().max() > 1e-4
+
+
+def test_a_scaled_position_lies_where_the_unscaled_one_lay() -> None:
+    """Linear scaling moves all planes; Llama 3's and YaRN's keep those that turn fastest."""
+    plain = rotary_angles(_spec(), 41, CPU)
+    linear = rotary_angles(_spec(scaling=LinearScaling(4.0)), 41, CPU)
+    torch.testing.assert_close(linear.cos[40], plain.cos[10])
+    for scaling in (LLAMA3, replace(YARN, attention_factor=1.0)):
+        angles = rotary_angles(_spec(scaling=scaling), 41, CPU)
+        torch.testing.assert_close(angles.cos[:, 0], plain.cos[:, 0])
+        assert not torch.allclose(angles.sin[:, -1], plain.sin[:, -1])

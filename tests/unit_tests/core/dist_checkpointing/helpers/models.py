@@ -55,6 +55,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec import AttentionSpec, DenseSpec
 
 HSDP, HFSDP = "hsdp", "hfsdp"  # on four ranks, 2 x 2
 ITERATION = 2  # that is saved
@@ -114,28 +115,23 @@ class _Apart:
 class UnfusedAttention(SelfAttention):
     """Has layers `query`, `key` and `value` beside `linear_proj`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, spec: AttentionSpec, hidden_size: int) -> None:
+        super().__init__(spec, hidden_size, init_std=0.02, output_init_std=0.02)
+        sections = self.linear_qkv.fused.sections
         del self.linear_qkv
-        bias = config.add_bias_linear or config.add_qkv_bias
-        std = config.init_method_std
-        self.query = Linear(config.hidden_size, config.query_size, bias, init_std=std)
-        self.key = Linear(config.hidden_size, config.key_value_size, bias, init_std=std)
-        self.value = Linear(config.hidden_size, config.key_value_size, bias, init_std=std)
-        self.linear_qkv = _Apart((self.query, self.key, self.value))
+        layers = tuple(Linear(hidden_size, rows, spec.has_qkv_bias) for _, rows in sections)
+        self.query, self.key, self.value = layers
+        self.linear_qkv = _Apart(layers)
 
 
 class UnfusedMLP(MLP):
     """Has layers `gate` and `up` beside `linear_fc2`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, spec: DenseSpec, hidden_size: int) -> None:
+        super().__init__(spec, hidden_size, init_std=0.02, output_init_std=0.02)
         del self.linear_fc1
-        std = config.init_method_std
-        self.gate = Linear(
-            config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std
-        )
-        self.up = Linear(config.hidden_size, config.ffn_size, config.add_bias_linear, init_std=std)
+        self.gate = Linear(hidden_size, spec.size, spec.has_bias)
+        self.up = Linear(hidden_size, spec.size, spec.has_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.linear_fc2(F.silu(self.gate(hidden)) * self.up(hidden))
@@ -162,8 +158,8 @@ def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB)
         model = GPTModel(config, vocab_size)
         if not setting.is_fused:
             for layer in model.decoder.layers:
-                layer.self_attention = UnfusedAttention(config)
-                layer.mlp = UnfusedMLP(config)
+                layer.self_attention = UnfusedAttention(layer.spec.mixer, config.hidden_size)
+                layer.mlp = UnfusedMLP(layer.spec.feed_forward, config.hidden_size)
     return model
 
 

@@ -6,7 +6,10 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec import AttentionSpec, Sinks
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.subjects import (
+    WIDTH,
     Layer,
     Stack,
     Subject,
@@ -233,5 +236,19 @@ def test_a_recomputed_region_of_modules_that_keep_their_weights(setting, use_ree
             options=options,
             keeps_weights=None,
         )
+
+    assert_trains_as_on_one_rank(setting, build)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_attention_that_recomputes_its_core_and_reads_its_sinks_there(setting, softcap):
+    spec = AttentionSpec(2, 1, 3, scale=1.0, window=2, sinks=Sinks.LEARNED, softcap=softcap)
+
+    def build() -> Subject:
+        attention = SelfAttention(
+            spec, WIDTH, init_std=0.5, output_init_std=0.5, recomputes_core=True
+        )
+        stack = Stack(attention)
+        return Subject([attention, stack], lambda x: square_mean(stack(x.unsqueeze(0))), calls=0)
 
     assert_trains_as_on_one_rank(setting, build)

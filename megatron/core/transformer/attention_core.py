@@ -1,0 +1,317 @@
+"""The core of causal attention, softmax(query key^T) value, and which kernel computes it.
+
+No path holds the scores of all pairs of positions, but for dropout without a window on the CPU,
+where PyTorch has no fused kernel. PyTorch's fused attention computes everything but a softcap. It
+knows a causal mask only, so windows and sinks are expressed by its inputs:
+
+A sink is one more position in front of the others. Its key gives the sink's logit, its value is
+zero.
+
+A window cuts the queries into blocks, and each block reads only the keys within its reach. Eight
+positions under a window of four, in blocks of two queries:
+
+    position          0 1 2 3 4 5 6 7
+    queries 0 .. 3    x x x x            plain causal attention: the window does not bind yet
+    queries 4, 5      k k k k x x        k: keys only; a small mask hides those too far back
+    queries 6, 7          k k k k x x
+
+All blocks have the same mask and form one batch. Cost and memory grow with seq * window, on every
+device. FlexAttention would also skip masked pairs, but it needs torch.compile and has no backward
+on the CPU.
+
+A softcap changes the scores before the softmax, which no fused kernel offers. They are computed in
+fp32 for one block of queries at a time, and again in backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.transformer.spec import AttentionSpec, Sinks
+
+# A block under a window has half as many queries as the window has positions. Larger blocks compute
+# more scores that the mask hides; smaller ones copy each key more often. The bounds keep matrices
+# from becoming tiny and masks from becoming large.
+_FEWEST_ROWS, _MOST_ROWS = 64, 1024
+
+# Queries per block where scores are held.
+_SCORE_ROWS = 256
+
+# Channels added to each head for a learned sink. One would do, but fused kernels for GPUs need head
+# sizes in multiples of eight, so PyTorch would pad all three inputs again.
+_SINK_CHANNELS = 8
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    learned_sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention with the scale, window, sinks and softcap of `spec`.
+
+    With the logit s_h of head h's sink, position j has the weight exp(a_ij) / (exp(s_h) + sum_k
+    exp(a_ik)) for position i, where a are the scaled products, capped if `spec` says so, and j and
+    k the positions that i attends to. A sink is not capped.
+
+    Args:
+        query: [batch, heads, seq, head_dim].
+        key, value: [batch, groups, seq, head_dim].
+        learned_sinks: [heads], the sinks' logits; given if and only if they are learned.
+        dropout: probability with which a weight becomes zero.
+
+    Returns:
+        [batch, heads, seq, head_dim], same dtype.
+    """
+    if spec.softcap is not None:
+        return _attend_by_scores(query, key, value, spec, spec.softcap, learned_sinks, dropout)
+    if spec.sinks is Sinks.NONE:
+        return _attend_fused(query, key, value, spec, dropout, num_sinks=0)
+
+    head_dim = query.shape[-1]
+    query, key, value = _with_sink(query, key, value, learned_sinks, spec.scale)
+    output = _attend_fused(query, key, value, spec, dropout, num_sinks=1)
+    return output[:, :, 1:, :head_dim]
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, learned_sinks: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs with the sink as position 0. Its value is zero, so it adds to the softmax's
+    denominator only.
+
+    A key of zeros gives every query the logit zero. A learned logit takes one more channel: it is
+    s_h / scale in the queries of head h, one in the sink's key and zero in all other keys. The
+    queries carry the logit because several of their heads share a key head. In 16 bits it is
+    rounded as queries are.
+
+    Position 0 gets a query as well, since the causal mask needs as many queries as keys.
+    """
+    if learned_sinks is not None:
+        logits = (learned_sinks / scale).to(query.dtype)
+        channel = logits.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        query = F.pad(torch.cat((query, channel), dim=-1), (0, _SINK_CHANNELS - 1))
+        key, value = F.pad(key, (0, _SINK_CHANNELS)), F.pad(value, (0, _SINK_CHANNELS))
+
+    sink_key = key.new_zeros(key.shape[-1])
+    if learned_sinks is not None:
+        sink_key[-_SINK_CHANNELS] = 1.0
+
+    key = torch.cat((sink_key.expand(*key.shape[:2], 1, -1), key), dim=2)
+    return F.pad(query, (0, 0, 1, 0)), key, F.pad(value, (0, 0, 1, 0))
+
+
+def _attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    dropout: float,
+    num_sinks: int,
+) -> Tensor:
+    """Attention by PyTorch's fused kernels under the window of `spec`. The first `num_sinks`
+    positions are in every window.
+    """
+    seq_length, window = query.shape[2] - num_sinks, spec.window
+    if window is None or window >= seq_length:
+        return _fused(query, key, value, None, spec.scale, dropout)
+
+    # The first positions, as many as the window has, see all before them.
+    start = num_sinks + window
+    head = _fused(
+        query[:, :, :start], key[:, :, :start], value[:, :, :start], None, spec.scale, dropout
+    )
+
+    # The others form blocks of `rows`. Zeros fill up the last one; no real position sees them,
+    # because they come after all of them.
+    num_left = seq_length - window
+    rows = min(max(window // 2, _FEWEST_ROWS), _MOST_ROWS, num_left)
+    num_blocks = -(-num_left // rows)
+    fill = (0, 0, 0, num_blocks * rows - num_left)
+    blocks = rearrange(
+        F.pad(query[:, :, start:], fill),
+        "batch head (block row) dim -> (batch block) head row dim",
+        block=num_blocks,
+    )
+    keys, values = (
+        _keys_in_reach(F.pad(part, fill), window, rows, num_sinks) for part in (key, value)
+    )
+
+    mask = _visible(rows, window + rows, window, window, query.device)
+    mask = F.pad(mask, (num_sinks, 0), value=True)
+    tail = rearrange(
+        _fused(blocks, keys, values, mask, spec.scale, dropout),
+        "(batch block) head row dim -> batch head (block row) dim",
+        block=num_blocks,
+    )
+    return torch.cat((head, tail[:, :, :num_left]), dim=2)
+
+
+def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tensor:
+    """For each block of `rows` queries the keys, or values, of its own positions and of the
+    `window` before them, after those of the sinks.
+
+    Args:
+        part: [batch, groups, num_sinks + window + blocks * rows, head_dim].
+
+    Returns:
+        [batch * blocks, groups, num_sinks + window + rows, head_dim].
+    """
+    sinks = part[:, :, :num_sinks]
+    # [batch, groups, blocks, head_dim, window + rows]. Slices would do as well, but the backward of
+    # each allocates a gradient of the whole length; that of unfold adds all blocks into one.
+    reach = part[:, :, num_sinks:].unfold(2, window + rows, rows)
+    num_blocks = reach.shape[2]
+    keys = rearrange(reach, "batch head block dim key -> (batch block) head key dim")
+    if num_sinks == 0:
+        return keys
+    return torch.cat((sinks.repeat_interleave(num_blocks, dim=0), keys), dim=2)
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal."""
+    num_repeats = query.shape[1] // key.shape[1]
+    is_grouped = num_repeats > 1
+    if is_grouped and not _has_grouped_kernel(query, mask):
+        key = key.repeat_interleave(num_repeats, dim=1)
+        value = value.repeat_interleave(num_repeats, dim=1)
+        is_grouped = False
+
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=is_grouped,
+    )
+
+
+def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype, on this device
+    and under this mask, as they are.
+
+    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only; the former takes
+    no mask but the causal one. The memory-efficient kernel, the one for fp32 and for masks, takes
+    as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the plain
+    formula, which holds the scores of all pairs of positions; repeated keys and values are far
+    smaller than that. The kernel for the CPU takes grouped queries in any dtype.
+    """
+    return query.device.type == "cpu" or (query.dtype.itemsize == 2 and mask is None)
+
+
+def _attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    softcap: float,
+    learned_sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attention whose scores are computed and capped block by block of queries."""
+    seq_length = query.shape[2]
+    outputs = []
+    for start in range(0, seq_length, _SCORE_ROWS):
+        stop = min(start + _SCORE_ROWS, seq_length)
+        first_key = 0 if spec.window is None else max(0, start - spec.window + 1)
+        inputs = (
+            query[:, :, start:stop],
+            key[:, :, first_key:stop],
+            value[:, :, first_key:stop],
+            start - first_key,
+            spec,
+            softcap,
+            learned_sinks,
+            dropout,
+        )
+
+        # Otherwise autograd would keep the weights of every block until backward.
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
+        else:
+            outputs.append(_attend_block(*inputs))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset: int,
+    spec: AttentionSpec,
+    softcap: float,
+    learned_sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of some consecutive queries, the first of which stands at key `offset`."""
+    scores = softcap * torch.tanh(_scores(query, key, spec.scale) / softcap)
+    visible = _visible(query.shape[2], key.shape[2], offset, spec.window, query.device)
+    weights = _softmax(scores.masked_fill(~visible, -torch.inf), spec.sinks, learned_sinks)
+    return _weighted_sum(F.dropout(weights, dropout), value)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Scaled products: [batch, heads, rows, head_dim] and [batch, groups, keys, head_dim] ->
+    [batch, heads, rows, keys] fp32.
+    """
+    # Query heads that share a key head become rows of one matrix, which avoids repeated keys.
+    grouped = rearrange(
+        query.float() * scale,
+        "batch (group repeat) row dim -> batch group (repeat row) dim",
+        group=key.shape[1],
+    )
+    return rearrange(
+        grouped @ key.float().transpose(-1, -2),
+        "batch group (repeat row) key -> batch (group repeat) row key",
+        row=query.shape[2],
+    )
+
+
+def _softmax(scores: Tensor, sinks: Sinks, learned_sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys with the sinks in its denominator, same shape and dtype."""
+    weights = scores.softmax(-1)
+    if sinks is Sinks.NONE:
+        return weights
+
+    # exp(a) / (exp(s) + sum exp(a)) = softmax(a) * sigmoid(logsumexp(a) - s)
+    total = scores.logsumexp(-1, keepdim=True)
+    if learned_sinks is not None:
+        total = total - learned_sinks.float().view(-1, 1, 1)
+    return weights * total.sigmoid()
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """[batch, heads, rows, keys] and [batch, groups, keys, head_dim] -> [batch, heads, rows,
+    head_dim] in the values' dtype.
+    """
+    grouped = rearrange(
+        weights.to(value.dtype),
+        "batch (group repeat) row key -> batch group (repeat row) key",
+        group=value.shape[1],
+    )
+    return rearrange(
+        grouped @ value,
+        "batch group (repeat row) dim -> batch (group repeat) row dim",
+        row=weights.shape[2],
+    )
+
+
+def _visible(
+    num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Which keys each query sees: [queries, keys] bool. Query i stands at key i + `offset`."""
+    positions = torch.arange(num_queries, device=device) + offset
+    distance = positions.unsqueeze(1) - torch.arange(num_keys, device=device)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

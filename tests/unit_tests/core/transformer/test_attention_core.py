@@ -1,0 +1,286 @@
+"""The core of attention, against the formula over all pairs of positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megatron.core.transformer.attention_core as core
+from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.spec import AttentionSpec, Sinks
+
+BASE = AttentionSpec(num_heads=4, num_key_value_heads=2, head_dim=8, scale=0.3)
+WINDOW = replace(BASE, window=5)
+SINKS = replace(BASE, sinks=Sinks.LEARNED)
+WINDOW_AND_SINKS = replace(WINDOW, sinks=Sinks.LEARNED)
+SOFTCAP = replace(WINDOW_AND_SINKS, softcap=2.0)
+
+
+def _inputs(spec: AttentionSpec, seq_length: int, batch: int = 2, seed: int = 0) -> list[Tensor]:
+    """Queries, keys, values and, where they are learned, sinks."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_heads, spec.num_key_value_heads, spec.num_key_value_heads)
+    inputs = [
+        torch.randn(batch, num, seq_length, spec.head_dim, generator=generator) * 1.5
+        for num in heads
+    ]
+    if spec.sinks is Sinks.LEARNED:
+        inputs.append(torch.randn(spec.num_heads, generator=generator))
+    return [part.requires_grad_() for part in inputs]
+
+
+def _formula(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention as its definition says, in fp64."""
+    repeats = spec.num_heads // spec.num_key_value_heads
+    query, key, value = (part.double() for part in (query, key, value))
+    key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+
+    seq_length = query.shape[2]
+    hidden = torch.ones(seq_length, seq_length).triu(1).bool()
+    if spec.window is not None:
+        hidden |= torch.ones(seq_length, seq_length).tril(-spec.window).bool()
+    scores = scores.masked_fill(hidden, -math.inf)
+
+    if spec.sinks is not Sinks.NONE:
+        logits = torch.zeros(spec.num_heads) if sinks is None else sinks
+        column = logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1)[..., :seq_length], value)
+
+
+def _attend(inputs: list[Tensor], spec: AttentionSpec, dropout: float = 0.0) -> Tensor:
+    query, key, value, *sinks = inputs
+    return attend(query, key, value, spec, sinks[0] if sinks else None, dropout)
+
+
+def _assert_equals_the_formula(inputs: list[Tensor], spec: AttentionSpec) -> None:
+    """Output and gradients."""
+    query, key, value, *sinks = inputs
+    expected = _formula(query, key, value, spec, *sinks)
+    output = _attend(inputs, spec)
+    assert output.dtype == query.dtype
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((output * weights).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max() + 1))
+
+
+specs = st.builds(
+    lambda groups, repeats, window, sinks, softcap: AttentionSpec(
+        num_heads=groups * repeats,
+        num_key_value_heads=groups,
+        head_dim=8,
+        scale=0.3,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+    ),
+    groups=st.integers(1, 3),
+    repeats=st.integers(1, 3),
+    window=st.none() | st.integers(1, 40),
+    sinks=st.sampled_from(Sinks),
+    softcap=st.none() | st.sampled_from([1.0, 30.0]),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    spec=specs,
+    seq_length=st.integers(1, 70),
+    rows=st.integers(1, 20),
+    has_grouped_kernel=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_output_and_gradients_are_those_of_the_formula(
+    spec: AttentionSpec, seq_length: int, rows: int, has_grouped_kernel: bool, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "_FEWEST_ROWS", rows)
+        patch.setattr(core, "_SCORE_ROWS", rows)
+        patch.setattr(core, "_has_grouped_kernel", lambda *_: has_grouped_kernel)
+        _assert_equals_the_formula(_inputs(spec, seq_length, seed=seed), spec)
+
+
+@pytest.mark.parametrize("window", [None, 1, 63, 200, 512, 599, 600, 601])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_blocks_of_full_size_give_the_formula(window: int | None, softcap: float | None) -> None:
+    spec = replace(SINKS, window=window, softcap=softcap)
+    _assert_equals_the_formula(_inputs(spec, 600, batch=1), spec)
+
+
+def test_the_parts_of_the_spec_change_the_output() -> None:
+    inputs = _inputs(SINKS, 20)
+    outputs = [
+        _formula(*inputs[:3], spec, inputs[3])
+        for spec in (BASE, replace(BASE, scale=0.2), WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP)
+    ]
+    for number, output in enumerate(outputs):
+        for other in outputs[:number]:
+            assert (output - other).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_give_the_formula_rounded(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    narrow = [part.detach().to(dtype) for part in _inputs(spec, 150)]
+    output = _attend(narrow, spec)
+    assert output.dtype == dtype
+    query, key, value, *sinks = narrow
+    expected = _formula(query, key, value, spec, *sinks)
+    tolerance = 3 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+@pytest.mark.parametrize("position", [0, 3, 70, 149])
+def test_a_position_reaches_itself_and_those_after_it_within_the_window(
+    spec: AttentionSpec, position: int
+) -> None:
+    query, key, value, *sinks = (part.detach() for part in _inputs(spec, 150))
+    before = _attend([query, key, value, *sinks], spec)
+    key, value = key.clone(), value.clone()
+    key[:, :, position] += 1.0
+    value[:, :, position] -= 1.0
+    changed = (_attend([query, key, value, *sinks], spec) != before).any(-1)
+
+    last = 150 if spec.window is None else position + spec.window
+    expected = torch.zeros(150).bool()
+    expected[position:last] = True
+    assert torch.equal(changed, expected.expand_as(changed))
+
+
+@pytest.mark.parametrize("spec", [WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+def test_dropout_zeroes_weights_and_keeps_their_mean(spec: AttentionSpec) -> None:
+    torch.manual_seed(0)
+    inputs = [part.detach().repeat_interleave(500, dim=0) for part in _inputs(spec, 20, 1)[:3]]
+    inputs[2] = torch.ones_like(inputs[2])
+    sinks = [torch.randn(4)] if spec.sinks is Sinks.LEARNED else []
+    kept = _attend([*inputs, *sinks], spec)
+    dropped = _attend([*inputs, *sinks], spec, dropout=0.5)
+    assert (dropped[:, :, 0] == 0).any(), "the only weight of position 0, in some of the batch"
+    torch.testing.assert_close(dropped.mean(0), kept.mean(0), rtol=0, atol=0.2)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in tree_leaves(result):
+            if isinstance(part, Tensor):
+                self.numel = max(self.numel, part.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [
+        (SINKS, 0),
+        (replace(WINDOW_AND_SINKS, window=64), 0),
+        (replace(BASE, softcap=5.0), core._SCORE_ROWS),
+        (replace(SOFTCAP, window=64), 0),
+    ],
+)
+def test_no_tensor_holds_the_scores_of_all_pairs_of_positions(
+    spec: AttentionSpec, rows: int
+) -> None:
+    spec, seq_length = replace(spec, num_heads=1, num_key_value_heads=1), 2048
+    inputs = _inputs(spec, seq_length, batch=1)
+    with LargestTensor() as largest:
+        _attend(inputs, spec).sum().backward()
+    assert largest.numel <= max(rows * seq_length, 64 * seq_length) < seq_length**2 / 4
+
+    with LargestTensor() as largest:
+        _formula(*inputs[:3], spec, *inputs[3:])
+    assert largest.numel >= seq_length**2, "the formula holds them"
+
+
+@pytest.mark.parametrize("spec", [replace(BASE, softcap=5.0), SOFTCAP])
+def test_backward_computes_capped_scores_again(spec: AttentionSpec) -> None:
+    inputs = _inputs(spec, 600, batch=1)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda part: (saved.append(part.numel()), part)[1], lambda part: part
+    ):
+        _attend(inputs, spec)
+    assert all(numel <= inputs[0].numel() for numel in saved)
+
+
+class FusedCalls(TorchFunctionMode):
+    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
+    are grouped in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "causal", "masked"),
+    [
+        ("meta", torch.float32, (4, False), (4, False)),
+        ("meta", torch.bfloat16, (2, True), (4, False)),
+        ("meta", torch.float16, (2, True), (4, False)),
+        ("cpu", torch.float32, (2, True), (2, True)),
+        ("cpu", torch.bfloat16, (2, True), (2, True)),
+    ],
+)
+def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
+    device: str, dtype: torch.dtype, causal: tuple[int, bool], masked: tuple[int, bool]
+) -> None:
+    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them
+    apart here.
+    """
+    inputs = [part.detach().to(device=device, dtype=dtype) for part in _inputs(WINDOW, 9)]
+    with FusedCalls() as calls:
+        _attend(inputs, BASE)
+        _attend(inputs, WINDOW)
+    assert calls.seen == [causal, causal, masked]
+
+
+def _function_names(node: Any) -> set[str]:
+    """Of all backward functions that `node` leads to."""
+    if node is None:
+        return set()
+    return {type(node).__name__}.union(
+        *(_function_names(child) for child, _ in node.next_functions)
+    )
+
+
+@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_for_the_cpu_takes_windows_and_sinks(
+    spec: AttentionSpec, dtype: torch.dtype
+) -> None:
+    output = _attend([part.to(dtype) for part in _inputs(spec, 20)], spec)
+    names = _function_names(output.grad_fn)
+    assert any("FlashAttention" in name for name in names)
+    assert not any("Softmax" in name for name in names)
