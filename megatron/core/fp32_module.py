@@ -1,0 +1,15 @@
+"""`Fp32Module`: parameters for which 16 bits are too few, whatever a model computes in."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Fp32Module(nn.Module):
+    """A module whose own parameters are computed with in fp32, whatever the compute dtype of the
+    model.
+
+    Their main weights and gradients are not narrower either. Parameters of modules inside it follow
+    the model. Use the parameters in the module's own forward: only there does every engine have
+    them whole.
+    """
