@@ -1,0 +1,216 @@
+"""The gated delta net: a mixer whose time and memory grow linearly with the sequence.
+
+One projection makes queries, keys, values, an output gate z and two numbers for each value head:
+beta, how much is written, and alpha, from which the decay is made. A short causal convolution mixes
+queries, keys and values with the positions just before; then the gated delta rule moves information
+over any distance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.drivers import driver_of, kinds_of_accelerators
+from megatron.core.fp32_module import Fp32Module
+from megatron.core.transformer.causal_conv import CausalConv1d
+from megatron.core.transformer.delta_rule import gated_delta_rule
+from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
+from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.spec import GatedDeltaNetSpec
+
+# flash-linear-attention, which is no dependency. It imports Triton, which a machine without an
+# accelerator has no use for.
+if torch.accelerator.is_available():
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_kernel
+    except ImportError:
+        fla_kernel = None
+else:
+    fla_kernel = None
+
+# The most channels of a key head that fla's kernels take.
+FLA_MAX_KEY_DIM = 256
+
+# Ranges that initial values are drawn from: the decay's rate, uniformly, and its time step, the
+# logarithm uniformly.
+RATE_RANGE = (1.0, 16.0)
+TIME_STEP_RANGE = (1e-3, 1e-1)
+
+
+class Decay(Fp32Module):
+    """How much of each head's state a position keeps, as a logarithm: -rate * time step, with the
+    rate exp(A_log) and the time step softplus(alpha + dt_bias) (Gu and Dao 2023, arXiv:2312.00752).
+
+    In bf16 a rate near 16 would change in steps of 1.6 %, and smaller updates would be lost.
+
+    Attributes:
+        A_log, dt_bias: [num_value_heads] fp32. Names and case are those of all published models.
+    """
+
+    def __init__(self, num_value_heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Rates from 1 to 16, as in Megatron-LM, and time steps from 0.001 to 0.1, as in Mamba-2
+        and the gated delta net's own code (flash-linear-attention).
+
+        transformers and Megatron-LM begin with a bias of one instead: a time step of 1.3, at which
+        a head of the middling rate 8 forgets 99.997 % with each position.
+        """
+        with torch.no_grad():
+            nn.init.uniform_(self.A_log, *RATE_RANGE).log_()
+            low, high = (math.log(step) for step in TIME_STEP_RANGE)
+            step = nn.init.uniform_(self.dt_bias, low, high).exp()
+            # The inverse of softplus, log(exp(step) - 1), without its cancellation.
+            self.dt_bias.copy_(step + (-torch.expm1(-step)).log())
+
+    def forward(self, alpha: Tensor) -> Tensor:
+        """alpha [batch, seq, num_value_heads] -> log decays of the same shape, fp32, below zero."""
+        return -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+
+
+class GatedRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight * silu(gate) over the last dim: the gate comes after the
+    norm. fp32 inside.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))  # [size]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., size] twice -> [..., size], x's dtype."""
+        normalized = F.rms_norm(x.float(), (self.size,), self.weight.float(), self.eps)
+        return (normalized * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(nn.Module):
+    """Yang et al. 2024, arXiv:2412.06464, with the layout of Qwen3-Next and Qwen3.5.
+
+    Value head h reads query and key head h // (value heads / key heads).
+
+    Args:
+        hidden_size: channels of the input and of the output.
+        init_std: standard deviation of the input projection's initial weights.
+        output_init_std: that of the output projection's.
+    """
+
+    def __init__(
+        self, spec: GatedDeltaNetSpec, hidden_size: int, *, init_std: float, output_init_std: float
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        sections = FusedWeight(
+            (
+                ("query", spec.key_size),
+                ("key", spec.key_size),
+                ("value", spec.value_size),
+                ("z", spec.value_size),
+                ("beta", spec.num_value_heads),
+                ("alpha", spec.num_value_heads),
+            )
+        )
+        self.in_proj = FusedLinear(hidden_size, sections, bias=False, init_std=init_std)
+        self.conv1d = CausalConv1d(2 * spec.key_size + spec.value_size, spec.conv_kernel)
+        self.decay = Decay(spec.num_value_heads)
+        self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
+        self.out_proj = Linear(spec.value_size, hidden_size, bias=False, init_std=output_init_std)
+
+    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:  # noqa: ARG002
+        """Mixes the positions of each sequence, each with itself and those before it.
+
+        Args:
+            hidden: [batch, seq, hidden].
+            rotary: not read. Layers call every mixer alike; here decays say how far apart positions
+                are.
+
+        Returns:
+            [batch, seq, hidden], same dtype.
+        """
+        spec = self.spec
+        # In four parts, not in the six sections: the convolution takes three of them as one.
+        mixed, z, beta, alpha = self.in_proj(hidden).split(
+            (
+                2 * spec.key_size + spec.value_size,
+                spec.value_size,
+                spec.num_value_heads,
+                spec.num_value_heads,
+            ),
+            dim=-1,
+        )
+        query, key, value = self.conv1d(mixed).split(
+            (spec.key_size, spec.key_size, spec.value_size), dim=-1
+        )
+        output = _delta_rule(
+            query.unflatten(-1, (-1, spec.key_head_dim)),
+            key.unflatten(-1, (-1, spec.key_head_dim)),
+            value.unflatten(-1, (-1, spec.value_head_dim)),
+            self.decay(alpha),
+            beta.float().sigmoid(),
+        )
+
+        gated = self.out_norm(output, z.unflatten(-1, (-1, spec.value_head_dim)))
+        projected: Tensor = self.out_proj(gated.flatten(-2))
+        return projected
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+) -> Tensor:
+    """`gated_delta_rule`, by flash-linear-attention where it is installed and takes the tensors."""
+    if fla_kernel is not None and _suits_fla(query):
+        return _fla_delta_rule(query, key, value, log_decay, beta)
+    return gated_delta_rule(query, key, value, log_decay, beta)
+
+
+def _suits_fla(query: Tensor) -> bool:
+    """Whether fla's kernels, which are Triton's, take such queries: its releases before 0.5 refuse
+    fp32.
+    """
+    kind = query.device.type
+    return (
+        kind in kinds_of_accelerators()
+        and driver_of(kind).has_triton
+        and query.dtype.itemsize == 2
+        and query.shape[-1] <= FLA_MAX_KEY_DIM
+    )
+
+
+def _fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+) -> Tensor:
+    """The same by flash-linear-attention >= 0.2. Written by its documentation; it has not been run
+    on a GPU.
+    """
+    # Its releases before 0.5 take as many key heads as value heads.
+    num_repeats = value.shape[2] // key.shape[2]
+    if num_repeats > 1:
+        query = query.repeat_interleave(num_repeats, dim=2)
+        key = key.repeat_interleave(num_repeats, dim=2)
+
+    kernel: Any = fla_kernel
+    output: Tensor
+    output, _ = kernel(
+        q=query,
+        k=key,
+        v=value,
+        g=log_decay,
+        beta=beta.to(query.dtype),
+        use_qk_l2norm_in_kernel=True,
+    )
+    return output

@@ -1,0 +1,230 @@
+"""The chunked gated delta rule is the recurrence that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.transformer import delta_rule
+from megatron.core.transformer.delta_rule import gated_delta_rule
+
+NAMES = ("output", "query", "key", "value", "log_decay", "beta")
+
+
+def _recurrence(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+) -> Tensor:
+    """Position by position, in the dtype of its inputs."""
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (
+        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=2)
+        for x in (query, key)
+    )
+    state = value.new_zeros(*value.shape[::2], key.shape[3], value.shape[3])
+    outputs = []
+    for t in range(value.shape[1]):
+        state = state * log_decay[:, t].exp()[..., None, None]
+        answer = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        correction = beta[:, t].unsqueeze(-1) * (value[:, t] - answer)
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], correction)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * key.shape[3] ** -0.5)
+    return torch.stack(outputs, 1)
+
+
+def _inputs(
+    seed: int, length: int, heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = (8, 12)
+) -> list[Tensor]:
+    """Random inputs for two sequences. Some positions forget everything and some nothing, some
+    write nothing and some all; others are in between.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, length, *shape, generator=generator)
+
+    (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+    # Their scale reaches from 1e-4 to 1e3, whose exp is zero.
+    log_decay = -(10 ** (normal(value_heads).sigmoid() * 14 - 8).clamp(1e-4, 1e3))
+    beta = (normal(value_heads) * 10).sigmoid()
+    # Some keys are like others, so that the triangular system has large entries.
+    key = normal(key_heads, key_dim) + 2 * normal(key_heads, 1).sign()
+    return [normal(key_heads, key_dim), key, normal(value_heads, value_dim), log_decay, beta]
+
+
+def _with_gradients(
+    rule: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, weights: Tensor
+) -> list[Tensor]:
+    """The rule's output, and the gradients of sum(output * weights), in fp64."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    output = rule(*leaves)
+    assert output.dtype == dtype
+    gradients = torch.autograd.grad(output, leaves, weights.to(dtype))
+    assert [gradient.dtype for gradient in gradients] == [dtype] * 5
+    return [x.detach().double() for x in (output, *gradients)]
+
+
+def _errors(inputs: Sequence[Tensor], dtype: torch.dtype, **options: int) -> dict[str, float]:
+    """The largest error of each result, relative to the result's largest element."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(inputs[2].shape, generator=generator).to(dtype)
+    inputs = [x.to(dtype) for x in inputs]
+    found = _with_gradients(lambda *x: gated_delta_rule(*x, **options), inputs, dtype, weights)
+    expected = _with_gradients(_recurrence, inputs, torch.float64, weights)
+    return {
+        name: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+        for name, a, b in zip(NAMES, found, expected, strict=True)
+    }
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(1, 150),
+    chunk_size=st.sampled_from([1, 5, 16, 64]),
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
+    segment_numel=st.sampled_from([1, 6000, 1 << 19]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@example(0, 1, 64, (2, 4), 1 << 19, torch.float32)
+@example(0, 64, 64, (2, 4), 1 << 19, torch.float32)
+@example(0, 150, 16, (2, 4), 6000, torch.float64)
+def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
+    seed: int,
+    length: int,
+    chunk_size: int,
+    heads: tuple[int, int],
+    segment_numel: int,
+    dtype: torch.dtype,
+) -> None:
+    with mock.patch.object(delta_rule, "SEGMENT_NUMEL", segment_numel):
+        errors = _errors(_inputs(seed, length, heads), dtype, chunk_size=chunk_size)
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    assert max(errors.values()) < bound, errors
+
+
+@pytest.mark.parametrize("log_decay", [0.0, -1e-6, -80.0, -1e30, -torch.inf])
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 1.0])
+def test_every_gate_may_be_at_its_end(log_decay: float, beta: float) -> None:
+    inputs = _inputs(1, 70)
+    inputs[3][:, ::2] = log_decay
+    inputs[4][:, 1:] = beta
+    # -inf is no number to the reference: its gradient there would be 0 * inf.
+    reference = [*inputs[:3], inputs[3].clamp_min(-1e30), inputs[4]]
+    found = _with_gradients(gated_delta_rule, inputs, torch.float32, torch.ones(2, 70, 4, 12))
+    expected = _with_gradients(_recurrence, reference, torch.float64, torch.ones(2, 70, 4, 12))
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max(), name
+
+
+def test_equal_keys_that_overwrite_each_other_are_no_harder_than_others() -> None:
+    """The system's entries are as large as they can be."""
+    query, key, value, log_decay, beta = _inputs(2, 128)
+    inputs = [query, key[:, :1].expand_as(key), value, log_decay * 0, torch.full_like(beta, 0.98)]
+    errors = _errors(inputs, torch.float32)
+    # What is overwritten need not decay: the gradient of decays is a small difference of large
+    # numbers, and the recurrence has an error of 5e-5 too when it is computed in fp32.
+    assert errors.pop("log_decay") < 1e-3
+    assert max(errors.values()) < 1e-5
+
+
+def test_decays_behind_a_position_that_forgets_everything_keep_their_precision() -> None:
+    """Sums of log decays in fp32 would lose them: after -1e4 its steps are 1e-3."""
+    inputs = _inputs(3, 64)
+    inputs[3] = torch.full_like(inputs[3], -1e-3)
+    inputs[3][:, :32] = -300.0
+    assert max(_errors(inputs, torch.float32).values()) < 1e-5
+
+
+def test_zero_keys_and_queries_have_finite_gradients() -> None:
+    inputs = _inputs(4, 10)
+    inputs[0][:, 3] = 0
+    inputs[1][:, 3] = 0
+    assert max(_errors(inputs, torch.float32).values()) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_inputs_of_16_bits_add_one_rounding(dtype: torch.dtype, bound: float) -> None:
+    for seed in range(5):
+        errors = _errors(_inputs(seed, 200, dims=(32, 32)), dtype)
+        assert bound / 16 < max(errors.values()) < bound, errors
+
+
+def test_values_alone_may_be_of_another_dtype() -> None:
+    inputs = _inputs(5, 20)
+    mixed = [x.bfloat16() for x in inputs[:3]] + inputs[3:]
+    leaves = [x.requires_grad_() for x in mixed]
+    output = gated_delta_rule(*leaves)
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert [x.grad.dtype for x in leaves] == [torch.bfloat16] * 3 + [torch.float32] * 2
+
+
+def _saved_for_backward(length: int) -> list[Tensor]:
+    """What forward keeps besides its inputs."""
+    inputs = [x.bfloat16().requires_grad_() for x in _inputs(0, length)]
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        gated_delta_rule(*inputs)
+    own = {x.data_ptr() for x in inputs}
+    return [x for x in saved if x.data_ptr() not in own]
+
+
+def test_only_the_state_before_each_segment_is_kept_for_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk_numel = 8 * (64 * (8 + 12) + 8 * 12)
+    monkeypatch.setattr(delta_rule, "SEGMENT_NUMEL", 2 * chunk_numel)
+    for length, num_segments in ((64, 1), (128, 1), (129, 2), (512, 4), (1024, 8)):
+        (states,) = _saved_for_backward(length)
+        assert states.shape == (num_segments, 8, 8, 12)
+
+
+def test_recomputation_gives_the_same_bits() -> None:
+    inputs = [x.requires_grad_() for x in _inputs(6, 100)]
+    expected = torch.autograd.grad(gated_delta_rule(*inputs).square().sum(), inputs)
+    output = checkpoint(gated_delta_rule, *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(output.square().sum(), inputs), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_position_sees_a_later_one() -> None:
+    inputs = _inputs(7, 130)
+    before = gated_delta_rule(*inputs)
+    for x in inputs[:3]:
+        x[:, 70:] = torch.randn_like(x[:, 70:])
+    after = gated_delta_rule(*inputs)
+    torch.testing.assert_close(after[:, :70], before[:, :70])
+    assert not torch.allclose(after[:, 70:], before[:, 70:], atol=1e-2)
+
+
+def test_no_sequences_and_no_positions_give_nothing() -> None:
+    for shape in ((0, 5), (2, 0)):
+        query, key, value = (torch.randn(*shape, 2, 4, requires_grad=True) for _ in range(3))
+        gates = torch.zeros(*shape, 2)
+        output = gated_delta_rule(query, key, value, gates, gates)
+        output.sum().backward()
+        assert output.shape == query.grad.shape == (*shape, 2, 4)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    query, key, value, log_decay, beta = _inputs(0, 4)
+    with pytest.raises(ValueError, match=r"got .*\(2, 4, 3\)"):
+        gated_delta_rule(query, key, value, log_decay, beta[..., :3])
+    with pytest.raises(ValueError, match="Expected queries and keys"):
+        gated_delta_rule(query[..., :3], key, value, log_decay, beta)
+    with pytest.raises(ValueError, match="a multiple of the 2 key heads as value heads, got 3"):
+        gated_delta_rule(query, key, value[:, :, :3], log_decay[..., :3], beta[..., :3])
+    with pytest.raises(ValueError, match="a chunk size of at least 1, got 0"):
+        gated_delta_rule(query, key, value, log_decay, beta, chunk_size=0)

@@ -1,0 +1,271 @@
+"""GatedDeltaNet, and the parts it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.drivers import Driver
+from megatron.core.fp32_module import Fp32Module
+from megatron.core.materialize import materialize
+from megatron.core.optimizer.torch_optimizer import parameter_groups
+from megatron.core.transformer import gated_delta_net
+from megatron.core.transformer.delta_rule import gated_delta_rule
+from megatron.core.transformer.fused_weight import fused_weights
+from megatron.core.transformer.gated_delta_net import Decay, GatedDeltaNet, GatedRMSNorm
+from megatron.core.transformer.spec import GatedDeltaNetSpec
+
+SPEC = GatedDeltaNetSpec(2, 6, key_head_dim=8, value_head_dim=12, conv_kernel=4, norm_eps=1e-6)
+HIDDEN = 32
+
+
+def _net(spec: GatedDeltaNetSpec = SPEC, seed: int = 0) -> GatedDeltaNet:
+    """With weights large enough for gates and decays to differ."""
+    torch.manual_seed(seed)
+    net = GatedDeltaNet(spec, HIDDEN, init_std=0.3, output_init_std=0.3)
+    nn.init.normal_(net.out_norm.weight, 1.0, 0.2)
+    return net
+
+
+def _transformers_module(net: GatedDeltaNet) -> nn.Module:
+    """The transformers library's module with the net's weights."""
+    pytest.importorskip("transformers", minversion="5.2")
+    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    spec = net.spec
+    config = qwen.Qwen3_5TextConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=spec.num_key_heads,
+        linear_num_value_heads=spec.num_value_heads,
+        linear_key_head_dim=spec.key_head_dim,
+        linear_value_head_dim=spec.value_head_dim,
+        linear_conv_kernel_dim=spec.conv_kernel,
+        rms_norm_eps=spec.norm_eps,
+    )
+    rows = {name: slice(*net.in_proj.fused.row_range(name)) for name in net.in_proj.fused.names}
+    weight = net.in_proj.weight
+    module: nn.Module = qwen.Qwen3_5GatedDeltaNet(config, layer_idx=0)
+    module.load_state_dict(
+        {
+            "in_proj_qkv.weight": weight[: rows["value"].stop],
+            "in_proj_z.weight": weight[rows["z"]],
+            "in_proj_b.weight": weight[rows["beta"]],
+            "in_proj_a.weight": weight[rows["alpha"]],
+            "conv1d.weight": net.conv1d.weight,
+            "A_log": net.decay.A_log,
+            "dt_bias": net.decay.dt_bias,
+            "norm.weight": net.out_norm.weight,
+            "out_proj.weight": net.out_proj.weight,
+        }
+    )
+    return module
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 6), (4, 4)])
+def test_the_net_computes_what_the_transformers_library_computes(
+    key_heads: int, value_heads: int
+) -> None:
+    net = _net(GatedDeltaNetSpec(key_heads, value_heads, 8, 12, 4, 1e-6))
+    theirs = _transformers_module(net)
+    hidden = torch.randn(2, 150, HIDDEN, requires_grad=True)
+    weights = torch.randn(2, 150, HIDDEN)
+
+    results = []
+    for module in (net, theirs):
+        output = module(hidden)
+        (gradient,) = torch.autograd.grad((output * weights).sum(), hidden, retain_graph=True)
+        output.mul(weights).sum().backward()
+        results.append((output, gradient))
+        hidden.grad = None
+    for ours, other in zip(*results, strict=True):
+        assert (ours - other).abs().max() < 1e-5 * other.abs().max()
+
+    pairs = [
+        (net.decay.A_log, theirs.A_log),
+        (net.decay.dt_bias, theirs.dt_bias),
+        (net.conv1d.weight, theirs.conv1d.weight),
+        (net.out_norm.weight, theirs.norm.weight),
+        (net.out_proj.weight, theirs.out_proj.weight),
+    ]
+    for ours, other in pairs:
+        assert (ours.grad - other.grad).abs().max() < 1e-4 * other.grad.abs().max()
+
+
+def test_gated_norm_computes_what_the_transformers_library_computes() -> None:
+    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    theirs, ours = qwen.Qwen3_5RMSNormGated(16, eps=1e-3), GatedRMSNorm(16, 1e-3)
+    assert torch.equal(ours.weight, theirs.weight)
+    nn.init.normal_(ours.weight)
+    theirs.load_state_dict(ours.state_dict())
+    x, gate = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16)
+    torch.testing.assert_close(ours(x, gate), theirs(x, gate))
+    assert ours(x.bfloat16(), gate.bfloat16()).dtype == torch.bfloat16
+
+
+def test_decay_follows_its_formula_in_fp32() -> None:
+    decay = Decay(4)
+    alpha = torch.randn(2, 5, 4).bfloat16()
+    expected = -decay.A_log.double().exp() * F.softplus(alpha.double() + decay.dt_bias.double())
+    found = decay(alpha)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_decays_start_with_published_rates_and_time_steps_in_fp32() -> None:
+    torch.manual_seed(0)
+    decay = Decay(2000)
+    rates, steps = decay.A_log.exp(), F.softplus(decay.dt_bias)
+    assert isinstance(decay, Fp32Module)
+    assert rates.min() >= 0.999
+    assert rates.max() <= 16.001
+    assert rates.mean().item() == pytest.approx(8.5, rel=0.05)
+    assert steps.min() >= 0.000999
+    assert steps.max() <= 0.1001
+    assert steps.log().exp().median().item() == pytest.approx(0.01, rel=0.1)
+
+
+def test_weights_on_meta_materialize_and_only_matrices_decay() -> None:
+    with torch.device("meta"):
+        net = GatedDeltaNet(SPEC, HIDDEN, init_std=0.02, output_init_std=0.01)
+    materialize(net, "cpu", seed=1)
+    assert net(torch.randn(1, 3, HIDDEN)).isfinite().all()
+    assert net.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert net.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    decayed, kept = parameter_groups(net.named_parameters(), 0.1)
+    assert [names[id(p)] for p in decayed["params"]] == [
+        "in_proj.weight",
+        "conv1d.weight",
+        "out_proj.weight",
+    ]
+    assert [names[id(p)] for p in kept["params"]] == [
+        "decay.A_log",
+        "decay.dt_bias",
+        "out_norm.weight",
+    ]
+
+
+def test_the_projections_sections_are_declared() -> None:
+    (fused,) = fused_weights(_net()).values()
+    assert fused.sections == (
+        ("query", 16),
+        ("key", 16),
+        ("value", 72),
+        ("z", 72),
+        ("beta", 6),
+        ("alpha", 6),
+    )
+
+
+def test_recomputation_gives_the_same_bits() -> None:
+    net = _net()
+    hidden = torch.randn(2, 40, HIDDEN, requires_grad=True)
+    inputs = [hidden, *net.parameters()]
+    expected = torch.autograd.grad(net(hidden).square().sum(), inputs)
+    output = checkpoint(net, hidden, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(output.square().sum(), inputs), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_weights_train_beside_decays_in_fp32() -> None:
+    net, rounded = _net(), _net().bfloat16()
+    rounded.decay.float()
+    rounded.decay.load_state_dict(net.decay.state_dict())
+    hidden = torch.randn(2, 100, HIDDEN)
+    output, expected = rounded(hidden.bfloat16()), net(hidden)
+    output.float().square().mean().backward()
+    assert output.dtype == torch.bfloat16
+    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
+    assert {name: p.grad.dtype for name, p in rounded.named_parameters()} == {
+        name: torch.float32 if name.startswith("decay.") else torch.bfloat16
+        for name, _ in net.named_parameters()
+    }
+    assert all(p.grad.abs().max() > 0 for p in rounded.parameters())
+
+
+def test_no_position_sees_a_later_one() -> None:
+    net = _net()
+    hidden = torch.randn(1, 90, HIDDEN)
+    changed = hidden.clone()
+    changed[:, 70] += 1
+    before, after = net(hidden), net(changed)
+    torch.testing.assert_close(after[:, :70], before[:, :70])
+    assert not torch.allclose(after[:, 70:], before[:, 70:], atol=1e-3)
+
+
+class FakeKernel:
+    """Takes the place of fla's: the same signature, our arithmetic."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert scale is None
+        assert initial_state is None
+        assert not output_final_state
+        assert use_qk_l2norm_in_kernel
+        assert q.dtype == k.dtype == v.dtype == beta.dtype != torch.float32
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        assert g.dtype == torch.float32
+        self.calls.append({"q": q})
+        return gated_delta_rule(q, k, v, g, beta), None
+
+
+class TritonDriver(Driver):
+    """Of a kind of device that Triton compiles for."""
+
+    has_triton = True
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    """As if fla were installed, and Triton compiled for the CPU."""
+    fake = FakeKernel()
+    monkeypatch.setattr(gated_delta_net, "fla_kernel", fake)
+    monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", lambda: ["cpu"])
+    monkeypatch.setattr(gated_delta_net, "driver_of", TritonDriver)
+    return fake
+
+
+def test_flash_linear_attention_is_used_where_it_is_installed(kernel: FakeKernel) -> None:
+    net = _net().bfloat16()
+    hidden = torch.randn(2, 40, HIDDEN).bfloat16()
+    output = net(hidden)
+    assert len(kernel.calls) == 1
+    assert kernel.calls[0]["q"].shape == (2, 40, 6, 8)
+    gated_delta_net.fla_kernel = None
+    expected = net(hidden)
+    assert len(kernel.calls) == 1
+    # Only beta is rounded for the kernel.
+    assert (output - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_what_its_kernels_do_not_take_is_computed_here(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _net()(torch.randn(1, 5, HIDDEN))  # fp32
+    wide = _net(GatedDeltaNetSpec(1, 1, 257, 8, 4, 1e-6)).bfloat16()
+    wide(torch.randn(1, 5, HIDDEN).bfloat16())
+    monkeypatch.setattr(gated_delta_net, "driver_of", Driver)  # without Triton
+    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
+    monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", list)
+    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
+    assert kernel.calls == []
