@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles
@@ -85,12 +86,14 @@ class TransformerLayer(nn.Module):
 
 def _build_mixer(
     spec: Mixer, hidden_size: int, *, init_std: float, output_init_std: float, recomputes_core: bool
-) -> SelfAttention:
-    assert isinstance(spec, AttentionSpec)
-    return SelfAttention(
-        spec,
-        hidden_size,
-        init_std=init_std,
-        output_init_std=output_init_std,
-        recomputes_core=recomputes_core,
-    )
+) -> SelfAttention | GatedDeltaNet:
+    if isinstance(spec, AttentionSpec):
+        return SelfAttention(
+            spec,
+            hidden_size,
+            init_std=init_std,
+            output_init_std=output_init_std,
+            recomputes_core=recomputes_core,
+        )
+    # Selective recomputation is about attention's scores, which a delta net does not have.
+    return GatedDeltaNet(spec, hidden_size, init_std=init_std, output_init_std=output_init_std)
