@@ -309,8 +309,6 @@ class TransformerConfig:
                 f"{Activation.SILU.value}, since --swiglu is given",
                 self.activation_func,
             )
-        default = Activation.SILU if self.swiglu else Activation.GELU
-        resolve_default(self, "activation_func", default.value)
 
         gated_size = int((4 * self.hidden_size * 2 / 3) / 64) * 64
         resolve_default(
@@ -407,6 +405,13 @@ class TransformerConfig:
         """Heads of keys and values: `num_query_groups`, resolved."""
         assert self.num_query_groups is not None  # _resolve_attention set it
         return self.num_query_groups
+
+    @property
+    def activation(self) -> Activation:
+        """Of the MLP. Not filled in, so that a config may be replaced by one without --swiglu."""
+        if self.activation_func is not None:
+            return Activation(self.activation_func)
+        return Activation.SILU if self.swiglu else Activation.GELU
 
     @property
     def is_gated(self) -> bool:

@@ -6,7 +6,6 @@ import math
 
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.spec import (
-    Activation,
     AttentionSpec,
     DenseSpec,
     GatedDeltaNetSpec,
@@ -30,7 +29,7 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
     )
     feed_forward = DenseSpec(
         size=config.ffn_size,
-        activation=Activation(config.activation_func),
+        activation=config.activation,
         is_gated=config.is_gated,
         has_bias=config.add_bias_linear,
     )
