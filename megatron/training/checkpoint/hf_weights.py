@@ -8,10 +8,11 @@ Our GPT is written under the names of an architecture that computes the same
 (`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library under its own. Any
 other module keeps its own names, too, and gets no config.json.
 
-[Note: no tensor is gathered] The ranks write their parts as a checkpoint of weights alone, beside
-the folder and under a hidden name. Rank 0 reads it piece by piece, writes the pieces as
-safetensors, and deletes it. No rank ever holds a whole tensor, but the disk needs room for the
-weights twice.
+[Note: no tensor is gathered] The ranks write into one draft of the folder, beside it and under a
+hidden name. Rank 0 makes the files; every rank writes the rows that it holds to the offsets that it
+has computed, in the dtype that was asked for, and brings them to disk. Once all ranks are done,
+rank 0 adds config and tokenizer and gives the folder its name. No tensor is gathered or sent, and
+nothing is written twice.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     other_model,
 )
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
-from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -52,19 +51,25 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.files import remove_empty_folder
 from megatron.core.log import printable
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
 from megatron.core.options import shown
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
-    StoredTensor,
     WeightFiles,
-    main_dtype,
     sync_files,
     write_gpt_config,
-    write_weights,
+    write_json,
 )
+from megatron.training.checkpoint.hf_layout import (
+    INDEX_FILE,
+    FolderLayout,
+    check_dtype,
+    main_dtype,
+)
+from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
 
 logger = logging.getLogger(__name__)
 
@@ -93,46 +98,58 @@ def save_hf(
     tokenizer: Any = None,
     processor: Any = None,
     base_model_path: str | Path | None = None,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
     default group call it together.
 
-    The folder appears once it is whole and on disk, or not at all. The main weights are written, in
-    their dtype, once pending updates of them are done.
+    The folder appears once it is whole and on disk, or not at all. The main weights are written,
+    once pending updates of them are done.
 
     Args:
         model: sharded by either engine, or plain and the same on every rank.
         folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
             deleted.
         tokenizer, processor, base_model_path: see `FolderExtras`; rank 0's are written.
+        dtype: of all floating-point tensors, buffers too; None: bf16 for those in fp32, and the
+            others as they are. `torch.float32` keeps fp32 main weights to the bit.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or for
-            extras that cannot.
-        ValueError: for a URL, or shards that hold nothing.
+        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or a rank
+            does not see what rank 0 writes; and for extras that cannot be written.
+        ValueError: for a URL, shards that hold nothing, or a dtype that is no float or that
+            safetensors does not have.
     """
     if "://" in str(folder):
         raise ValueError(f"Expected a folder of a file system, got {folder}.")
     if max_shard_bytes < 1:
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
+    check_dtype(dtype)
 
     start, folder = time.perf_counter(), Path(folder)
     extras = FolderExtras(tokenizer, processor, base_model_path)
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
-    names = on_all_ranks(lambda: _names_of(model, contents))
+    plan = on_all_ranks(
+        lambda: RowPlan.of(
+            contents.entries,
+            _rows_of(model, contents),
+            _rank(),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
+    )
     token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
 
     draft = _Draft(folder, token)
+    failure = f"Expected {folder} to be written, got"
     try:
-        on_all_ranks(lambda: _save_weights(draft, contents, device))
-        on_first_rank(
-            lambda: _export(draft, model, names, extras, max_shard_bytes),
-            f"Expected {folder} to be written, got",
-        )
+        on_first_rank(lambda: draft.make(plan.layout), failure)
+        on_all_ranks(lambda: write_own_rows(draft.path, plan, device))
+        on_first_rank(lambda: _finish(draft, model, plan.layout, extras), failure)
     finally:
         if _rank() == 0:
             draft.remove()
@@ -185,44 +202,49 @@ def _collect(model: nn.Module) -> Contents:
     return collect(model, rank=_rank(), world_size=_world_size())
 
 
-def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
-    """The name that each entry has in the folder, by its key."""
+def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
+    """Where the rows of each entry lie in the tensors of the folder, by its key."""
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
-        return {key: key.removeprefix(_PREFIX) for key in keys}
+        return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
 
-    names = {f"{_PREFIX}{own}": name for own, name in hf_names(model).items()}
-    if differing := sorted(set(keys) ^ set(names)):
+    rows = {f"{_PREFIX}{own}": there for own, there in hf_rows(model).items()}
+    if differing := sorted(set(keys) ^ set(rows)):
         raise CheckpointError(
             f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
         )
-    return names
+    return rows
 
 
 # Saving
 
 
 class _Draft:
-    """The hidden folders beside a folder while it is being written."""
+    """The hidden folder beside a folder while it is being written."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
-        self.token = token
-        self.store = LocalStore(folder.parent)
-        self.checkpoint = f".{folder.name}.{token}.weights"
-        self.name = f".{folder.name}.{token}.writing"
+        self.path = folder.parent / f".{folder.name}.{token}.writing"
+        self._token = token
+
+    def make(self, layout: FolderLayout) -> None:
+        """Makes the folder with the files of weights, whose tensors are still to come."""
+        self.path.mkdir()
+        make_files(self.path, layout)
+
+    def publish(self) -> None:
+        """Gives the folder its name, if that is still free."""
+        _check_is_free(self.folder)
+        LocalStore(self.folder.parent).publish(self.path.name, self.folder.name)
 
     def remove(self) -> None:
         """Deletes what is left of this draft."""
-        _remove(self.folder, re.escape(self.token))
+        _remove(self.folder, re.escape(self._token))
 
 
 def _remove(folder: Path, token: str) -> None:
     """Deletes the hidden folders of saves to `folder` whose tokens match a pattern."""
-
-    pattern = re.compile(
-        rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)"
-    )
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.{token}\.writing")
     for name in LocalStore(folder.parent).folders():
         if pattern.fullmatch(name):
             shutil.rmtree(folder.parent / name, ignore_errors=True)
@@ -244,34 +266,15 @@ def _check_is_free(folder: Path) -> None:
         )
 
 
-def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
-    """Writes this rank's part of the checkpoint of weights alone."""
-    with CheckpointManager(draft.store, device, _rank(), _world_size(), draft.token) as manager:
-        manager.save(0, contents, {}, name=draft.checkpoint)
-        manager.finish()
-
-
-def _export(
-    draft: _Draft,
-    model: nn.Module,
-    names: Mapping[str, str],
-    extras: FolderExtras,
-    max_shard_bytes: int,
-) -> None:
-    """Rank 0: writes the folder from the checkpoint."""
-    target = draft.folder.parent / draft.name
-    target.mkdir()
-
-    checkpoint = PublishedCheckpoint.open(draft.store, draft.checkpoint)
-    tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
-    write_weights(target, checkpoint, tensors, max_shard_bytes)
-    ids = extras.save(target)
-    _save_config(model, target, main_dtype(tensors), ids)
-    extras.copy_missing(target)
-    sync_files(target)
-
-    _check_is_free(draft.folder)
-    draft.store.publish(draft.name, draft.folder.name)
+def _finish(draft: _Draft, model: nn.Module, layout: FolderLayout, extras: FolderExtras) -> None:
+    """Rank 0: adds everything but the weights, and publishes."""
+    if layout.index is not None:
+        write_json(draft.path / INDEX_FILE, layout.index)
+    ids = extras.save(draft.path)
+    _save_config(model, draft.path, main_dtype(layout.tensors), ids)
+    extras.copy_missing(draft.path)
+    sync_files(draft.path)
+    draft.publish()
 
 
 def _save_config(
@@ -319,7 +322,7 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     """
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
-    wanted = _names_of(model, contents)
+    wanted = {key: rows.name for key, rows in _rows_of(model, contents).items()}
     unexpected = set(files.names)
     for entry in contents.entries:
         name = wanted[entry.key]

@@ -136,7 +136,8 @@ def zero(engine: ModuleEngine) -> None:
 
 def _save_zero_load(name: str, folder: str, weight_format: str) -> tuple[list[str], int, list[str]]:
     engine = make(ENGINES[name])
-    meta = SaveLoadMeta(f"{folder}/saved", weight_format)
+    hf_dtype = torch.float32 if weight_format == "hf" else None
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format, hf_dtype=hf_dtype)
     before = everything(engine)
     engine.save(meta)
     zero(engine)
@@ -164,7 +165,8 @@ def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
     """step, save, step, zero, load, step again"""
     engine = make(ENGINES[name])
     with_optim = weight_format == "dcp"
-    meta = SaveLoadMeta(f"{folder}/saved", weight_format, with_optim)
+    hf_dtype = torch.float32 if weight_format == "hf" else None
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format, with_optim, hf_dtype=hf_dtype)
     step(engine, 0)
     engine.save(meta)
     saved = everything(engine)
