@@ -42,6 +42,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Forks,
     Kill,
     forks,
+    mount_small_disk,
     watched,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
@@ -619,6 +620,35 @@ def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts)
 
     num_failed, _ = forked.run(run, timeout=300.0)
     assert num_failed > 10
+
+
+def save_on_small_disk(folder: Path, dtype: torch.dtype) -> str | None:
+    """The error, "" for none, None if no disk can be mounted."""
+    if not mount_small_disk(folder, 3 << 20):
+        return None
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB in fp32
+    try:
+        save_hf(model, folder / "net", CPU, dtype=dtype)
+    except CheckpointError as failure:
+        assert names_in(folder) == []
+        return str(failure)
+    return ""
+
+
+def test_a_disk_without_the_room_is_known_before_anything_is_written(forked: Forks) -> None:
+    def run() -> tuple[str | None, str | None]:
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            with memory_folder() as root:
+                found.append(Child(save_on_small_disk, root, dtype).result())
+        return found[0], found[1]
+
+    in_fp32, in_bf16 = forked.run(run, timeout=60.0)
+    if in_fp32 is None:
+        pytest.skip("no file system can be mounted here")
+    assert "Expected room for 4.00 MiB of weights in" in in_fp32
+    assert "got 3.00 MiB: No space left on device" in in_fp32
+    assert in_bf16 == "", "half as many bytes fit"
 
 
 def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
