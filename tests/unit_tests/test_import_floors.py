@@ -218,6 +218,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
         "megatron.training.checkpoint.hf_row_writer",
+        "megatron.training.checkpoint.hf_draft",
         "megatron.training.checkpoint.hf_export",
         "megatron.training.checkpoint.hf_extras",
         "megatron.training.checkpoint.hf_weights",

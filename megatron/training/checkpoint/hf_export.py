@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +35,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows, section_names
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
+from megatron.training.checkpoint.hf_draft import draft_path, new_token, sweep_drafts
 from megatron.training.checkpoint.hf_files import (
     check_tokenizer,
     save_tokenizer,
@@ -284,13 +283,9 @@ def _draft_of(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target`, which is deleted in the end unless it was renamed."""
     _expect_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # What exports that were killed have left. The names are those of `save_hf`'s drafts.
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.writing")
-    for path in target.parent.iterdir():
-        if pattern.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    sweep_drafts(target)
 
-    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.writing"
+    draft = draft_path(target, new_token())
     draft.mkdir()
     try:
         yield draft

@@ -299,12 +299,25 @@ def runs(rows: RowMap, box: Box, place: Place) -> Iterator[Run]:
 def _all_runs(rows: RowMap, box: Box, place: Place) -> Iterator[Run]:
     _, offset, tensor = place
     itemsize = tensor.dtype.itemsize
-    if not tensor.shape:
-        yield Run(offset, itemsize)
+    for _, there in row_boxes(rows, box):
+        for part in ranges(there, tensor.shape, max_span=there.numel, max_gap=0):
+            yield Run(offset + part.start * itemsize, part.span * itemsize)
+
+
+def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:
+    """Cuts a box of one of our tensors where its rows are not consecutive in the file.
+
+    Yields:
+        (a box of our tensor, the same elements in the tensor in the file), in the order of rows.
+    """
+    if not box.sizes:
+        yield box, box
         return
 
-    first_row, num_rows = box.offsets[0], box.sizes[0]
-    for run in rows.ranges(first_row, first_row + num_rows):
-        theirs = Box((run.start, *box.offsets[1:]), (run.own_stop - run.own_start, *box.sizes[1:]))
-        for part in ranges(theirs, tensor.shape, max_span=theirs.numel, max_gap=0):
-            yield Run(offset + part.start * itemsize, part.span * itemsize)
+    first, num_rows = box.offsets[0], box.sizes[0]
+    for run in rows.ranges(first, first + num_rows):
+        sizes = (run.own_stop - run.own_start, *box.sizes[1:])
+        yield (
+            Box((run.own_start, *box.offsets[1:]), sizes),
+            Box((run.start, *box.offsets[1:]), sizes),
+        )

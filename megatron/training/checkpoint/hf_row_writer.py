@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.plan.chunks import Share, shares
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.save.data_sink import naming
+from megatron.core.dist_checkpointing.save.data_sink import naming, release_pages
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.host_memory import format_bytes
@@ -44,6 +44,8 @@ from megatron.training.checkpoint.hf_layout import (
     runs,
     tensors_of_parts,
 )
+
+_RELEASED_BYTES = 1 << 20  # of a write that is sent to disk at once
 
 
 class OwnRows(NamedTuple):
@@ -222,6 +224,11 @@ class RowFile:
             while rest:
                 written = os.pwrite(self._descriptor, rest, offset)
                 offset, rest = offset + written, rest[written:]
+
+        # Begin to write them now, rather than all at once in `sync`. Not for a few bytes of a page:
+        # the next ones would wait until it is on disk.
+        if run.nbytes >= _RELEASED_BYTES:
+            release_pages(self._descriptor, run.offset, run.nbytes)
 
     def sync(self) -> None:
         """Brings what has been written to disk."""

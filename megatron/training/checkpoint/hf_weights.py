@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import re
-import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,16 +42,15 @@ from megatron.core.dist_checkpointing.errors import (
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
-from megatron.core.files import remove_empty_folder
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
 from megatron.core.options import shown
+from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
@@ -65,9 +61,13 @@ from megatron.training.checkpoint.hf_files import (
 )
 from megatron.training.checkpoint.hf_layout import (
     INDEX_FILE,
+    FileTensor,
     FolderLayout,
+    Part,
     check_dtype,
     main_dtype,
+    row_boxes,
+    tensors_of_parts,
 )
 from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
 
@@ -142,17 +142,18 @@ def save_hf(
             max_shard_bytes=max_shard_bytes,
         )
     )
-    token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
+    token = on_first_rank(
+        lambda: prepare_target(folder), f"Expected to write into {folder.parent}, got"
+    )
 
-    draft = _Draft(folder, token)
-    failure = f"Expected {folder} to be written, got"
+    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
     try:
-        on_first_rank(lambda: draft.make(plan.layout), failure)
-        on_all_ranks(lambda: write_own_rows(draft.path, plan, device))
-        on_first_rank(lambda: _finish(draft, model, plan.layout, extras), failure)
+        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
+        on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
     finally:
         if _rank() == 0:
-            draft.remove()
+            shutil.rmtree(draft, ignore_errors=True)
 
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
@@ -179,7 +180,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     with ExitStack() as stack:
         files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
         sources = on_all_ranks(lambda: _sources(model, contents, files))
-        on_all_ranks(lambda: _load(files, contents, sources))
+        on_all_ranks(lambda: _load(files, contents, _rows_of(model, contents), sources))
     logger.info("loaded weights from %s", folder)
 
 
@@ -219,62 +220,24 @@ def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
 # Saving
 
 
-class _Draft:
-    """The hidden folder beside a folder while it is being written."""
-
-    def __init__(self, folder: Path, token: str) -> None:
-        self.folder = folder
-        self.path = folder.parent / f".{folder.name}.{token}.writing"
-        self._token = token
-
-    def make(self, layout: FolderLayout) -> None:
-        """Makes the folder with the files of weights, whose tensors are still to come."""
-        self.path.mkdir()
-        make_files(self.path, layout)
-
-    def publish(self) -> None:
-        """Gives the folder its name, if that is still free."""
-        _check_is_free(self.folder)
-        LocalStore(self.folder.parent).publish(self.path.name, self.folder.name)
-
-    def remove(self) -> None:
-        """Deletes what is left of this draft."""
-        _remove(self.folder, re.escape(self._token))
+def _make_draft(draft: Path, layout: FolderLayout) -> None:
+    """Rank 0: makes the files of weights, for the rows of all ranks."""
+    draft.mkdir()
+    make_files(draft, layout)
 
 
-def _remove(folder: Path, token: str) -> None:
-    """Deletes the hidden folders of saves to `folder` whose tokens match a pattern."""
-    pattern = re.compile(rf"\.{re.escape(folder.name)}\.{token}\.writing")
-    for name in LocalStore(folder.parent).folders():
-        if pattern.fullmatch(name):
-            shutil.rmtree(folder.parent / name, ignore_errors=True)
-
-
-def _begin(folder: Path) -> str:
-    """Rank 0: checks that the folder is free, deletes remains of earlier saves, draws a token."""
-    remove_empty_folder(folder)
-    _check_is_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove(folder, "[0-9a-f]{8}")
-    return secrets.token_hex(4)
-
-
-def _check_is_free(folder: Path) -> None:
-    if os.path.lexists(folder):
-        raise CheckpointError(
-            f"Expected nothing yet at {folder}, got what is there. Weights are never overwritten."
-        )
-
-
-def _finish(draft: _Draft, model: nn.Module, layout: FolderLayout, extras: FolderExtras) -> None:
+def _finish(
+    draft: Path, folder: Path, model: nn.Module, layout: FolderLayout, extras: FolderExtras
+) -> None:
     """Rank 0: adds everything but the weights, and publishes."""
     if layout.index is not None:
-        write_json(draft.path / INDEX_FILE, layout.index)
-    ids = extras.save(draft.path)
-    _save_config(model, draft.path, main_dtype(layout.tensors), ids)
-    extras.copy_missing(draft.path)
-    sync_files(draft.path)
-    draft.publish()
+        write_json(draft / INDEX_FILE, layout.index)
+    ids = extras.save(draft)
+    _save_config(model, draft, main_dtype(layout.tensors), ids)
+    extras.copy_missing(draft)
+
+    sync_files(draft)
+    publish_draft(draft, folder)
 
 
 def _save_config(
@@ -317,28 +280,27 @@ def _original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[str, str]:
-    """The tensor to load each entry from, by its key. CheckpointError for weights of another
-    model.
+    """The tensor in the files to read, by the name of the one that we would write. CheckpointError
+    for weights of another model.
     """
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
-    wanted = {key: rows.name for key, rows in _rows_of(model, contents).items()}
     unexpected = set(files.names)
-    for entry in contents.entries:
-        name = wanted[entry.key]
+    for tensor, entries in _tensors(contents, _rows_of(model, contents)):
+        name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
         unexpected.difference_update(there)
         if not there:
             missing.append(name)
             continue
 
-        sources[entry.key] = there[0]
+        sources[name] = there[0]
         for other in there:
-            problems += _differences(files, other, entry)
+            problems += _differences(files, other, tensor)
         # Tied weights must be equal, unless the config ties them: then the first one counts.
         if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
             differing = [
-                other for other in there[1:] if not _are_equal(files, there[0], other, entry)
+                other for other in there[1:] if not _are_equal(files, there[0], other, entries)
             ]
             problems += [
                 f"{other} is not {there[0]}, with which it is tied here" for other in differing
@@ -353,6 +315,30 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     return sources
 
 
+class _Placed(NamedTuple):
+    """An entry, and where its rows lie."""
+
+    entry: Entry
+    rows: RowMap
+
+
+def _tensors(
+    contents: Contents, rows: Mapping[str, RowMap]
+) -> Iterator[tuple[FileTensor, list[_Placed]]]:
+    """The tensors that we would write, in our dtypes, with the entries that each consists of."""
+    placed: dict[str, list[_Placed]] = {}
+    for entry in contents.entries:
+        there = rows[entry.key]
+        placed.setdefault(there.name, []).append(_Placed(entry, there))
+
+    parts = [
+        Part(there, entry.saved_as.shape, entry.saved_as.dtype)
+        for entries in placed.values()
+        for entry, there in entries
+    ]
+    return zip(tensors_of_parts(parts), placed.values(), strict=True)
+
+
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied weights, by the one name that the transformers library writes."""
     if isinstance(model, GPTModel):
@@ -365,9 +351,9 @@ def _other_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
-def _differences(files: WeightFiles, name: str, entry: Entry) -> list[str]:
+def _differences(files: WeightFiles, name: str, own: FileTensor) -> list[str]:
     found = []
-    own, dtype = entry.saved_as, files.dtype(name)
+    dtype = files.dtype(name)
     if files.shape(name) != own.shape:
         found.append(f"{name} has shape {files.shape(name)} where the model has {own.shape}")
     is_convertible = dtype is not None and dtype.is_floating_point and own.dtype.is_floating_point
@@ -376,14 +362,21 @@ def _differences(files: WeightFiles, name: str, entry: Entry) -> list[str]:
     return found
 
 
-def _are_equal(files: WeightFiles, name: str, other: str, entry: Entry) -> bool:
-    """Whether two tensors are the same in what this rank holds of an entry."""
-    return all(torch.equal(files.read(name, box), files.read(other, box)) for box in _pieces(entry))
+def _are_equal(files: WeightFiles, name: str, other: str, entries: Sequence[_Placed]) -> bool:
+    """Whether two tensors are the same in what this rank holds of these entries."""
+    return all(
+        torch.equal(files.read(name, there), files.read(other, there))
+        for placed in entries
+        for _, there in _pieces(placed)
+    )
 
 
-def _pieces(entry: Entry) -> Iterator[Box]:
-    """This rank's part of an entry, in boxes of some MiB of the whole tensor."""
-    part, limit = entry.part_of(entry.values.stored), _PIECE_NUMEL
+def _pieces(placed: _Placed) -> Iterator[tuple[Box, Box]]:
+    """This rank's part of an entry, in boxes of some MiB of the whole entry, each with its place in
+    the files' tensor.
+    """
+    entry, limit = placed.entry, _PIECE_NUMEL
+    part = entry.part_of(entry.values.stored)
     if part.numel():
         for piece in ranges(
             Box(entry.offsets, tuple(part.shape)),
@@ -391,18 +384,24 @@ def _pieces(entry: Entry) -> Iterator[Box]:
             max_span=limit,
             max_gap=limit,
         ):
-            yield piece.box
+            yield from row_boxes(placed.rows, piece.box)
 
 
 @torch.no_grad()
-def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
+def _load(
+    files: WeightFiles,
+    contents: Contents,
+    rows: Mapping[str, RowMap],
+    sources: Mapping[str, str],
+) -> None:
     """Reads this rank's parts, in place. Autograd must see the writes: they make the compute
     weights follow.
     """
     for entry in contents.entries:
-        part = entry.part_of(entry.values.target())
-        for box in _pieces(entry):
-            part[box.within(entry.offsets).slices()].copy_(files.read(sources[entry.key], box))
+        part, placed = entry.part_of(entry.values.target()), _Placed(entry, rows[entry.key])
+        source = sources[placed.rows.name]
+        for box, there in _pieces(placed):
+            part[box.within(entry.offsets).slices()].copy_(files.read(source, there))
         entry.values.install()
 
 
