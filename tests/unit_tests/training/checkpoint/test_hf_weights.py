@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,12 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_names
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint import hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -672,6 +676,52 @@ def test_saving_has_no_whole_tensor_in_memory(tmp_path, dtype):
         save_hf(model, tmp_path / "net", CPU, dtype=dtype)
     # The weight itself is counted once it has been detached.
     assert model.weight.nbytes <= live.peak < 1.3 * model.weight.nbytes
+
+
+# Rows that lie elsewhere in a tensor of theirs
+
+
+def stacked_rows(model: GPTModel) -> dict[str, RowMap]:
+    """Names of an architecture that has gate and up in one weight, two rows of each in turn."""
+    places = {"gate": 0, "up": 2}
+    found = {}
+    for own, there in hf_names(model).items():
+        section = own.split(".")[-2]
+        found[own] = RowMap(there)
+        if section in places:
+            name = there.replace(f"{section}_proj", "gate_up_proj")
+            found[own] = RowMap(name, places[section], 2, 4)
+    return found
+
+
+def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
+    def check() -> None:
+        model = sharded_gpt("megatron_fsdp")
+        with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+            save_exactly(model, tmp_path / "gpt", CPU)
+            expected = local_weights(model)
+            other = sharded_gpt("megatron_fsdp", seed=1)
+            load_hf(other, tmp_path / "gpt")
+        got = local_weights(other)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+    run_ranks(3, check)
+    model = GPTModel(QWEN3, VOCAB)
+    materialize(model, "cpu", 0)
+    found = load_file(tmp_path / "gpt/model.safetensors")
+    for number, layer in enumerate(model.decoder.layers):
+        gate, up = layer.mlp.linear_fc1.weight.detach().chunk(2)
+        pairs = [half.unflatten(0, (5, 2)) for half in (gate, up)]
+        own = found[f"model.layers.{number}.mlp.gate_up_proj.weight"]
+        assert torch.equal(own, torch.stack(pairs, 1).flatten(0, 2))
+
+    # A part that the files do not have room for.
+    with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+        wider = dataclasses.replace(QWEN3, ffn_hidden_size=12)
+        with pytest.raises(
+            CheckpointError, match=r"gate_up_proj.weight has shape \(20, 24\) where"
+        ):
+            load_hf(plain_gpt(wider), tmp_path / "gpt")
 
 
 # Models of the transformers library
