@@ -217,6 +217,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.load_extras",
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.hf_files",
+        "megatron.training.checkpoint.hf_config_check",
         "megatron.training.checkpoint.hf_row_writer",
         "megatron.training.checkpoint.hf_draft",
         "megatron.training.checkpoint.hf_export",

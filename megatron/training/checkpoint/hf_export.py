@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.files import sync_folder
+from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -98,9 +99,8 @@ def export_hf(
     # Through links: the folder that a link names is replaced, not the link.
     target = Path(folder).resolve()
     check_tokenizer(tokenizer)
-    tensors = _tensors(checkpoint, config, vocab_size)
-    parts = [tensor.part(dtype) for tensor in tensors]
-    layout = FolderLayout.of(tensors_of_parts(parts), max_shard_bytes)
+    tensors = _tensors(checkpoint, config, vocab_size, dtype)
+    layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
     with _system_errors(target), _draft_of(target) as draft:
         write_weights(draft, checkpoint, tensors, layout, progress)
         ids = save_tokenizer(tokenizer, draft)
@@ -125,6 +125,7 @@ class StoredTensor(NamedTuple):
     rows: RowMap
     key: str  # in the checkpoint
     entry: TensorStorageMetadata
+    file_dtype: torch.dtype  # in which it is written
     section: tuple[int, int] | None = None  # its rows in a fused weight there; None: all
 
     @property
@@ -138,9 +139,9 @@ class StoredTensor(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.entry.properties.dtype
 
-    def part(self, dtype: torch.dtype | None) -> Part:
-        """As it is written if `dtype` is asked for."""
-        return Part(self.rows, self.shape, file_dtype(self.dtype, dtype))
+    @property
+    def part(self) -> Part:
+        return Part(self.rows, self.shape, self.file_dtype)
 
     def read(self, checkpoint: ReadableCheckpoint, box: Box) -> torch.Tensor:
         """A box of it, in new memory."""
@@ -220,12 +221,15 @@ def _parts(model: GPTModel) -> Iterator[_Part]:
 
 
 def _tensors(
-    checkpoint: ReadableCheckpoint, config: TransformerConfig, vocab_size: int
+    checkpoint: ReadableCheckpoint,
+    config: TransformerConfig,
+    vocab_size: int,
+    dtype: torch.dtype | None,
 ) -> list[StoredTensor]:
     """The tensors to write, in the order of the model. CheckpointError for another model's."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size)
-    parts = list(_parts(model))
+    parts, in_fp32 = list(_parts(model)), names_in_fp32(model)
     stored = tensors_of(checkpoint.metadata)
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):
@@ -243,7 +247,10 @@ def _tensors(
             missing.append(f"{prefix}{part.own}")
             continue
 
-        tensor = StoredTensor(part.map, key, stored[key], rows)
+        written = file_dtype(
+            stored[key].properties.dtype, dtype, stays_fp32=part.parameter in in_fp32
+        )
+        tensor = StoredTensor(part.map, key, stored[key], written, rows)
         found.append(tensor)
         if tuple(tensor.entry.size) != shape:
             size = tuple(tensor.entry.size)

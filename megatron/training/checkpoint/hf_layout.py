@@ -47,15 +47,19 @@ DTYPE_NAMES = {
 }
 
 
-def file_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def file_dtype(
+    own: torch.dtype, asked: torch.dtype | None, *, stays_fp32: bool = False
+) -> torch.dtype:
     """The dtype in which a tensor is written.
 
     Args:
         own: in which we keep it.
         asked: of all floating-point tensors; None: bf16 for those in fp32, and the others as they
             are.
+        stays_fp32: whether it belongs to an `Fp32Module`. The transformers library, too, writes
+            what its models keep in fp32 as fp32 among bf16.
     """
-    if not own.is_floating_point:
+    if not own.is_floating_point or (stays_fp32 and own == torch.float32):
         return own
     if asked is None:
         return torch.bfloat16 if own == torch.float32 else own

@@ -40,7 +40,6 @@ from megatron.training.checkpoint.hf_layout import (
     Part,
     Place,
     Run,
-    file_dtype,
     runs,
     tensors_of_parts,
 )
@@ -74,9 +73,8 @@ class RowPlan:
         cls,
         entries: Sequence[Entry],
         rows: Mapping[str, RowMap],
+        dtypes: Mapping[str, torch.dtype],
         rank: int,
-        *,
-        dtype: torch.dtype | None,
         max_shard_bytes: int,
     ) -> RowPlan:
         """By arithmetic, without a message between ranks.
@@ -84,16 +82,13 @@ class RowPlan:
         Args:
             entries: the same on every rank.
             rows: where the rows of each entry go, by its key.
-            dtype: as for `file_dtype`.
+            dtypes: in which they are written, by the same key.
             max_shard_bytes: as for `FolderLayout.of`.
 
         Raises:
             CheckpointError: as `tensors_of_parts` and `FolderLayout.of`.
         """
-        parts = [
-            Part(rows[own.key], own.saved_as.shape, file_dtype(own.saved_as.dtype, dtype))
-            for own in entries
-        ]
+        parts = [Part(rows[own.key], own.saved_as.shape, dtypes[own.key]) for own in entries]
         layout = FolderLayout.of(tensors_of_parts(parts), max_shard_bytes)
 
         held = [

@@ -34,7 +34,6 @@ from torch.distributed.fsdp import FSDPModule
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.errors import (
-    CheckpointDamagedError,
     CheckpointError,
     few,
     other_model,
@@ -45,15 +44,15 @@ from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
+from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
-from megatron.core.options import shown
+from megatron.training.checkpoint.hf_config_check import config_differences
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
-    CONFIG_FILE,
     WeightFiles,
     sync_files,
     write_gpt_config,
@@ -65,6 +64,7 @@ from megatron.training.checkpoint.hf_layout import (
     FolderLayout,
     Part,
     check_dtype,
+    file_dtype,
     main_dtype,
     row_boxes,
     tensors_of_parts,
@@ -75,19 +75,6 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
-# Keys of a config.json that decide what weights of the same names and shapes compute. Rotary
-# embeddings are compared as well.
-_ARITHMETIC = (
-    "model_type",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "norm_epsilon",
-    "no_rope_layers",
-)
 
 
 def save_hf(
@@ -112,8 +99,9 @@ def save_hf(
         folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
             deleted.
         tokenizer, processor, base_model_path: see `FolderExtras`; rank 0's are written.
-        dtype: of all floating-point tensors, buffers too; None: bf16 for those in fp32, and the
-            others as they are. `torch.float32` keeps fp32 main weights to the bit.
+        dtype: of all floating-point tensors, buffers too, but for parameters of an `Fp32Module`;
+            None: bf16 for those in fp32, and the others as they are. `torch.float32` keeps fp32
+            main weights to the bit.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
@@ -137,9 +125,9 @@ def save_hf(
         lambda: RowPlan.of(
             contents.entries,
             _rows_of(model, contents),
+            _file_dtypes(model, contents, dtype),
             _rank(),
-            dtype=dtype,
-            max_shard_bytes=max_shard_bytes,
+            max_shard_bytes,
         )
     )
     token = on_first_rank(
@@ -218,6 +206,18 @@ def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
 
 
 # Saving
+
+
+def _file_dtypes(
+    model: nn.Module, contents: Contents, asked: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """In which dtype each entry is written, by its key."""
+    in_fp32, parameters = names_in_fp32(model), dict(model.named_parameters())
+    kept = {f"{_PREFIX}{own}" for name in in_fp32 for own in contents.names[parameters[name]]}
+    return {
+        entry.key: file_dtype(entry.saved_as.dtype, asked, stays_fp32=entry.key in kept)
+        for entry in contents.entries
+    }
 
 
 def _make_draft(draft: Path, layout: FolderLayout) -> None:
@@ -413,49 +413,4 @@ def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     elif (config := _config_of(model)) is not None:
         own = config.to_dict()
 
-    pairs = {name: (saved.get(name), own.get(name)) for name in _ARITHMETIC}
-    pairs["rope_parameters"] = _rope(saved), _rope(own)
-    pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)
-    return [
-        f"{CONFIG_FILE} says {name} {_shown(theirs)} where the model has {_shown(ours)}"
-        for name, (theirs, ours) in pairs.items()
-        if theirs is not None and ours is not None and theirs != ours
-    ]
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: numbers as they are, texts and nested values bounded."""
-    return printable(str(value)) if isinstance(value, (str, int, float)) else shown(value)
-
-
-def _rotated_share(config: Mapping[str, Any]) -> Any:
-    parameters = _section(config, "rope_parameters")
-    return parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding in a config.json, in the form of transformers 5 or of those before."""
-    parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
-    theta = parameters.pop("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        return None
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise CheckpointDamagedError(
-            f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}."
-        )
-
-    kind = parameters.pop("rope_type", "default")
-    older = parameters.pop("type", kind)
-    # Architectures have different defaults for it; `_rotated_share` compares it.
-    parameters.pop("partial_rotary_factor", None)
-    return {"rope_type": older if kind == "default" else kind, "rope_theta": theta, **parameters}
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of an object inside a config.json; empty if it is missing."""
-    found = config.get(name)
-    if found is not None and not isinstance(found, Mapping):
-        raise CheckpointDamagedError(
-            f"Expected an object as {name} in {CONFIG_FILE}, got {shown(found)}."
-        )
-    return dict(found or {})
+    return config_differences(saved, own)

@@ -31,6 +31,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
+from megatron.training.checkpoint.hf_layout import file_dtype
 from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
@@ -208,7 +209,8 @@ def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
         )
 
     entries = collect(model, rank=rank, world_size=world_size).entries
-    plan = RowPlan.of(entries, ROWS, rank, dtype=dtype, max_shard_bytes=300)
+    dtypes = {entry.key: file_dtype(entry.saved_as.dtype, dtype) for entry in entries}
+    plan = RowPlan.of(entries, ROWS, dtypes, rank, max_shard_bytes=300)
     if rank == 0:
         folder.mkdir()
         make_files(folder, plan.layout)
@@ -243,7 +245,7 @@ def test_what_all_ranks_hold_each_of_them_writes_a_part_of() -> None:
     numels = []
     for rank in range(3):
         entries = collect(model, rank=rank, world_size=3).entries
-        plan = RowPlan.of(entries, rows, rank, dtype=None, max_shard_bytes=10**9)
+        plan = RowPlan.of(entries, rows, {"model.weight": torch.bfloat16}, rank, 10**9)
         numels.append(sum(own.box.numel for own in plan.own))
     assert numels == [800, 800, 800]
 
