@@ -4,7 +4,7 @@ of weights that rank 0 rewrites.
 
     OMP_NUM_THREADS=1 python benchmarks/hf_export.py --write
 
-A GPT of about 270M parameters with fp32 main weights (1.1 GB) under ZeRO-3. Both ways end with
+A GPT of about 250M parameters with fp32 main weights (1.0 GB) under ZeRO-3. Both ways end with
 every file on disk (fsync), under the final name.
 
     rows       `save_hf`: the ranks write side by side, in the files' dtype
