@@ -4,11 +4,11 @@ Rank 0 makes the files with their headers, at their full sizes. Every rank knows
 (`hf_layout.py`) and which of the chunks that several ranks hold are its own to write (`chunks.py`),
 so the ranks write side by side without a message:
 
-    where it lies        tensor of this rank   ->  buffer, in the file's dtype   ->  file
-    this thread          converts a piece, or lets it come down from the device
-    a lane, for disk                                                 writes full buffers
+    rows of this rank  ->  a buffer, in the file's dtype  ->  their places in the file
+                   this thread                        a lane for the disk
 
-What host memory holds in the file's dtype already is written from where it lies.
+A piece of a few MiB is converted where it lies; from a device it comes down in the file's dtype.
+What host memory holds in that dtype already is written from where it lies.
 """
 
 from __future__ import annotations

@@ -56,10 +56,11 @@ class TensorBytes:
         self._flat: torch.Tensor | None = None
 
     def in_host_memory(self) -> memoryview | None:
-        """The bytes themselves, to be read in place; None if they are yet to be made, or lie on a
-        device.
+        """The bytes themselves, to be read in place; None if they are yet to be made or put in
+        order, or lie on a device.
         """
-        if self.is_on_device or self._is_converted or self._scale is not None:
+        is_computed = self._is_converted or self._scale is not None
+        if self.is_on_device or is_computed or not self._tensor.is_contiguous():
             return None
         return self._piece(0, self.nbytes).numpy().data
 
