@@ -121,15 +121,7 @@ def save_hf(
     extras = FolderExtras(tokenizer, processor, base_model_path)
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
-    plan = on_all_ranks(
-        lambda: RowPlan.of(
-            contents.entries,
-            _rows_of(model, contents),
-            _file_dtypes(model, contents, dtype),
-            _rank(),
-            max_shard_bytes,
-        )
-    )
+    plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
     token = on_first_rank(
         lambda: prepare_target(folder), f"Expected to write into {folder.parent}, got"
     )
@@ -206,6 +198,14 @@ def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
 
 
 # Saving
+
+
+def _plan(
+    model: nn.Module, contents: Contents, dtype: torch.dtype | None, max_shard_bytes: int
+) -> RowPlan:
+    """What is written where, and by which rank."""
+    rows, dtypes = _rows_of(model, contents), _file_dtypes(model, contents, dtype)
+    return RowPlan.of(contents.entries, rows, dtypes, _rank(), max_shard_bytes)
 
 
 def _file_dtypes(

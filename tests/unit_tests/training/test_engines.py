@@ -481,6 +481,10 @@ def test_what_meta_cannot_mean_is_refused():
         SaveLoadMeta("there", "hf", with_optim=True)
     with pytest.raises(ValueError, match="Expected a tokenizer only with the format hf"):
         SaveLoadMeta("there", tokenizer=object())
+    with pytest.raises(ValueError, match="Expected a hf_dtype only with the format hf"):
+        SaveLoadMeta("there", hf_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"Expected a floating-point dtype .* got torch\.int8"):
+        SaveLoadMeta("there", "hf", hf_dtype=torch.int8)
     for path in ("", "/", "runs/..", ".", "s3://bucket"):
         with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
             split_path(path)
