@@ -13,3 +13,14 @@ class Fp32Module(nn.Module):
     the model. Use the parameters in the module's own forward: only there does every engine have
     them whole.
     """
+
+
+def names_in_fp32(model: nn.Module) -> set[str]:
+    """The names of a model's parameters that belong to an `Fp32Module`."""
+    own = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, Fp32Module)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}

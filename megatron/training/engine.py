@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
+from megatron.training.checkpoint.hf_layout import check_dtype
 from megatron.training.checkpoint.run_state import RunState
 from megatron.training.step import Batch, ForwardStep, Mark, StepInfo, StepResult, unmarked
 
@@ -37,9 +39,11 @@ class SaveLoadMeta:
         tokenizer, processor: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
         base_model_path: with `hf`, the folder of the model that training began with. Files that the
             save does not write itself are copied from there, weights excepted.
+        hf_dtype: with `hf`, of all weights in the files; None: bf16 for those whose main weights
+            are fp32. `torch.float32` keeps these to the bit, for `load` to bring back.
 
     Raises:
-        ValueError: for another format, and for what `hf` does not hold.
+        ValueError: for another format, what `hf` does not hold, and other dtypes.
     """
 
     path: str
@@ -48,6 +52,7 @@ class SaveLoadMeta:
     tokenizer: Any = None
     processor: Any = None
     base_model_path: str | None = None
+    hf_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.weight_format not in WEIGHT_FORMATS:
@@ -59,11 +64,12 @@ class SaveLoadMeta:
                 "Expected weights alone in the format hf, got with_optim=True; dcp holds states "
                 "too."
             )
-        for name in ("tokenizer", "processor", "base_model_path"):
+        check_dtype(self.hf_dtype)
+        for name in ("tokenizer", "processor", "base_model_path", "hf_dtype"):
             if self.weight_format == "dcp" and getattr(self, name) is not None:
                 raise ValueError(
-                    f"Expected a {name} only with the format hf, got one with dcp, which holds no "
-                    "such files."
+                    f"Expected a {name} only with the format hf, got one with dcp, which has no "
+                    "use for it."
                 )
 
 

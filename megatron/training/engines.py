@@ -274,6 +274,7 @@ class ModuleEngine:
                 tokenizer=meta.tokenizer,
                 processor=meta.processor,
                 base_model_path=meta.base_model_path,
+                dtype=meta.hf_dtype,
             )
             return
         save_once(

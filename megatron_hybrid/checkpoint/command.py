@@ -56,6 +56,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_train_state,
 )
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
@@ -385,8 +386,9 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
 def export(arguments: argparse.Namespace) -> int:
     """Exports a run's model for the transformers library: weights, config and tokenizer."""
     source = find_source(arguments)
+    dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
     with _bar("export", source.num_bytes) as progress:
-        summary = write_export(source, arguments.out, progress)
+        summary = write_export(source, arguments.out, dtype, progress)
     if arguments.json:
         _print_json(summary)
     else:
@@ -464,5 +466,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     exported = add("export", export, "run", "out")
     exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
+    exported.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the weights; default: bf16 for those in fp32, and others as they are",
+    )
     add_model_flags(exported)
     return parser.parse_args(argv)

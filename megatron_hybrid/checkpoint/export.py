@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, nbytes_of, open_checkpoint
@@ -46,8 +48,13 @@ def find_source(arguments: argparse.Namespace) -> Source:
     return Source(model, open_checkpoint(*model.checkpoint))
 
 
-def write_export(source: Source, out: str, progress: Progress) -> dict[str, Any]:
+def write_export(
+    source: Source, out: str, dtype: torch.dtype | None, progress: Progress
+) -> dict[str, Any]:
     """Writes the folder `out`. Returns what was done, as plain data.
+
+    Args:
+        dtype: of the weights there, as for `export_hf`.
 
     Raises:
         CheckpointError, ConfigError: as `export_hf`.
@@ -63,6 +70,7 @@ def write_export(source: Source, out: str, progress: Progress) -> dict[str, Any]
         config,
         model.vocab_size,
         tokenizer=model.tokenizer,
+        dtype=dtype,
         progress=progress,
     )
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
+from megatron.training.checkpoint.hf_layout import WEIGHTS_FILE
 from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
 
 

@@ -296,7 +296,8 @@ class Weights(Target):
         _ = self._model
 
     def make(self, folder: Path) -> None:
-        save_hf(self._model, folder / "weights", CPU, max_shard_bytes=2000)
+        exact = torch.float32
+        save_hf(self._model, folder / "weights", CPU, dtype=exact, max_shard_bytes=2000)
 
     def reset(self) -> None:
         with torch.no_grad():

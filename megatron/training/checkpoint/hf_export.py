@@ -11,38 +11,51 @@ The ranks of a run that still lives save such folders by `hf_weights.save_hf`.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.dcp.plain_dcp import MODEL_PREFIX, weights_prefix
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.metadata import tensors_of
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.files import sync_folder
+from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_names, section_names
+from megatron.core.models.gpt.hugging_face import hf_rows, section_names
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
+from megatron.training.checkpoint.hf_draft import draft_path, new_token, sweep_drafts
 from megatron.training.checkpoint.hf_files import (
-    StoredTensor,
     check_tokenizer,
-    main_dtype,
     save_tokenizer,
     sync_files,
     write_gpt_config,
-    write_weights,
+    write_json,
 )
+from megatron.training.checkpoint.hf_layout import (
+    INDEX_FILE,
+    FolderLayout,
+    Part,
+    file_dtype,
+    main_dtype,
+    tensors_of_parts,
+)
+from megatron.training.checkpoint.hf_row_writer import RowFile, make_files, write_rows
 
 MAX_SHARD_BYTES = 5 * 10**9
+_PIECE_BYTES = 8 << 20  # of a tensor that are in memory at once, in the checkpoint's dtype
 
 
 class Exported(NamedTuple):
@@ -60,10 +73,11 @@ def export_hf(
     vocab_size: int,
     *,
     tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], object] = lambda _num_bytes: None,
 ) -> Exported:
-    """Writes a checkpoint's weights, in their dtype, into a folder that `from_pretrained` loads.
+    """Writes a checkpoint's weights into a folder that `from_pretrained` loads.
 
     The folder appears once it is whole and on disk, or not at all.
 
@@ -71,9 +85,9 @@ def export_hf(
         checkpoint: of either format; other states in it are not read.
         folder: absent or empty. Unfinished files of earlier exports to it are deleted.
         config, vocab_size: of the GPT; `vocab_size` is the number of rows of its embedding.
-        tokenizer: as for `save_hf`.
+        tokenizer, dtype: as for `save_hf`.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-        progress: called with each number of bytes of tensors written.
+        progress: called with each number of bytes of the checkpoint's tensors that are done.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
@@ -85,12 +99,13 @@ def export_hf(
     # Through links: the folder that a link names is replaced, not the link.
     target = Path(folder).resolve()
     check_tokenizer(tokenizer)
-    tensors = _tensors(checkpoint, config, vocab_size)
+    tensors = _tensors(checkpoint, config, vocab_size, dtype)
+    layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
     with _system_errors(target), _draft_of(target) as draft:
-        write_weights(draft, checkpoint, tensors, max_shard_bytes, progress)
+        write_weights(draft, checkpoint, tensors, layout, progress)
         ids = save_tokenizer(tokenizer, draft)
-        dtype = main_dtype(tensors)
-        write_gpt_config(draft, config, vocab_size, dtype, ids)
+        written_dtype = main_dtype(layout.tensors)
+        write_gpt_config(draft, config, vocab_size, written_dtype, ids)
         sync_files(draft)
         sync_folder(draft)
 
@@ -99,13 +114,87 @@ def export_hf(
         draft.rename(target)
         sync_folder(target.parent)
 
-    return Exported(len(tensors), sum(tensor.nbytes for tensor in tensors), dtype)
+    return Exported(
+        len(layout.tensors), sum(tensor.nbytes for tensor in layout.tensors), written_dtype
+    )
+
+
+class StoredTensor(NamedTuple):
+    """One of our tensors in a checkpoint, with the place of its rows in one of theirs."""
+
+    rows: RowMap
+    key: str  # in the checkpoint
+    entry: TensorStorageMetadata
+    file_dtype: torch.dtype  # in which it is written
+    section: tuple[int, int] | None = None  # its rows in a fused weight there; None: all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.section is None:
+            return tuple(self.entry.size)
+        start, stop = self.section
+        return (stop - start, *self.entry.size[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entry.properties.dtype
+
+    @property
+    def part(self) -> Part:
+        return Part(self.rows, self.shape, self.file_dtype)
+
+    def read(self, checkpoint: ReadableCheckpoint, box: Box) -> torch.Tensor:
+        """A box of it, in new memory."""
+        if self.section is not None:
+            box = Box((box.offsets[0] + self.section[0], *box.offsets[1:]), box.sizes)
+        return read_piece(checkpoint, self.key, box)
+
+
+def write_weights(
+    folder: Path,
+    checkpoint: ReadableCheckpoint,
+    tensors: Sequence[StoredTensor],
+    layout: FolderLayout,
+    progress: Callable[[int], object],
+) -> None:
+    """Writes the tensors of a checkpoint into an empty folder, piece by piece.
+
+    Args:
+        layout: of all parts.
+        progress: as for `export_hf`.
+
+    Raises:
+        CheckpointError: if the file system lacks the room, and for a damaged checkpoint.
+        OSError: if the file system failed.
+    """
+    make_files(folder, layout)
+    by_file: dict[int, list[StoredTensor]] = {}
+    for tensor in tensors:
+        by_file.setdefault(layout.places[tensor.rows.name].file, []).append(tensor)
+
+    for number, own in by_file.items():
+        with RowFile(folder / layout.files[number].name) as file:
+            for tensor in own:
+                place = layout.places[tensor.rows.name]
+                for box in pieces(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize):
+                    # No name for the piece: it would live on while the next one is read.
+                    write_rows(
+                        file,
+                        tensor.rows,
+                        box,
+                        place,
+                        bytes_of(tensor.read(checkpoint, box).to(place.tensor.dtype)),
+                    )
+                    progress(math.prod(box.sizes) * tensor.dtype.itemsize)
+
+    if layout.index is not None:
+        write_json(folder / INDEX_FILE, layout.index)
 
 
 class _Part(NamedTuple):
-    """A weight of the GPT as the transformers library has it: a parameter, or some of its rows."""
+    """A weight of the GPT as our checkpoints have it: a parameter, or some of its rows."""
 
-    name: str  # theirs
+    map: RowMap  # in theirs
     own: str  # ours, of the section
     parameter: str
     parameter_shape: tuple[int, ...]
@@ -120,24 +209,27 @@ class _Part(NamedTuple):
 
 
 def _parts(model: GPTModel) -> Iterator[_Part]:
-    names, fused = hf_names(model), fused_weights(model)
+    maps, fused = hf_rows(model), fused_weights(model)
     for parameter, weight in model.named_parameters():
         shape, sections = tuple(weight.shape), fused.get(parameter)
         if sections is None:
-            yield _Part(names[parameter], parameter, parameter, shape, None)
+            yield _Part(maps[parameter], parameter, parameter, shape, None)
             continue
 
         for own, section in zip(section_names(parameter, sections), sections.names, strict=True):
-            yield _Part(names[own], own, parameter, shape, sections.row_range(section))
+            yield _Part(maps[own], own, parameter, shape, sections.row_range(section))
 
 
 def _tensors(
-    checkpoint: ReadableCheckpoint, config: TransformerConfig, vocab_size: int
+    checkpoint: ReadableCheckpoint,
+    config: TransformerConfig,
+    vocab_size: int,
+    dtype: torch.dtype | None,
 ) -> list[StoredTensor]:
     """The tensors to write, in the order of the model. CheckpointError for another model's."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size)
-    parts = list(_parts(model))
+    parts, in_fp32 = list(_parts(model)), names_in_fp32(model)
     stored = tensors_of(checkpoint.metadata)
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):
@@ -155,7 +247,10 @@ def _tensors(
             missing.append(f"{prefix}{part.own}")
             continue
 
-        tensor = StoredTensor(part.name, key, stored[key], rows)
+        written = file_dtype(
+            stored[key].properties.dtype, dtype, stays_fp32=part.parameter in in_fp32
+        )
+        tensor = StoredTensor(part.map, key, stored[key], written, rows)
         found.append(tensor)
         if tuple(tensor.entry.size) != shape:
             size = tuple(tensor.entry.size)
@@ -195,13 +290,9 @@ def _draft_of(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target`, which is deleted in the end unless it was renamed."""
     _expect_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # What exports that were killed have left. The names are those of `save_hf`'s drafts.
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.writing")
-    for path in target.parent.iterdir():
-        if pattern.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    sweep_drafts(target)
 
-    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.writing"
+    draft = draft_path(target, new_token())
     draft.mkdir()
     try:
         yield draft

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.files import open_regular
-from megatron.training.checkpoint.hf_files import INDEX_FILE, check_tokenizer, save_tokenizer
+from megatron.training.checkpoint.hf_files import check_tokenizer, save_tokenizer
+from megatron.training.checkpoint.hf_layout import INDEX_FILE
 
 # Of the model that training began with: texts and tokenizers, never weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.py", "*.txt")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import tokenizers
 import torch
 from safetensors import SafetensorError
 from tokenizers import decoders, models, pre_tokenizers
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
@@ -22,169 +20,20 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     shown,
 )
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
-from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.load.small_files import system_errors
-from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.files import read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.models.gpt.hugging_face import hf_config
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_layout import DTYPE_NAMES, INDEX_FILE, WEIGHTS_FILE
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
-_PIECE_BYTES = 16 << 20  # of a tensor that are in memory at once
 _SHOWN = 80  # characters of a name in a message
-
-# With the names of safetensors.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-# Weights, written
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, with the name to write it under."""
-
-    name: str
-    key: str  # in the checkpoint
-    entry: TensorStorageMetadata
-    rows: tuple[int, int] | None = None  # first and last + 1, of a fused weight; None: all
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.rows is None:
-            return tuple(self.entry.size)
-        start, stop = self.rows
-        return (stop - start, *self.entry.size[1:])
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entry.properties.dtype
-
-    def pieces(self) -> Iterator[Box]:
-        """Boxes of a few MiB of the tensor in the checkpoint, in the order of their memory."""
-        for box in pieces(self.shape, _PIECE_BYTES // self.dtype.itemsize):
-            if self.rows is not None:
-                box = Box((box.offsets[0] + self.rows[0], *box.offsets[1:]), box.sizes)
-            yield box
-
-
-def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The floating-point dtype of most elements; None if no tensor has one."""
-    numels: dict[torch.dtype, int] = {}
-    for tensor in tensors:
-        if tensor.dtype.is_floating_point:
-            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.numel
-    return max(numels, key=lambda dtype: numels[dtype], default=None)
-
-
-def write_weights(
-    folder: Path,
-    checkpoint: ReadableCheckpoint,
-    tensors: Sequence[StoredTensor],
-    max_shard_bytes: int,
-    progress: Callable[[int], object] = lambda _num_bytes: None,
-) -> None:
-    """Writes the tensors of a checkpoint, piece by piece: one file, or several with an index.
-
-    Args:
-        progress: called with each number of bytes of tensors written.
-
-    Raises:
-        CheckpointError: for a dtype that safetensors does not have, and for a damaged checkpoint.
-        OSError: if the file system failed.
-    """
-    shards = list(_shards(tensors, max_shard_bytes))
-    if len(shards) == 1:
-        _write_shard(folder / WEIGHTS_FILE, checkpoint, shards[0], progress)
-        return
-
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, checkpoint, shard, progress)
-        weight_map |= {tensor.name: file for tensor in shard}
-
-    total_size = sum(tensor.nbytes for tensor in tensors)
-    write_json(
-        folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    )
-
-
-def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
-    """Runs of tensors with at most `max_bytes` together, or of a single larger one."""
-    shard: list[StoredTensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if shard and nbytes + tensor.nbytes > max_bytes:
-            yield shard
-            shard, nbytes = [], 0
-        shard.append(tensor)
-        nbytes += tensor.nbytes
-    yield shard
-
-
-def _write_shard(
-    path: Path,
-    checkpoint: ReadableCheckpoint,
-    tensors: Iterable[StoredTensor],
-    progress: Callable[[int], object],
-) -> None:
-    """Writes a safetensors file: the header's length in 8 bytes, the JSON header, the tensors."""
-    # The largest elements first: each tensor then begins at a multiple of its elements' size.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    # Some readers insist on the name of the framework.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-
-    end = 0
-    for tensor in ordered:
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"Expected a dtype that safetensors has for {tensor.name}, got {tensor.dtype}."
-            )
-        begin, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    with path.open("xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered:
-            for box in tensor.pieces():
-                # No name for the piece: it would live on while the next one is read.
-                progress(stream.write(bytes_of(read_piece(checkpoint, tensor.key, box))))
 
 
 # The config of a GPT of ours
@@ -297,7 +146,7 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype | None:
         """A tensor's dtype; None for one that is unknown here."""
         wanted = self._files[name].slice(name).get_dtype()
-        return next((dtype for dtype, own in _DTYPES.items() if own == wanted), None)
+        return next((dtype for dtype, own in DTYPE_NAMES.items() if own == wanted), None)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""

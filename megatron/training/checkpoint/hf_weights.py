@@ -8,25 +8,23 @@ Our GPT is written under the names of an architecture that computes the same
 (`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library under its own. Any
 other module keeps its own names, too, and gets no config.json.
 
-[Note: no tensor is gathered] The ranks write their parts as a checkpoint of weights alone, beside
-the folder and under a hidden name. Rank 0 reads it piece by piece, writes the pieces as
-safetensors, and deletes it. No rank ever holds a whole tensor, but the disk needs room for the
-weights twice.
+[Note: no tensor is gathered] The ranks write into one draft of the folder, beside it and under a
+hidden name. Rank 0 makes the files; every rank writes the rows that it holds to the offsets that it
+has computed, in the dtype that was asked for, and brings them to disk. Once all ranks are done,
+rank 0 adds config and tokenizer and gives the folder its name. No tensor is gathered or sent, and
+nothing is written twice.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
-import re
-import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,53 +34,47 @@ from torch.distributed.fsdp import FSDPModule
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.errors import (
-    CheckpointDamagedError,
     CheckpointError,
     few,
     other_model,
 )
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
-from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
-from megatron.core.files import remove_empty_folder
+from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_names
-from megatron.core.options import shown
+from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
+from megatron.training.checkpoint.hf_config_check import config_differences
+from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
-    CONFIG_FILE,
-    StoredTensor,
     WeightFiles,
-    main_dtype,
     sync_files,
     write_gpt_config,
-    write_weights,
+    write_json,
 )
+from megatron.training.checkpoint.hf_layout import (
+    INDEX_FILE,
+    FileTensor,
+    FolderLayout,
+    Part,
+    check_dtype,
+    file_dtype,
+    main_dtype,
+    row_boxes,
+    tensors_of_parts,
+)
+from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
-# Keys of a config.json that decide what weights of the same names and shapes compute. Rotary
-# embeddings are compared as well.
-_ARITHMETIC = (
-    "model_type",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "norm_epsilon",
-    "no_rope_layers",
-)
 
 
 def save_hf(
@@ -93,49 +85,55 @@ def save_hf(
     tokenizer: Any = None,
     processor: Any = None,
     base_model_path: str | Path | None = None,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
     default group call it together.
 
-    The folder appears once it is whole and on disk, or not at all. The main weights are written, in
-    their dtype, once pending updates of them are done.
+    The folder appears once it is whole and on disk, or not at all. The main weights are written,
+    once pending updates of them are done.
 
     Args:
         model: sharded by either engine, or plain and the same on every rank.
         folder: on a file system that all ranks see. Unfinished files of earlier saves to it are
             deleted.
         tokenizer, processor, base_model_path: see `FolderExtras`; rank 0's are written.
+        dtype: of all floating-point tensors, buffers too, but for parameters of an `Fp32Module`;
+            None: bf16 for those in fp32, and the others as they are. `torch.float32` keeps fp32
+            main weights to the bit.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or for
-            extras that cannot.
-        ValueError: for a URL, or shards that hold nothing.
+        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or a rank
+            does not see what rank 0 writes; and for extras that cannot be written.
+        ValueError: for a URL, shards that hold nothing, or a dtype that is no float or that
+            safetensors does not have.
     """
     if "://" in str(folder):
         raise ValueError(f"Expected a folder of a file system, got {folder}.")
     if max_shard_bytes < 1:
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
+    check_dtype(dtype)
 
     start, folder = time.perf_counter(), Path(folder)
     extras = FolderExtras(tokenizer, processor, base_model_path)
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
-    names = on_all_ranks(lambda: _names_of(model, contents))
-    token = on_first_rank(lambda: _begin(folder), f"Expected to write into {folder.parent}, got")
+    plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
+    token = on_first_rank(
+        lambda: prepare_target(folder), f"Expected to write into {folder.parent}, got"
+    )
 
-    draft = _Draft(folder, token)
+    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
     try:
-        on_all_ranks(lambda: _save_weights(draft, contents, device))
-        on_first_rank(
-            lambda: _export(draft, model, names, extras, max_shard_bytes),
-            f"Expected {folder} to be written, got",
-        )
+        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
+        on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
     finally:
         if _rank() == 0:
-            draft.remove()
+            shutil.rmtree(draft, ignore_errors=True)
 
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
@@ -162,7 +160,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     with ExitStack() as stack:
         files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
         sources = on_all_ranks(lambda: _sources(model, contents, files))
-        on_all_ranks(lambda: _load(files, contents, sources))
+        on_all_ranks(lambda: _load(files, contents, _rows_of(model, contents), sources))
     logger.info("loaded weights from %s", folder)
 
 
@@ -185,93 +183,61 @@ def _collect(model: nn.Module) -> Contents:
     return collect(model, rank=_rank(), world_size=_world_size())
 
 
-def _names_of(model: nn.Module, contents: Contents) -> dict[str, str]:
-    """The name that each entry has in the folder, by its key."""
+def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
+    """Where the rows of each entry lie in the tensors of the folder, by its key."""
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
-        return {key: key.removeprefix(_PREFIX) for key in keys}
+        return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
 
-    names = {f"{_PREFIX}{own}": name for own, name in hf_names(model).items()}
-    if differing := sorted(set(keys) ^ set(names)):
+    rows = {f"{_PREFIX}{own}": there for own, there in hf_rows(model).items()}
+    if differing := sorted(set(keys) ^ set(rows)):
         raise CheckpointError(
             f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
         )
-    return names
+    return rows
 
 
 # Saving
 
 
-class _Draft:
-    """The hidden folders beside a folder while it is being written."""
-
-    def __init__(self, folder: Path, token: str) -> None:
-        self.folder = folder
-        self.token = token
-        self.store = LocalStore(folder.parent)
-        self.checkpoint = f".{folder.name}.{token}.weights"
-        self.name = f".{folder.name}.{token}.writing"
-
-    def remove(self) -> None:
-        """Deletes what is left of this draft."""
-        _remove(self.folder, re.escape(self.token))
+def _plan(
+    model: nn.Module, contents: Contents, dtype: torch.dtype | None, max_shard_bytes: int
+) -> RowPlan:
+    """What is written where, and by which rank."""
+    rows, dtypes = _rows_of(model, contents), _file_dtypes(model, contents, dtype)
+    return RowPlan.of(contents.entries, rows, dtypes, _rank(), max_shard_bytes)
 
 
-def _remove(folder: Path, token: str) -> None:
-    """Deletes the hidden folders of saves to `folder` whose tokens match a pattern."""
-
-    pattern = re.compile(
-        rf"\.{re.escape(folder.name)}\.{token}\.(weights(\.[0-9a-z]+\.saving)?|writing)"
-    )
-    for name in LocalStore(folder.parent).folders():
-        if pattern.fullmatch(name):
-            shutil.rmtree(folder.parent / name, ignore_errors=True)
-
-
-def _begin(folder: Path) -> str:
-    """Rank 0: checks that the folder is free, deletes remains of earlier saves, draws a token."""
-    remove_empty_folder(folder)
-    _check_is_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove(folder, "[0-9a-f]{8}")
-    return secrets.token_hex(4)
+def _file_dtypes(
+    model: nn.Module, contents: Contents, asked: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """In which dtype each entry is written, by its key."""
+    in_fp32, parameters = names_in_fp32(model), dict(model.named_parameters())
+    kept = {f"{_PREFIX}{own}" for name in in_fp32 for own in contents.names[parameters[name]]}
+    return {
+        entry.key: file_dtype(entry.saved_as.dtype, asked, stays_fp32=entry.key in kept)
+        for entry in contents.entries
+    }
 
 
-def _check_is_free(folder: Path) -> None:
-    if os.path.lexists(folder):
-        raise CheckpointError(
-            f"Expected nothing yet at {folder}, got what is there. Weights are never overwritten."
-        )
+def _make_draft(draft: Path, layout: FolderLayout) -> None:
+    """Rank 0: makes the files of weights, for the rows of all ranks."""
+    draft.mkdir()
+    make_files(draft, layout)
 
 
-def _save_weights(draft: _Draft, contents: Contents, device: Device) -> None:
-    """Writes this rank's part of the checkpoint of weights alone."""
-    with CheckpointManager(draft.store, device, _rank(), _world_size(), draft.token) as manager:
-        manager.save(0, contents, {}, name=draft.checkpoint)
-        manager.finish()
-
-
-def _export(
-    draft: _Draft,
-    model: nn.Module,
-    names: Mapping[str, str],
-    extras: FolderExtras,
-    max_shard_bytes: int,
+def _finish(
+    draft: Path, folder: Path, model: nn.Module, layout: FolderLayout, extras: FolderExtras
 ) -> None:
-    """Rank 0: writes the folder from the checkpoint."""
-    target = draft.folder.parent / draft.name
-    target.mkdir()
+    """Rank 0: adds everything but the weights, and publishes."""
+    if layout.index is not None:
+        write_json(draft / INDEX_FILE, layout.index)
+    ids = extras.save(draft)
+    _save_config(model, draft, main_dtype(layout.tensors), ids)
+    extras.copy_missing(draft)
 
-    checkpoint = PublishedCheckpoint.open(draft.store, draft.checkpoint)
-    tensors = [StoredTensor(names[key], key, entry) for key, entry in checkpoint.tensors().items()]
-    write_weights(target, checkpoint, tensors, max_shard_bytes)
-    ids = extras.save(target)
-    _save_config(model, target, main_dtype(tensors), ids)
-    extras.copy_missing(target)
-    sync_files(target)
-
-    _check_is_free(draft.folder)
-    draft.store.publish(draft.name, draft.folder.name)
+    sync_files(draft)
+    publish_draft(draft, folder)
 
 
 def _save_config(
@@ -314,28 +280,27 @@ def _original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[str, str]:
-    """The tensor to load each entry from, by its key. CheckpointError for weights of another
-    model.
+    """The tensor in the files to read, by the name of the one that we would write. CheckpointError
+    for weights of another model.
     """
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
-    wanted = _names_of(model, contents)
     unexpected = set(files.names)
-    for entry in contents.entries:
-        name = wanted[entry.key]
+    for tensor, entries in _tensors(contents, _rows_of(model, contents)):
+        name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
         unexpected.difference_update(there)
         if not there:
             missing.append(name)
             continue
 
-        sources[entry.key] = there[0]
+        sources[name] = there[0]
         for other in there:
-            problems += _differences(files, other, entry)
+            problems += _differences(files, other, tensor)
         # Tied weights must be equal, unless the config ties them: then the first one counts.
         if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
             differing = [
-                other for other in there[1:] if not _are_equal(files, there[0], other, entry)
+                other for other in there[1:] if not _are_equal(files, there[0], other, entries)
             ]
             problems += [
                 f"{other} is not {there[0]}, with which it is tied here" for other in differing
@@ -350,6 +315,30 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     return sources
 
 
+class _Placed(NamedTuple):
+    """An entry, and where its rows lie."""
+
+    entry: Entry
+    rows: RowMap
+
+
+def _tensors(
+    contents: Contents, rows: Mapping[str, RowMap]
+) -> Iterator[tuple[FileTensor, list[_Placed]]]:
+    """The tensors that we would write, in our dtypes, with the entries that each consists of."""
+    placed: dict[str, list[_Placed]] = {}
+    for entry in contents.entries:
+        there = rows[entry.key]
+        placed.setdefault(there.name, []).append(_Placed(entry, there))
+
+    parts = [
+        Part(there, entry.saved_as.shape, entry.saved_as.dtype)
+        for entries in placed.values()
+        for entry, there in entries
+    ]
+    return zip(tensors_of_parts(parts), placed.values(), strict=True)
+
+
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied weights, by the one name that the transformers library writes."""
     if isinstance(model, GPTModel):
@@ -362,9 +351,9 @@ def _other_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
-def _differences(files: WeightFiles, name: str, entry: Entry) -> list[str]:
+def _differences(files: WeightFiles, name: str, own: FileTensor) -> list[str]:
     found = []
-    own, dtype = entry.saved_as, files.dtype(name)
+    dtype = files.dtype(name)
     if files.shape(name) != own.shape:
         found.append(f"{name} has shape {files.shape(name)} where the model has {own.shape}")
     is_convertible = dtype is not None and dtype.is_floating_point and own.dtype.is_floating_point
@@ -373,14 +362,21 @@ def _differences(files: WeightFiles, name: str, entry: Entry) -> list[str]:
     return found
 
 
-def _are_equal(files: WeightFiles, name: str, other: str, entry: Entry) -> bool:
-    """Whether two tensors are the same in what this rank holds of an entry."""
-    return all(torch.equal(files.read(name, box), files.read(other, box)) for box in _pieces(entry))
+def _are_equal(files: WeightFiles, name: str, other: str, entries: Sequence[_Placed]) -> bool:
+    """Whether two tensors are the same in what this rank holds of these entries."""
+    return all(
+        torch.equal(files.read(name, there), files.read(other, there))
+        for placed in entries
+        for _, there in _pieces(placed)
+    )
 
 
-def _pieces(entry: Entry) -> Iterator[Box]:
-    """This rank's part of an entry, in boxes of some MiB of the whole tensor."""
-    part, limit = entry.part_of(entry.values.stored), _PIECE_NUMEL
+def _pieces(placed: _Placed) -> Iterator[tuple[Box, Box]]:
+    """This rank's part of an entry, in boxes of some MiB of the whole entry, each with its place in
+    the files' tensor.
+    """
+    entry, limit = placed.entry, _PIECE_NUMEL
+    part = entry.part_of(entry.values.stored)
     if part.numel():
         for piece in ranges(
             Box(entry.offsets, tuple(part.shape)),
@@ -388,18 +384,24 @@ def _pieces(entry: Entry) -> Iterator[Box]:
             max_span=limit,
             max_gap=limit,
         ):
-            yield piece.box
+            yield from row_boxes(placed.rows, piece.box)
 
 
 @torch.no_grad()
-def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) -> None:
+def _load(
+    files: WeightFiles,
+    contents: Contents,
+    rows: Mapping[str, RowMap],
+    sources: Mapping[str, str],
+) -> None:
     """Reads this rank's parts, in place. Autograd must see the writes: they make the compute
     weights follow.
     """
     for entry in contents.entries:
-        part = entry.part_of(entry.values.target())
-        for box in _pieces(entry):
-            part[box.within(entry.offsets).slices()].copy_(files.read(sources[entry.key], box))
+        part, placed = entry.part_of(entry.values.target()), _Placed(entry, rows[entry.key])
+        source = sources[placed.rows.name]
+        for box, there in _pieces(placed):
+            part[box.within(entry.offsets).slices()].copy_(files.read(source, there))
         entry.values.install()
 
 
@@ -411,49 +413,4 @@ def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     elif (config := _config_of(model)) is not None:
         own = config.to_dict()
 
-    pairs = {name: (saved.get(name), own.get(name)) for name in _ARITHMETIC}
-    pairs["rope_parameters"] = _rope(saved), _rope(own)
-    pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)
-    return [
-        f"{CONFIG_FILE} says {name} {_shown(theirs)} where the model has {_shown(ours)}"
-        for name, (theirs, ours) in pairs.items()
-        if theirs is not None and ours is not None and theirs != ours
-    ]
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: numbers as they are, texts and nested values bounded."""
-    return printable(str(value)) if isinstance(value, (str, int, float)) else shown(value)
-
-
-def _rotated_share(config: Mapping[str, Any]) -> Any:
-    parameters = _section(config, "rope_parameters")
-    return parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding in a config.json, in the form of transformers 5 or of those before."""
-    parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
-    theta = parameters.pop("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        return None
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise CheckpointDamagedError(
-            f"Expected a number as rope_theta in {CONFIG_FILE}, got {shown(theta)}."
-        )
-
-    kind = parameters.pop("rope_type", "default")
-    older = parameters.pop("type", kind)
-    # Architectures have different defaults for it; `_rotated_share` compares it.
-    parameters.pop("partial_rotary_factor", None)
-    return {"rope_type": older if kind == "default" else kind, "rope_theta": theta, **parameters}
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of an object inside a config.json; empty if it is missing."""
-    found = config.get(name)
-    if found is not None and not isinstance(found, Mapping):
-        raise CheckpointDamagedError(
-            f"Expected an object as {name} in {CONFIG_FILE}, got {shown(found)}."
-        )
-    return dict(found or {})
+    return config_differences(saved, own)

@@ -76,7 +76,8 @@ def test_transformers_computes_our_logits_from_an_exported_run(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     run = project / "runs" / "mine"
-    assert checkpoint.main(["export", str(run), "gpt", "--format", "hf"]) == 0
+    exported = ["export", str(run), "gpt", "--format", "hf", "--dtype", "fp32"]
+    assert checkpoint.main(exported) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("gpt: LlamaForCausalLM, 11 tensors of ")
     assert printed.endswith(f" in float32, of {run.resolve()}/iter_0000002\n")
@@ -99,9 +100,17 @@ def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(
     text = written(capsys, "--load", run)
     assert text.startswith("--- prompt: 'def main'\ndef main")
     assert written(capsys, "--load", run / "iter_0000002") == text
-    assert checkpoint.main(["export", str(run / "iter_0000002"), "gpt", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["architecture"] == "LlamaForCausalLM"
+    exported = ["export", str(run / "iter_0000002"), "gpt", "--json"]
+    assert checkpoint.main([*exported, "--dtype", "fp32"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert (whole["architecture"], whole["dtype"]) == ("LlamaForCausalLM", "float32")
     assert written(capsys, "--load", "gpt") == text
+
+    # Half as many bytes, unless something else is asked for.
+    exported[2] = "half"
+    assert checkpoint.main(exported) == 0
+    half = json.loads(capsys.readouterr().out)
+    assert (half["num_bytes"] * 2, half["dtype"]) == (whole["num_bytes"], "bfloat16")
 
     # The export has all that it needs.
     (elsewhere / "gpt").rename(elsewhere / "moved")

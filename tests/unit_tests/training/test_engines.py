@@ -136,7 +136,8 @@ def zero(engine: ModuleEngine) -> None:
 
 def _save_zero_load(name: str, folder: str, weight_format: str) -> tuple[list[str], int, list[str]]:
     engine = make(ENGINES[name])
-    meta = SaveLoadMeta(f"{folder}/saved", weight_format)
+    hf_dtype = torch.float32 if weight_format == "hf" else None
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format, hf_dtype=hf_dtype)
     before = everything(engine)
     engine.save(meta)
     zero(engine)
@@ -164,7 +165,8 @@ def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
     """step, save, step, zero, load, step again"""
     engine = make(ENGINES[name])
     with_optim = weight_format == "dcp"
-    meta = SaveLoadMeta(f"{folder}/saved", weight_format, with_optim)
+    hf_dtype = torch.float32 if weight_format == "hf" else None
+    meta = SaveLoadMeta(f"{folder}/saved", weight_format, with_optim, hf_dtype=hf_dtype)
     step(engine, 0)
     engine.save(meta)
     saved = everything(engine)
@@ -479,6 +481,10 @@ def test_what_meta_cannot_mean_is_refused():
         SaveLoadMeta("there", "hf", with_optim=True)
     with pytest.raises(ValueError, match="Expected a tokenizer only with the format hf"):
         SaveLoadMeta("there", tokenizer=object())
+    with pytest.raises(ValueError, match="Expected a hf_dtype only with the format hf"):
+        SaveLoadMeta("there", hf_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"Expected a floating-point dtype .* got torch\.int8"):
+        SaveLoadMeta("there", "hf", hf_dtype=torch.int8)
     for path in ("", "/", "runs/..", ".", "s3://bucket"):
         with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
             split_path(path)

@@ -420,16 +420,25 @@ def test_a_checkpoint_of_two_ranks_loads_on_others_with_other_fractions(tmp_path
                 assert run.losses == pytest.approx(again.losses, rel=1e-4)
 
 
-def _weights_alone(folder: str, weight_format: str) -> list[str]:
+def _weights_alone(
+    folder: str, weight_format: str, hf_dtype: torch.dtype | None = None
+) -> list[str]:
     one, other = make(optimizer=offloaded()), make()
     train(one, range(2))
-    meta = SaveLoadMeta(f"{folder}/weights", weight_format)
+    meta = SaveLoadMeta(f"{folder}/{hf_dtype}", weight_format, hf_dtype=hf_dtype)
     one.save(meta)
     other.load(meta)
     own, theirs = contents(one)[0], contents(other)[0]
     return [name for name in own if not torch.equal(own[name], theirs[name])]
 
 
-@pytest.mark.parametrize("weight_format", ["dcp", "hf"])
-def test_weights_alone_are_saved_and_loaded_in_fp32(tmp_path, weight_format):
-    assert run_ranks(2, _weights_alone, str(tmp_path), weight_format) == [[], []]
+@pytest.mark.parametrize(("weight_format", "dtype"), [("dcp", None), ("hf", torch.float32)])
+def test_weights_alone_are_saved_and_loaded_in_fp32(tmp_path, weight_format, dtype):
+    assert run_ranks(2, _weights_alone, str(tmp_path), weight_format, dtype) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_among_weights_in_bf16_those_of_an_fp32_module_keep_their_bits(tmp_path, dtype):
+    for rounded in run_ranks(2, _weights_alone, str(tmp_path), "hf", dtype):
+        assert "layers.0.linear.weight" in rounded
+        assert not [name for name in rounded if "gate" in name]

@@ -60,7 +60,7 @@ class LocalSink:
         with naming(self._path):
             sync_stream(self._file)
             # Only what is on disk can be dropped from the cache, so again after the sync.
-            _release_pages(self._file.fileno(), 0, 0)
+            release_pages(self._file.fileno(), 0, 0)
             self._file.close()
         sync_folder(self._path.parent)
 
@@ -86,7 +86,7 @@ class LocalSink:
         self._nbytes += written
         # Begin to write them now, rather than all at once in `close`.
         if not self._is_direct:
-            _release_pages(self._file.fileno(), self._nbytes - written, written)
+            release_pages(self._file.fileno(), self._nbytes - written, written)
         return written
 
     def _use_page_cache(self) -> None:
@@ -165,7 +165,7 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
     return False
 
 
-def _release_pages(descriptor: int, offset: int, nbytes: int) -> None:
+def release_pages(descriptor: int, offset: int, nbytes: int) -> None:
     """Has the system write a range of a file and drop it from the page cache.
 
     Args:

@@ -2,9 +2,9 @@
 
 [Note: one stream] On a GPU, the thread that saves has a current stream of its own, and the stream
 on which bytes come down does not wait for it. So whatever a save computes from a tensor on a device
-(the product of a stored moment and its scale, a contiguous copy) is issued by the work that copies
-it down, on the same lane. Computed earlier, it might be copied before it is finished: the file
-would contain whatever the memory contained, and the digests would match that.
+(the product of a stored moment and its scale, a contiguous copy, another dtype) is issued by the
+work that copies it down, on the same lane. Computed earlier, it might be copied before it is
+finished: the file would contain whatever the memory contained, and the digests would match that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,23 @@ class TensorBytes:
         is_on_device: whether they come down on a lane.
     """
 
-    def __init__(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             tensor: on any device, of any strides and dtype. It must not change until it is read.
             scale: of a state that is stored with one; its values are the fp32 products.
+            dtype: of the values as they are read; None: their own.
         """
-        itemsize = tensor.element_size() if scale is None else torch.float32.itemsize
+        own = tensor.dtype if scale is None else torch.float32
+        self._dtype = dtype or own
+        self._is_converted = self._dtype != own
+        itemsize = self._dtype.itemsize
         self.nbytes = tensor.numel() * itemsize
         self.is_on_device = lies_on_device(tensor)
         self._tensor = tensor.detach()
@@ -46,17 +55,30 @@ class TensorBytes:
         self._itemsize = itemsize
         self._flat: torch.Tensor | None = None
 
+    def in_host_memory(self) -> memoryview | None:
+        """The bytes themselves, to be read in place; None if they are yet to be made or put in
+        order, or lie on a device.
+        """
+        is_computed = self._is_converted or self._scale is not None
+        if self.is_on_device or is_computed or not self._tensor.is_contiguous():
+            return None
+        return self._piece(0, self.nbytes).numpy().data
+
     def copy(self, begin: int, target: memoryview, d2h: Lane) -> None:
         """Fills host memory with the bytes from `begin` on. When this returns, they have been read.
 
         Args:
             begin: a multiple of the size of a value, and so is the size of `target`.
-            target: at most the rest of the bytes. From a device, the products with a scale take as
-                much memory there.
+            target: at most the rest of the bytes. From a device, products with a scale and values
+                in another dtype take as much memory there.
             d2h: on which they come down from a device. See [Note: one stream].
         """
         if self.is_on_device:
             d2h.enqueue(partial(self._copy_down, begin, target)).synchronize()
+        elif self._is_converted:
+            # Straight to its place: a piece of memory for the new values would cost as much again.
+            values = torch.frombuffer(target, dtype=self._dtype)
+            values.copy_(self._values(begin, target.nbytes))
         else:
             # NumPy copies in this thread. torch would use as many threads as the computation that
             # runs beside the save, and take its cores.
@@ -70,9 +92,12 @@ class TensorBytes:
 
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], where the tensor lies."""
+        return self._values(begin, nbytes).to(self._dtype).view(torch.uint8)
+
+    def _values(self, begin: int, nbytes: int) -> torch.Tensor:
+        """The values that will take these bytes, in the dtype that they have."""
         if self._flat is None:
             # `reshape` would keep the strides of a tensor of one element, which may be any.
             self._flat = self._tensor.contiguous().as_strided((self._tensor.numel(),), (1,))
         part = self._flat[begin // self._itemsize : (begin + nbytes) // self._itemsize]
-        values = part if self._scale is None else scaled_states.read(part, self._scale)
-        return values.view(torch.uint8)
+        return part if self._scale is None else scaled_states.read(part, self._scale)

@@ -23,11 +23,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
     WeightFiles,
     read_json,
 )
+from megatron.training.checkpoint.hf_layout import INDEX_FILE, WEIGHTS_FILE
 from megatron.training.checkpoint.hf_weights import _config_problems
 from tests.helpers.special_files import SPECIAL_FILES
 

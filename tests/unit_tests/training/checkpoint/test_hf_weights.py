@@ -8,8 +8,10 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +25,12 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_names
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint import hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -41,6 +46,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Forks,
     Kill,
     forks,
+    mount_small_disk,
     watched,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
@@ -58,6 +64,7 @@ from tests.unit_tests.training.helpers.hf_folders import (
 
 LLAMA = dataclasses.replace(QWEN3, qk_layernorm=False, untie_embeddings_and_output_weights=True)
 ENGINES = ("megatron_fsdp", "torch_fsdp2")
+save_exactly = partial(save_hf, dtype=torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:.*SwigPy.*:DeprecationWarning")
 
 
@@ -110,7 +117,7 @@ def transformers() -> Any:
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, tmp_path, case):
     model = plain_gpt(dataclasses.replace(QWEN3, **ARCHITECTURES[case]))
-    save_hf(model, tmp_path / "gpt", CPU)
+    save_exactly(model, tmp_path / "gpt", CPU)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "gpt", output_loading_info=True
     )
@@ -133,8 +140,8 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
 
 def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
     model = plain_gpt()
-    save_hf(model, tmp_path / "one", CPU)
-    save_hf(model, tmp_path / "more", CPU, max_shard_bytes=8000)
+    save_exactly(model, tmp_path / "one", CPU)
+    save_exactly(model, tmp_path / "more", CPU, max_shard_bytes=8000)
     index = json.loads((tmp_path / "more/model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert names_in(tmp_path / "more") == ["config.json", *files, "model.safetensors.index.json"]
@@ -171,7 +178,7 @@ def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_p
     tokenizer: Any = ByteTokenizer()
     if kind == "tokenizers":
         tokenizer = HuggingFaceTokenizer(train_bpe([TEXT] * 3, 300, tmp_path / "tokenizer.json"))
-    save_hf(plain_gpt(LLAMA), tmp_path / "gpt", CPU, tokenizer=tokenizer)
+    save_exactly(plain_gpt(LLAMA), tmp_path / "gpt", CPU, tokenizer=tokenizer)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt")
     text = TEXT if kind == "tokenizers" else TEXT.removesuffix("<|endoftext|>")
     assert loaded(text)["input_ids"] == tokenizer.tokenize(text)
@@ -179,21 +186,21 @@ def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_p
     assert loaded.eos_token_id == tokenizer.eod
     assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == tokenizer.eod
     # What transformers itself has loaded goes along as well.
-    save_hf(plain_gpt(LLAMA), tmp_path / "again", CPU, tokenizer=loaded)
+    save_exactly(plain_gpt(LLAMA), tmp_path / "again", CPU, tokenizer=loaded)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert again(text)["input_ids"] == tokenizer.tokenize(text)
     assert json.loads((tmp_path / "again/config.json").read_text())["eos_token_id"] == tokenizer.eod
 
 
 def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
-    save_hf(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
+    save_exactly(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
     assert names_in(tmp_path / "gpt") == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
     with pytest.raises(
         CheckpointError,
         match="Expected a tokenizer of ours or one with save_pretrained, got object",
     ):
-        save_hf(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
+        save_exactly(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
     assert names_in(tmp_path) == ["gpt"]
 
 
@@ -205,7 +212,7 @@ def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
 def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, engine, config):
     def save(folder: Path) -> float:
         model = sharded_gpt(engine, seed=0, config=config)
-        save_hf(model, folder, CPU, max_shard_bytes=20000)
+        save_exactly(model, folder, CPU, max_shard_bytes=20000)
         return loss_of(model)
 
     def load(folder: Path) -> tuple[float, float]:
@@ -231,14 +238,14 @@ def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, 
 
 def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
     def save(folder: Path, engine: str) -> None:
-        save_hf(sharded_gpt(engine), folder, CPU)
+        save_exactly(sharded_gpt(engine), folder, CPU)
 
     for engine in ENGINES:
         run_ranks(2, save, tmp_path / engine, engine)
     model = GPTModel(QWEN3, VOCAB)
     materialize(model, "cpu", 0)
-    save_hf(model, tmp_path / "plain", CPU)
-    run_ranks(2, lambda: save_hf(model, tmp_path / "on two", CPU))
+    save_exactly(model, tmp_path / "plain", CPU)
+    run_ranks(2, lambda: save_exactly(model, tmp_path / "on two", CPU))
     assert digests(tmp_path / "plain") == digests(tmp_path / "on two")
     assert (
         digests(tmp_path / "plain")
@@ -259,7 +266,7 @@ def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path
         trained.step(0)
         trained.delay_update()
         trained.step(1)
-        save_hf(trained.model, folder / "gpt", CPU)
+        save_exactly(trained.model, folder / "gpt", CPU)
         trained.optimizer.synchronize()
         expected, loss = local_weights(model), loss_of(model)
         trained.delay_update()
@@ -277,7 +284,7 @@ def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path
 
 def test_other_dtypes_are_converted(tmp_path):
     model = plain_gpt()
-    save_hf(model, tmp_path / "gpt", CPU)
+    save_exactly(model, tmp_path / "gpt", CPU)
     tensors = load_file(tmp_path / "gpt/model.safetensors")
     save_file(
         {name: tensor.bfloat16() for name, tensor in tensors.items()},
@@ -317,28 +324,34 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
     model = Net()
     save_hf(model, tmp_path / "net", CPU)
     assert names_in(tmp_path / "net") == ["model.safetensors"]
+    # By default bf16 of what is fp32, and nothing else changes its dtype.
+    expected = {
+        name: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+        for name, tensor in model.state_dict().items()
+    }
     with safe_open(tmp_path / "net/model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(model.state_dict()) - {"second.weight"}
-        assert all(
-            torch.equal(file.get_tensor(name), model.state_dict()[name])
-            for name in file.keys()  # noqa: SIM118, it is no dict
-        )
+        assert set(file.keys()) == set(expected) - {"second.weight"}
+        for name in file.keys():  # noqa: SIM118, it is no dict
+            assert file.get_tensor(name).dtype == expected[name].dtype
+            assert torch.equal(file.get_tensor(name), expected[name])
+
     content = (tmp_path / "net/model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    for name, tensor in model.state_dict().items():
+    for name, tensor in expected.items():
         if name in header:
-            assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, (
-                "aligned"
-            )
+            begin = 8 + length + header[name]["data_offsets"][0]
+            assert begin % tensor.element_size() == 0, "aligned"
+
     other = Net()
     with torch.no_grad():
         other.scale.zero_()
         other.seen.zero_()
     load_hf(other, tmp_path / "net")
     assert all(
-        torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items()
+        torch.equal(tensor.to(other.state_dict()[name].dtype), other.state_dict()[name])
+        for name, tensor in expected.items()
     )
 
 
@@ -347,7 +360,7 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    save_hf(plain_gpt(), tmp_path / "gpt", CPU)
+    save_exactly(plain_gpt(), tmp_path / "gpt", CPU)
     return tmp_path / "gpt"
 
 
@@ -372,7 +385,7 @@ def truncate(folder: Path) -> None:
 
 def shard_without_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
-    save_hf(plain_gpt(), folder, CPU, max_shard_bytes=8000)
+    save_exactly(plain_gpt(), folder, CPU, max_shard_bytes=8000)
     (folder / sorted(names_in(folder))[2]).unlink()
 
 
@@ -508,7 +521,7 @@ def test_a_folder_that_is_there_is_left_alone(saved):
         with pytest.raises(
             CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"
         ):
-            save_hf(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
+            save_exactly(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
 
     run_ranks(2, save)
     assert digests(saved) == before
@@ -521,15 +534,15 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         dataclasses.replace(QWEN3, add_qkv_bias=True),
     ):
         with pytest.raises(ConfigError, match="expected a GPT that an architecture"):
-            save_hf(GPTModel(config, VOCAB), tmp_path / "gpt", CPU)
+            save_exactly(GPTModel(config, VOCAB), tmp_path / "gpt", CPU)
     for folder, options in ((tmp_path / "gpt", {"max_shard_bytes": 0}), ("memory://gpt", {})):
         with pytest.raises(ValueError, match="Expected"):
-            save_hf(plain_gpt(), folder, CPU, **options)
+            save_exactly(plain_gpt(), folder, CPU, **options)
     (tmp_path / "file").touch()
     with pytest.raises(
         CheckpointError, match=r"Expected to write into .*file, got: FileExistsError"
     ):
-        save_hf(plain_gpt(), tmp_path / "file" / "gpt", CPU)
+        save_exactly(plain_gpt(), tmp_path / "file" / "gpt", CPU)
     assert names_in(tmp_path) == ["file"]
 
 
@@ -551,7 +564,9 @@ def save_watched(folder: Path, before: Any) -> str | None:
     model = plain_gpt()
     with watched(folder, before):
         try:
-            save_hf(model, folder / "gpt", CPU, tokenizer=ByteTokenizer(), max_shard_bytes=20000)
+            save_exactly(
+                model, folder / "gpt", CPU, tokenizer=ByteTokenizer(), max_shard_bytes=20000
+            )
         except CheckpointError as failure:
             return str(failure)
     return None
@@ -611,25 +626,102 @@ def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts)
     assert num_failed > 10
 
 
+def save_on_small_disk(folder: Path, dtype: torch.dtype) -> str | None:
+    """The error, "" for none, None if no disk can be mounted."""
+    if not mount_small_disk(folder, 3 << 20):
+        return None
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB in fp32
+    try:
+        save_hf(model, folder / "net", CPU, dtype=dtype)
+    except CheckpointError as failure:
+        assert names_in(folder) == []
+        return str(failure)
+    return ""
+
+
+def test_a_disk_without_the_room_is_known_before_anything_is_written(forked: Forks) -> None:
+    def run() -> tuple[str | None, str | None]:
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            with memory_folder() as root:
+                found.append(Child(save_on_small_disk, root, dtype).result())
+        return found[0], found[1]
+
+    in_fp32, in_bf16 = forked.run(run, timeout=60.0)
+    if in_fp32 is None:
+        pytest.skip("no file system can be mounted here")
+    assert "Expected room for 4.00 MiB of weights in" in in_fp32
+    assert "got 3.00 MiB: No space left on device" in in_fp32
+    assert in_bf16 == "", "half as many bytes fit"
+
+
 def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
-    def save(failing: int) -> str:
-        before = (lambda _: None) if dist.get_rank() != failing else Fault(4 if failing else 40)
+    def save(failing: int, number: int) -> str:
+        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
         with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
             save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
         return str(caught.value)
 
-    for failing in (0, 1):
-        for error in run_ranks(2, save, failing):
+    # The folder, a header, rows, the first rows of the other rank, fsync of each, config.json.
+    for failing, number in ((0, 2), (0, 4), (0, 8), (1, 0), (1, 10), (0, 22), (0, 24)):
+        for error in run_ranks(2, save, failing, number):
             assert "No space left on device" in error
         assert names_in(tmp_path) == []
 
 
-def test_saving_has_no_whole_tensor_in_memory(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_has_no_whole_tensor_in_memory(tmp_path, dtype):
     model = nn.Linear(4096, 4096, bias=False)
     with Live() as live:
-        save_hf(model, tmp_path / "net", CPU)
+        save_hf(model, tmp_path / "net", CPU, dtype=dtype)
     # The weight itself is counted once it has been detached.
-    assert model.weight.nbytes < live.peak < 1.3 * model.weight.nbytes
+    assert model.weight.nbytes <= live.peak < 1.3 * model.weight.nbytes
+
+
+# Rows that lie elsewhere in a tensor of theirs
+
+
+def stacked_rows(model: GPTModel) -> dict[str, RowMap]:
+    """Names of an architecture that has gate and up in one weight, two rows of each in turn."""
+    places = {"gate": 0, "up": 2}
+    found = {}
+    for own, there in hf_names(model).items():
+        section = own.split(".")[-2]
+        found[own] = RowMap(there)
+        if section in places:
+            name = there.replace(f"{section}_proj", "gate_up_proj")
+            found[own] = RowMap(name, places[section], 2, 4)
+    return found
+
+
+def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
+    def check() -> None:
+        model = sharded_gpt("megatron_fsdp")
+        with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+            save_exactly(model, tmp_path / "gpt", CPU)
+            expected = local_weights(model)
+            other = sharded_gpt("megatron_fsdp", seed=1)
+            load_hf(other, tmp_path / "gpt")
+        got = local_weights(other)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+    run_ranks(3, check)
+    model = GPTModel(QWEN3, VOCAB)
+    materialize(model, "cpu", 0)
+    found = load_file(tmp_path / "gpt/model.safetensors")
+    for number, layer in enumerate(model.decoder.layers):
+        gate, up = layer.mlp.linear_fc1.weight.detach().chunk(2)
+        pairs = [half.unflatten(0, (5, 2)) for half in (gate, up)]
+        own = found[f"model.layers.{number}.mlp.gate_up_proj.weight"]
+        assert torch.equal(own, torch.stack(pairs, 1).flatten(0, 2))
+
+    # A part that the files do not have room for.
+    with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+        wider = dataclasses.replace(QWEN3, ffn_hidden_size=12)
+        with pytest.raises(
+            CheckpointError, match=r"gate_up_proj.weight has shape \(20, 24\) where"
+        ):
+            load_hf(plain_gpt(wider), tmp_path / "gpt")
 
 
 # Models of the transformers library
@@ -689,7 +781,7 @@ def test_their_models_train_under_both_engines_and_are_saved_for_them(transforme
         rank = dist.get_rank()
         model = sharded(their_model(architecture, tied), engine)
         losses = train(model, 3, rank, 2)
-        save_hf(model, folder, CPU)
+        save_exactly(model, folder, CPU)
         expected = local_weights(model)
         with torch.no_grad():
             for parameter in model.parameters():

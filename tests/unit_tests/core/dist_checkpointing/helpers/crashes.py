@@ -161,12 +161,23 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
 
         return call
 
+    def watched_pwrite(descriptor: int, buffer: Any, offset: int) -> int:
+        piece = memoryview(buffer).cast("B")[:PIECE_BYTES]
+        note(
+            "write",
+            _path(descriptor, None),
+            write_some=lambda nbytes: pwrite(descriptor, piece[:nbytes], offset),
+        )
+        return pwrite(descriptor, piece, offset)
+
     names = (*_CHANGES, *_LOOKS, "open") if looks_too else _CHANGES
+    pwrite = os.pwrite
     opened, wrappers = io.open, {}
     for name in names:
         wrappers[name] = watching("read" if name == "open" else name, getattr(os, name))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(io, "open", watched_open))
+        stack.enter_context(mock.patch.object(os, "pwrite", watched_pwrite))
         for name, wrapper in wrappers.items():
             stack.enter_context(mock.patch.object(os, name, wrapper))
 

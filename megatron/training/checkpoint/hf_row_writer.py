@@ -1,0 +1,274 @@
+"""Safetensors files that all ranks write together, each the rows that it holds.
+
+Rank 0 makes the files with their headers, at their full sizes. Every rank knows all offsets
+(`hf_layout.py`) and which of the chunks that several ranks hold are its own to write (`chunks.py`),
+so the ranks write side by side without a message:
+
+    rows of this rank  ->  a buffer, in the file's dtype  ->  their places in the file
+                   this thread                        a lane for the disk
+
+A piece of a few MiB is converted where it lies; from a device it comes down in the file's dtype.
+What host memory holds in that dtype already is written from where it lies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
+from megatron.core.dist_checkpointing.plan.chunks import Share, shares
+from megatron.core.dist_checkpointing.save.data_file import BufferPool
+from megatron.core.dist_checkpointing.save.data_sink import naming, release_pages
+from megatron.core.dist_checkpointing.state.entries import Entry
+from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.host_memory import format_bytes
+from megatron.core.lanes import Event, ThreadEvent
+from megatron.core.models.families.row_map import RowMap
+from megatron.training.checkpoint.hf_layout import (
+    FolderLayout,
+    Part,
+    Place,
+    Run,
+    runs,
+    tensors_of_parts,
+)
+
+_RELEASED_BYTES = 1 << 20  # of a write that is sent to disk at once
+
+
+class OwnRows(NamedTuple):
+    """A share of one of our tensors that this rank writes."""
+
+    entry: Entry
+    rows: RowMap  # of the whole entry
+    place: Place
+    box: Box  # of the entry's global tensor
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What all ranks write together, and what of it is this rank's.
+
+    Attributes:
+        layout: of the folder, the same on every rank.
+        own: what this rank writes.
+    """
+
+    layout: FolderLayout
+    own: tuple[OwnRows, ...]
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[Entry],
+        rows: Mapping[str, RowMap],
+        dtypes: Mapping[str, torch.dtype],
+        rank: int,
+        max_shard_bytes: int,
+    ) -> RowPlan:
+        """By arithmetic, without a message between ranks.
+
+        Args:
+            entries: the same on every rank.
+            rows: where the rows of each entry go, by its key.
+            dtypes: in which they are written, by the same key.
+            max_shard_bytes: as for `FolderLayout.of`.
+
+        Raises:
+            CheckpointError: as `tensors_of_parts` and `FolderLayout.of`.
+        """
+        parts = [Part(rows[own.key], own.saved_as.shape, dtypes[own.key]) for own in entries]
+        layout = FolderLayout.of(tensors_of_parts(parts), max_shard_bytes)
+
+        held = [
+            (own.saved_as.holdings, part.dtype.itemsize)
+            for own, part in zip(entries, parts, strict=True)
+        ]
+        return cls(layout, tuple(_own(entries, parts, layout, shares(held, rank))))
+
+
+def _own(
+    entries: Sequence[Entry], parts: Sequence[Part], layout: FolderLayout, own: Iterator[Share]
+) -> Iterator[OwnRows]:
+    for share in own:
+        rows = parts[share.tensor].rows
+        box = Box(share.offsets, share.sizes)
+        yield OwnRows(entries[share.tensor], rows, layout.places[rows.name], box)
+
+
+def make_files(folder: Path, layout: FolderLayout) -> None:
+    """Makes all files of weights in an empty folder, at their full sizes, without the tensors.
+
+    Raises:
+        CheckpointError: if the file system lacks the room.
+        OSError: if it fails.
+    """
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    # The files have holes at first, so a full disk would only show up gigabytes later. Some network
+    # file systems know no sizes.
+    if system.f_blocks and free < layout.nbytes:
+        raise CheckpointError(
+            f"Expected room for {format_bytes(layout.nbytes)} of weights in {folder.parent}, got "
+            f"{format_bytes(free)}: No space left on device."
+        )
+
+    for file in layout.files:
+        with (folder / file.name).open("xb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.nbytes)
+
+
+def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> None:
+    """Writes this rank's rows into the files, and brings them to disk.
+
+    Args:
+        folder: of `make_files`, on a file system that all ranks see.
+        device: on which tensors may lie; its work up to here is waited for.
+
+    Raises:
+        CheckpointError: if the files cannot be found here.
+        OSError: if the file system failed.
+    """
+    wanted = sorted({own.place.file for own in plan.own})
+    paths = {number: folder / plan.layout.files[number].name for number in wanted}
+    with ExitStack() as stack:
+        files = {number: stack.enter_context(RowFile(path)) for number, path in paths.items()}
+        with _Staging(device) as staging:
+            for own in plan.own:
+                _stage(own, files[own.place.file], staging)
+        for file in files.values():
+            file.sync()
+
+
+def _stage(own: OwnRows, file: RowFile, staging: _Staging) -> None:
+    """Queues the writes of a share, piece by piece."""
+    entry, rows, place, box = own
+    stored = entry.values.as_stored()
+    tensor = entry.part_of(stored.tensor)
+    if box.sizes:
+        tensor = tensor[box.within(entry.offsets).slices()]
+    source = TensorBytes(tensor, stored.scale, place.tensor.dtype)
+
+    begin = 0
+    in_place = source.in_host_memory()
+    for piece in pieces(box.sizes, staging.buffer_bytes // place.tensor.dtype.itemsize):
+        nbytes = piece.numel * place.tensor.dtype.itemsize
+        where = Box(_added(box.offsets, piece.offsets), piece.sizes)
+        write = partial(write_rows, file, rows, where, place)
+        if in_place is None:
+            staging.copy(source, begin, nbytes, write)
+        else:
+            staging.enqueue(partial(write, in_place[begin : begin + nbytes]))
+        begin += nbytes
+
+
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
+    """Writes the bytes of a box of one of our tensors to where they belong.
+
+    Args:
+        rows: of our tensor, in the one at `place`.
+        content: in the file's dtype, row by row.
+    """
+    begin = 0
+    for run in runs(rows, box, place):
+        file.write(run, content[begin : begin + run.nbytes])
+        begin += run.nbytes
+
+
+class RowFile:
+    """One file of weights, in which other ranks write other rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # Not for reading, too: then an NFS client may fetch a page before it writes a part of
+            # it, and later send back all of it, over the rows that another rank has written there.
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save "
+                "to a file system that all ranks share."
+            ) from error
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(self, run: Run, content: memoryview) -> None:
+        """Writes all of the content to this place. OSError if the file system failed."""
+        offset, rest = run.offset, content
+        with naming(self._path):
+            while rest:
+                written = os.pwrite(self._descriptor, rest, offset)
+                offset, rest = offset + written, rest[written:]
+
+        # Begin to write them now, rather than all at once in `sync`. Not for a few bytes of a page:
+        # the next ones would wait until it is on disk.
+        if run.nbytes >= _RELEASED_BYTES:
+            release_pages(self._descriptor, run.offset, run.nbytes)
+
+    def sync(self) -> None:
+        """Brings what has been written to disk."""
+        with naming(self._path):
+            os.fsync(self._descriptor)
+
+
+class _Staging:
+    """A few buffers on their way to the disk's lane and back. Entered once."""
+
+    def __init__(self, device: Device) -> None:
+        device.event().synchronize()
+        self._pool = BufferPool(device)
+        self._disk = device.host_lane("rows to disk")
+        # Each with the event after which it is free.
+        done: Event = ThreadEvent.done()
+        self._buffers = deque((buffer, done) for buffer in self._pool.lend())
+        self._last = done  # after which all writes so far are done
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._pool.buffer_bytes
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Whatever has failed: nothing may write once the files are closed.
+        self._disk.close()
+        if kind is None:
+            self._last.synchronize()
+
+    def copy(
+        self, source: TensorBytes, begin: int, nbytes: int, write: Callable[[memoryview], None]
+    ) -> None:
+        """Has some bytes of a tensor written. When this returns, they have been read.
+
+        Raises what an earlier write has raised.
+        """
+        buffer, is_free = self._buffers.popleft()
+        is_free.synchronize()
+        source.copy(begin, buffer[:nbytes], self._pool.d2h)
+        self.enqueue(partial(write, buffer[:nbytes]))
+        self._buffers.append((buffer, self._last))
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Queues a write. After one that fails, no other is carried out."""
+        self._last = self._disk.enqueue(write)

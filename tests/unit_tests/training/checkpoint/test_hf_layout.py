@@ -1,0 +1,200 @@
+"""Where the bytes of safetensors files lie: each is written once, whoever holds the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
+from megatron.core.dist_checkpointing.plan.chunks import (
+    EvenShards,
+    Holdings,
+    RankMesh,
+    Replicated,
+    shares,
+)
+from megatron.core.models.families.row_map import RowMap
+from megatron.training.checkpoint.hf_layout import (
+    FileTensor,
+    FolderLayout,
+    Part,
+    check_dtype,
+    file_dtype,
+    main_dtype,
+    runs,
+    tensors_of_parts,
+)
+
+DTYPES = (torch.int64, torch.int32, torch.uint8)
+NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8}
+
+
+class Own(NamedTuple):
+    """One of our tensors with its values."""
+
+    part: Part
+    values: np.ndarray
+    holdings: Holdings
+
+
+def row_maps(draw: st.DrawFn, name: str) -> list[tuple[RowMap, int]]:
+    """How some of our tensors tile one of theirs: the place and the number of rows of each."""
+    blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    if draw(st.booleans()):  # one behind the other
+        starts = np.cumsum([0, *blocks]).tolist()
+        return [(RowMap(name, start), rows) for start, rows in zip(starts, blocks, strict=False)]
+
+    count, stride, start = draw(st.integers(1, 4)), sum(blocks), 0
+    found = []
+    for block in blocks:
+        found.append((RowMap(name, start, block, stride), block * count))
+        start += block
+    return found
+
+
+@st.composite
+def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
+    """(their tensors, ours, the number of ranks), random all three."""
+    num_ranks = draw(st.integers(1, 4))
+    mesh = RankMesh((num_ranks,), tuple(draw(st.permutations(range(num_ranks)))))
+    theirs: dict[str, np.ndarray] = {}
+    own: list[Own] = []
+    for number in range(draw(st.integers(1, 5))):
+        name, dtype = f"tensor{number}", draw(st.sampled_from(DTYPES))
+        tail = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
+        maps = row_maps(draw, name)
+        num_rows = sum(rows for _, rows in maps)
+        numel = num_rows * int(np.prod(tail, dtype=int))
+        values = (np.arange(1, numel + 1) * 7 + number).astype(NUMPY[dtype])
+        theirs[name] = values.reshape(num_rows, *tail)
+
+        for rows, num_own in maps:
+            where = [
+                there
+                for run in rows.ranges(0, num_own)
+                for there in range(run.start, run.start + run.own_stop - run.own_start)
+            ]
+            shape = (num_own, *tail)
+            dim = draw(st.sampled_from([None, *range(len(shape))]))
+            holdings: Holdings = EvenShards(shape, mesh, [dim])
+            if draw(st.booleans()):
+                holdings = Replicated(shape, range(num_ranks))
+            own.append(Own(Part(rows, shape, dtype), theirs[name][where], holdings))
+    if draw(st.booleans()):
+        theirs["scalar"] = np.array(77, np.int64)
+        part = Part(RowMap("scalar"), (), torch.int64)
+        own.append(Own(part, theirs["scalar"], Replicated((), range(num_ranks))))
+    return theirs, draw(st.permutations(own)), num_ranks
+
+
+def written(
+    layout: FolderLayout, own: Sequence[Own], num_ranks: int, piece: int
+) -> list[np.ndarray]:
+    """The files that the ranks write; -1 for bytes that nobody has written."""
+    files = [np.full(file.nbytes, -1) for file in layout.files]
+    for content, file in zip(files, layout.files, strict=True):
+        content[: len(file.header)] = list(file.header)
+
+    held = [(each.holdings, each.part.dtype.itemsize) for each in own]
+    for rank in range(num_ranks):
+        for share in shares(held, rank):
+            part, values, _ = own[share.tensor]
+            place = layout.places[part.rows.name]
+            for box in pieces(share.sizes, piece):
+                offsets = tuple(a + b for a, b in zip(share.offsets, box.offsets, strict=True))
+                where = Box(offsets, box.sizes)
+                rest = list(values[where.slices()].tobytes())
+                for offset, nbytes in runs(part.rows, where, place):
+                    target = files[place.file][offset : offset + nbytes]
+                    assert (target == -1).all(), "nothing is written twice"
+                    target[:], rest = rest[:nbytes], rest[nbytes:]
+                assert not rest
+    return files
+
+
+@given(owned(), st.integers(1, 60), st.integers(1, 7))
+def test_ranks_write_every_byte_of_every_file_once_and_where_it_belongs(
+    case: tuple[dict[str, np.ndarray], list[Own], int], max_shard_bytes: int, piece: int
+) -> None:
+    theirs, own, num_ranks = case
+    tensors = tensors_of_parts(each.part for each in own)
+    layout = FolderLayout.of(tensors, max_shard_bytes)
+    files = written(layout, own, num_ranks, piece)
+
+    found = {}
+    for content, file in zip(files, layout.files, strict=True):
+        assert (content >= 0).all(), "nothing is left out"
+        assert sum(tensor.nbytes for tensor in file.tensors) <= max_shard_bytes or (
+            len(file.tensors) == 1
+        )
+        found |= load(content.astype(np.uint8).tobytes())
+    assert found.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert found[name].shape == values.shape
+        assert found[name].numpy().tobytes() == values.tobytes()
+
+    index = layout.index
+    assert (index is None) == (len(layout.files) == 1)
+    if index is not None:
+        assert index["metadata"]["total_size"] == sum(values.nbytes for values in theirs.values())
+        assert list(index["weight_map"]) == [tensor.name for tensor in tensors]
+        assert set(index["weight_map"].values()) == {file.name for file in layout.files}
+
+
+def part(rows: RowMap, *shape: int, dtype: torch.dtype = torch.float32) -> Part:
+    return Part(rows, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([part(RowMap("a", 1), 2, 3)], "one part with row 0 of a, got no part"),
+        ([part(RowMap("a"), 2, 3), part(RowMap("a", 3), 1, 3)], "row 2 of a, got no part"),
+        ([part(RowMap("a"), 3, 3), part(RowMap("a", 2), 2, 3)], "row 2 of a, got more than one"),
+        ([part(RowMap("a", 0, 2, 4), 4, 3)], "row 2 of a, got no part"),
+        (
+            [part(RowMap("a"), 2, 3), part(RowMap("a", 2), 2, 4)],
+            r"parts of a that differ in their rows alone, got \[2, 3\] of torch.float32, \[2, 4\]",
+        ),
+        (
+            [part(RowMap("a"), 2), part(RowMap("a", 2), 2, dtype=torch.bfloat16)],
+            "differ in their rows alone",
+        ),
+        ([part(RowMap("a")), part(RowMap("a"))], "one part of a, a scalar, got 2"),
+    ],
+)
+def test_parts_that_do_not_tile_their_tensor_are_refused(parts: list[Part], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        tensors_of_parts(parts)
+
+
+def test_a_dtype_that_safetensors_does_not_have_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"safetensors has for a, got torch\.complex64"):
+        FolderLayout.of([FileTensor("a", (2,), torch.complex64)], 100)
+    for dtype in (torch.int32, torch.complex64):
+        with pytest.raises(ValueError, match="Expected a floating-point dtype that safetensors"):
+            check_dtype(dtype)
+    check_dtype(None)
+
+
+def test_fp32_becomes_bf16_unless_something_else_is_asked_for() -> None:
+    assert file_dtype(torch.float32, None) == torch.bfloat16
+    assert file_dtype(torch.float16, None) == torch.float16
+    assert file_dtype(torch.float32, torch.float32) == torch.float32
+    assert file_dtype(torch.bfloat16, torch.float32) == torch.float32
+    assert file_dtype(torch.int64, torch.float32) == torch.int64
+    several = [
+        FileTensor("a", (9,), torch.int64),
+        FileTensor("b", (3,), torch.float32),
+        FileTensor("c", (2, 2), torch.bfloat16),
+    ]
+    assert main_dtype(several) == torch.bfloat16
+    assert main_dtype(several[:1]) is None
