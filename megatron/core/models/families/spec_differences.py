@@ -1,0 +1,135 @@
+"""What differs between two models' specs, named for messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megatron.core.transformer.spec import LayerSpec, ModelSpec
+
+# What training draws on, and how long sequences may be, changes no logits.
+_NOT_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
+
+# The flag that decides each value, by its path in a layer's spec or in the model's.
+_FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "is_tied": "--untie-embeddings-and-output-weights",
+    "embedding_scale": "--embedding-multiplier",
+    "logit_softcap": "--final-logit-softcapping",
+    "mixer": "--linear-attention-freq",
+    "mixer.num_heads": "--num-attention-heads",
+    "mixer.num_key_value_heads": "--num-query-groups",
+    "mixer.head_dim": "--kv-channels",
+    "mixer.scale": "--softmax-scale",
+    "mixer.rotary": "--position-embedding-type",
+    "mixer.rotary.dim": "--rotary-percent",
+    "mixer.rotary.base": "--rotary-base",
+    "mixer.rotary.scaling": "--use-rope-scaling",
+    "mixer.window": "--window-size",
+    "mixer.sinks": "--softmax-type",
+    "mixer.qk_norm": "--qk-layernorm",
+    "mixer.has_output_gate": "--attention-output-gate",
+    "mixer.softcap": "--attn-logit-softcapping",
+    "mixer.has_qkv_bias": "--add-qkv-bias",
+    "mixer.has_output_bias": "--disable-bias-linear",
+    "mixer.num_key_heads": "--linear-num-key-heads",
+    "mixer.num_value_heads": "--linear-num-value-heads",
+    "mixer.key_head_dim": "--linear-key-head-dim",
+    "mixer.value_head_dim": "--linear-value-head-dim",
+    "mixer.conv_kernel": "--linear-conv-kernel-dim",
+    "mixer.norm_eps": "--norm-epsilon",
+    "feed_forward.size": "--ffn-hidden-size",
+    "feed_forward.activation": "--activation-func",
+    "feed_forward.is_gated": "--swiglu",
+    "feed_forward.has_bias": "--disable-bias-linear",
+    "post_norm": "--post-norm",
+}
+# All norms of a model have these alike.
+_NORM_FLAGS = {
+    "kind": "--normalization",
+    "eps": "--norm-epsilon",
+    "is_zero_centered": "--apply-layernorm-1p",
+}
+# Another kind of layer, which is the last thing that anybody would change.
+KINDS = ("--linear-attention-freq", "--normalization", "--swiglu")
+
+
+class Difference(NamedTuple):
+    """A value that two models do not share.
+
+    Attributes:
+        flag: that decides it.
+        name: for a reader of a config.json.
+        expected, got: as words or numbers.
+    """
+
+    flag: str
+    name: str
+    expected: object
+    got: object
+
+
+def spec_differences(
+    expected: ModelSpec, got: ModelSpec, ignored: Collection[str] = ()
+) -> list[Difference]:
+    """What two models compute differently, each flag once.
+
+    Args:
+        ignored: fields of the models' specs that may differ.
+    """
+    if len(expected.layers) != len(got.layers):
+        return [Difference("--num-layers", "num_layers", len(expected.layers), len(got.layers))]
+
+    found = _compared(expected, got, "", ignored)
+    for number, (one, other) in enumerate(zip(expected.layers, got.layers, strict=True)):
+        found += _compared(one, other, f" of layer {number}", ())
+    return list({difference.flag: difference for difference in reversed(found)}.values())[::-1]
+
+
+def _compared(
+    expected: ModelSpec | LayerSpec,
+    got: ModelSpec | LayerSpec,
+    where: str,
+    ignored: Collection[str],
+) -> list[Difference]:
+    one, other = _flattened(expected, "", ignored), _flattened(got, "", ignored)
+    return [
+        Difference(_flag_of(path), f"{path.removeprefix('mixer.')}{where}", one[path], other[path])
+        # Parts that only one of them has are named as such, without what they are made of.
+        for path in one.keys() & other.keys()
+        if not _are_equal(one[path], other[path])
+    ]
+
+
+def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, object]:
+    """The numbers and words in a spec by their paths, and for each part the name of its kind."""
+    if isinstance(value, enum.Enum):
+        return {path: value.value}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return {path: value}
+
+    found: dict[str, object] = {path: type(value).__name__} if path else {}
+    for field in dataclasses.fields(value):
+        if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
+            inner = f"{path}.{field.name}" if path else field.name
+            found |= _flattened(value.__dict__[field.name], inner, ignored)
+    return found
+
+
+def _flag_of(path: str) -> str:
+    if path in _FLAGS:
+        return _FLAGS[path]
+    if path.startswith("mixer.rotary.scaling."):
+        return _FLAGS["mixer.rotary.scaling"]
+    return _NORM_FLAGS[path.rpartition(".")[2]]
+
+
+def _are_equal(one: object, other: object) -> bool:
+    """Numbers that are the same in fp32 are equal: a scale may be written as its square."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=2**-25)
+    return one == other
