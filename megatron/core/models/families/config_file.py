@@ -72,9 +72,7 @@ class ConfigFile:
         """The error for a field with a value that is not admitted."""
         return ConfigError(f"Expected {name} in {self.source} to be {expected}, got {shown(got)}.")
 
-    def refuse_others(
-        self, content: Mapping[str, Any], known: Collection[str], owner: str
-    ) -> None:
+    def refuse_others(self, content: Mapping[str, Any], known: Collection[str], owner: str) -> None:
         """ConfigError for what may decide arithmetic that nothing here knows of.
 
         An unknown switch that is off, or a value that is null or empty, asks for nothing.

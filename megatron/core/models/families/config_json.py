@@ -102,7 +102,15 @@ def family_of(spec: ModelSpec) -> Family:
     Raises:
         ConfigError: naming the flags, if there is none.
     """
-    candidates = [(_differences(family, spec), family) for family in FAMILIES]
+    candidates, errors = [], []
+    for family in FAMILIES:
+        try:
+            candidates.append((_differences(family, spec), family))
+        except ConfigError as error:  # its nearest model would be none that there can be
+            errors.append(error)
+    if not candidates:
+        raise errors[0]
+
     differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
     if not differences:
         return nearest
@@ -136,7 +144,9 @@ def config_differences(
     found = [(one.name, one.expected, one.got) for one in differences]
     if num_rows != vocab_size:
         found.append(("vocab_size", num_rows, vocab_size))
-    return [f"{source} says {name} {theirs} where the model has {own}" for name, theirs, own in found]
+    return [
+        f"{source} says {name} {theirs} where the model has {own}" for name, theirs, own in found
+    ]
 
 
 def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
@@ -146,8 +156,8 @@ def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
         expected = f"a multiple of {heads} heads"
         return [Difference("--hidden-size", "hidden_size", expected, spec.hidden_size)]
 
-    config, _ = read_config(write_config(family, spec, vocab_size=1), family.class_name)
-    return spec_differences(model_spec(config), spec)
+    content = write_config(family, spec, vocab_size=1)
+    return spec_differences(model_spec(read_config(content, family.class_name)[0]), spec)
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:

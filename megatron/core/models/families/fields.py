@@ -220,9 +220,7 @@ class HiddenActivation(Field):
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         got = file.wanted(self.name)
-        admitted = {
-            name: kind for name, kind in _ACTIVATIONS.items() if self.only in (None, kind)
-        }
+        admitted = {name: kind for name, kind in _ACTIVATIONS.items() if self.only in (None, kind)}
         if not isinstance(got, str) or got not in admitted:
             raise file.error(self.name, f"one of {', '.join(admitted)}", got)
 

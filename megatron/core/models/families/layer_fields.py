@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from megatron.core.models.families.config_file import ConfigFile
 from megatron.core.models.families.fields import Field, delta_net_of
 from megatron.core.transformer.layer_pattern import layer_pattern
-from megatron.core.transformer.spec import AttentionSpec, ModelSpec
+from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec
 
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_DELTA_NET = {
+_DELTA_NET: Mapping[str, Callable[[GatedDeltaNetSpec], int]] = {
     "linear_conv_kernel_dim": lambda net: net.conv_kernel,
     "linear_key_head_dim": lambda net: net.key_head_dim,
     "linear_value_head_dim": lambda net: net.value_head_dim,

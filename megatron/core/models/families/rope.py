@@ -12,13 +12,14 @@ are read, a file that contradicts itself is refused, and both forms are written.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import Field
+from megatron.core.models.families.fields import Field, attention_of
 from megatron.core.models.families.layer_fields import windows_of
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.spec import (
@@ -26,7 +27,6 @@ from megatron.core.transformer.spec import (
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
-    RotaryScaling,
     RotarySpec,
     YarnScaling,
 )
@@ -108,7 +108,9 @@ def _gathered(file: ConfigFile, places: Mapping[str, Mapping[str, Any]]) -> dict
             if value is None:
                 continue
             if name in found and found[name] != value:
-                raise file.error(f"{theirs} in {place}", f"{shown(found[name])} as elsewhere", value)
+                raise file.error(
+                    f"{theirs} in {place}", f"{shown(found[name])} as elsewhere", value
+                )
             found[name] = value
     return found
 
@@ -137,23 +139,27 @@ def _scaling_options(
 
 def _written(rotary: RotarySpec, **more: Any) -> dict[str, Any]:
     """A section for one kind of layer."""
-    scaling = rotary.scaling
-    kind = "default" if scaling is None else _TYPES[type(scaling)]
-    return {"rope_type": kind, "rope_theta": rotary.base, **more, **_SCALINGS[kind].of(scaling)}
+    kind = _type_of(rotary)
+    numbers = _SCALINGS[kind].of(rotary.scaling)
+    return {"rope_type": kind, "rope_theta": rotary.base, **more, **numbers}
 
 
-def _legacy_scaling(scaling: RotaryScaling | None) -> dict[str, Any]:
+def _legacy_scaling(rotary: RotarySpec) -> dict[str, Any]:
     """The section `rope_scaling` of versions before 5."""
-    if scaling is None:
+    kind = _type_of(rotary)
+    if kind == "default":
         return {}
-    kind = _TYPES[type(scaling)]
-    return {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind].of(scaling)}}
+    return {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind].of(rotary.scaling)}}
 
 
-def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool, int]]:
-    """Of each rotated layer: the rotation, whether there is a window, and the heads' width."""
+def _type_of(rotary: RotarySpec) -> str:
+    return "default" if rotary.scaling is None else _TYPES[type(rotary.scaling)]
+
+
+def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool]]:
+    """Of each rotated layer: the rotation, and whether there is a window."""
     return [
-        (layer.mixer.rotary, window is not None, layer.mixer.head_dim)
+        (layer.mixer.rotary, window is not None)
         for layer, window in zip(spec.layers, windows_of(spec), strict=True)
         if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rotary is not None
     ]
@@ -199,16 +205,18 @@ class Rope(Field):
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         rotaries = _rotaries(spec)
         # Where nothing is rotated, a base still has to be there.
-        rotary, _, head_dim = rotaries[0] if rotaries else (RotarySpec(0, _DEFAULT_BASE), False, 1)
+        rotary = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
         top: dict[str, Any] = {"rope_theta": rotary.base}
         if self.absent_share is not None:
-            top["partial_rotary_factor"] = _share(rotary.dim, head_dim)
+            top["partial_rotary_factor"] = _share(rotary.dim, attention_of(spec).head_dim)
         section = _written(rotary, **top)
-        return {"rope_parameters": section, **top, **_legacy_scaling(rotary.scaling)}
+        return {"rope_parameters": section, **top, **_legacy_scaling(rotary)}
 
 
 def _share(dim: int, head_dim: int) -> float:
     """The share of `head_dim` channels that comes out as `dim` where its product is cut off."""
+    if dim == 0:  # nothing is rotated, and the share is not used
+        return 1.0
     share = dim / head_dim
     return share if int(head_dim * share) == dim else math.nextafter(share, 1.0)
 
@@ -264,12 +272,14 @@ class RopeByKind(Field):
         rotaries = _rotaries(spec)
         # A kind of layer that the model has not gets the other one's base.
         anyone = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
-        full = next((one for one, has_window, _ in rotaries if not has_window), anyone)
-        windowed = next((one for one, has_window, _ in rotaries if has_window), anyone)
-        windowed = RotarySpec(windowed.dim, windowed.base)
+        full = next((one for one, has_window in rotaries if not has_window), anyone)
+        windowed = next((one for one, has_window in rotaries if has_window), anyone)
+        windowed = dataclasses.replace(windowed, scaling=None)
+        if _type_of(full) not in self.kinds:
+            full = dataclasses.replace(full, scaling=None)
         return {
             "rope_parameters": {_FULL: _written(full), _WINDOWED: _written(windowed)},
             "rope_theta": full.base,
             "rope_local_base_freq": windowed.base,
-            **_legacy_scaling(full.scaling),
+            **_legacy_scaling(full),
         }

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron.core.transformer.spec import LayerSpec, ModelSpec
+from megatron.core.transformer.spec import AttentionSpec, LayerSpec, ModelSpec
 
 # What training draws on, and how long sequences may be, changes no logits.
 _NOT_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
@@ -26,7 +26,7 @@ _FLAGS = {
     "mixer.head_dim": "--kv-channels",
     "mixer.scale": "--softmax-scale",
     "mixer.rotary": "--position-embedding-type",
-    "mixer.rotary.dim": "--rotary-percent",
+    "mixer.rotary.share": "--rotary-percent",
     "mixer.rotary.base": "--rotary-base",
     "mixer.rotary.scaling": "--use-rope-scaling",
     "mixer.window": "--window-size",
@@ -53,6 +53,11 @@ _NORM_FLAGS = {
     "kind": "--normalization",
     "eps": "--norm-epsilon",
     "is_zero_centered": "--apply-layernorm-1p",
+}
+# What a flag decides unless another one does, which goes without saying then.
+_CONSEQUENCES = {
+    "--kv-channels": ("--softmax-scale",),
+    "--swiglu": ("--activation-func",),
 }
 # Another kind of layer, which is the last thing that anybody would change.
 KINDS = ("--linear-attention-freq", "--normalization", "--swiglu")
@@ -84,25 +89,38 @@ def spec_differences(
     if len(expected.layers) != len(got.layers):
         return [Difference("--num-layers", "num_layers", len(expected.layers), len(got.layers))]
 
-    found = _compared(expected, got, "", ignored)
+    found = _compared(expected, got, ignored)
+    by_path: dict[str, dict[int, Difference]] = {}
     for number, (one, other) in enumerate(zip(expected.layers, got.layers, strict=True)):
-        found += _compared(one, other, f" of layer {number}", ())
-    return list({difference.flag: difference for difference in reversed(found)}.values())[::-1]
+        for path, difference in _compared(one, other).items():
+            by_path.setdefault(path, {})[number] = difference
+    for path, by_layer in by_path.items():
+        found[path] = _of_layers(by_layer, len(expected.layers))
+
+    by_flag = {difference.flag: difference for difference in reversed(found.values())}
+    consequences = [name for flag in by_flag for name in _CONSEQUENCES.get(flag, ())]
+    return [one for flag, one in reversed(by_flag.items()) if flag not in consequences]
+
+
+def _of_layers(by_layer: dict[int, Difference], num_layers: int) -> Difference:
+    """A difference of several layers: their common one, or the first one's, with its number."""
+    number, first = next(iter(by_layer.items()))
+    if len(by_layer) == num_layers and len(set(by_layer.values())) == 1:
+        return first
+    return first._replace(name=f"{first.name} of layer {number}")
 
 
 def _compared(
-    expected: ModelSpec | LayerSpec,
-    got: ModelSpec | LayerSpec,
-    where: str,
-    ignored: Collection[str],
-) -> list[Difference]:
+    expected: ModelSpec | LayerSpec, got: ModelSpec | LayerSpec, ignored: Collection[str] = ()
+) -> dict[str, Difference]:
+    """The values that differ, by their paths."""
     one, other = _flattened(expected, "", ignored), _flattened(got, "", ignored)
-    return [
-        Difference(_flag_of(path), f"{path.removeprefix('mixer.')}{where}", one[path], other[path])
-        # Parts that only one of them has are named as such, without what they are made of.
-        for path in one.keys() & other.keys()
-        if not _are_equal(one[path], other[path])
-    ]
+    return {
+        path: Difference(_flag_of(path), path.removeprefix("mixer."), one[path], other[path])
+        # A part that only one of them has is named as such, without what it is made of.
+        for path in one
+        if path in other and not _are_equal(one[path], other[path])
+    }
 
 
 def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, object]:
@@ -117,6 +135,11 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
         if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
             inner = f"{path}.{field.name}" if path else field.name
             found |= _flattened(value.__dict__[field.name], inner, ignored)
+
+    if isinstance(value, AttentionSpec) and value.rotary is not None:
+        # As the flag counts it.
+        del found[f"{path}.rotary.dim"]
+        found[f"{path}.rotary.share"] = value.rotary.dim / value.head_dim
     return found
 
 

@@ -77,7 +77,9 @@ class Family:
     norms: Mapping[str, str]
     attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]]
     dense: Mapping[str, str]
-    delta_net: Mapping[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = field(default_factory=dict)
+    delta_net: Mapping[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = field(
+        default_factory=dict
+    )
     harmless: frozenset[str] = frozenset()
     has_even_heads: bool = False
 
