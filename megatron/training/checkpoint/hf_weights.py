@@ -53,7 +53,7 @@ from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.files import remove_empty_folder
 from megatron.core.log import printable
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.models.gpt.hugging_face import config_differences, hf_names
 from megatron.core.options import shown
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
@@ -70,8 +70,8 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
-# Keys of a config.json that decide what weights of the same names and shapes compute. Rotary
-# embeddings are compared as well.
+# Keys of a config.json that decide what weights of the same names and shapes compute in a model of
+# the transformers library. Rotary embeddings are compared as well.
 _ARITHMETIC = (
     "model_type",
     "num_attention_heads",
@@ -404,13 +404,15 @@ def _load(files: WeightFiles, contents: Contents, sources: Mapping[str, str]) ->
 
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Differences in arithmetic between a config.json and the model, where both say something."""
-    own: Mapping[str, Any] = {}
+    """Differences in arithmetic between a config.json, if there is one, and the model."""
     if isinstance(model, GPTModel):
-        own = hf_config(model.config, model.vocab_size)
-    elif (config := _config_of(model)) is not None:
-        own = config.to_dict()
+        if not saved:
+            return []
+        return config_differences(saved, CONFIG_FILE, model.config, model.vocab_size)
 
+    # A model of the transformers library: whatever both say.
+    config = _config_of(model)
+    own: Mapping[str, Any] = {} if config is None else config.to_dict()
     pairs = {name: (saved.get(name), own.get(name)) for name in _ARITHMETIC}
     pairs["rope_parameters"] = _rope(saved), _rope(own)
     pairs["partial_rotary_factor"] = _rotated_share(saved), _rotated_share(own)

@@ -15,7 +15,7 @@ from megatron.core.models.families.gemma import GEMMA3
 from megatron.core.models.families.llama import ARCEE, LLAMA
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
 from megatron.core.models.families.smollm import SMOLLM3
-from megatron.core.models.families.spec_differences import KINDS, Difference, spec_differences
+from megatron.core.models.families.spec_differences import UNLIKELY, Difference, spec_differences
 from megatron.core.models.families.stablelm import STABLELM
 from megatron.core.models.families.starcoder import STARCODER2
 from megatron.core.models.families.table import Family
@@ -161,4 +161,4 @@ def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:
-    return sum(difference.flag in KINDS for difference in differences), len(differences)
+    return sum(difference.flag in UNLIKELY for difference in differences), len(differences)

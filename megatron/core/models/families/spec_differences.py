@@ -8,7 +8,16 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron.core.transformer.spec import AttentionSpec, LayerSpec, ModelSpec
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RotarySpec,
+    YarnScaling,
+)
 
 # What training draws on, and how long sequences may be, changes no logits.
 _NOT_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
@@ -54,13 +63,23 @@ _NORM_FLAGS = {
     "eps": "--norm-epsilon",
     "is_zero_centered": "--apply-layernorm-1p",
 }
+# Parts of a spec in a message: as their presence, or by the name of their kind.
+_PRESENT = ("mixer.qk_norm", "post_norm")
+_PARTS: dict[type, str] = {
+    AttentionSpec: "attention",
+    GatedDeltaNetSpec: "gated delta net",
+    RotarySpec: "rope",
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+}
 # What a flag decides unless another one does, which goes without saying then.
 _CONSEQUENCES = {
     "--kv-channels": ("--softmax-scale",),
     "--swiglu": ("--activation-func",),
 }
 # Another kind of layer, which is the last thing that anybody would change.
-KINDS = ("--linear-attention-freq", "--normalization", "--swiglu")
+UNLIKELY = ("--linear-attention-freq", "--normalization", "--swiglu")
 
 
 class Difference(NamedTuple):
@@ -128,9 +147,9 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     if isinstance(value, enum.Enum):
         return {path: value.value}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return {path: value}
+        return {path: False if path in _PRESENT else value}
 
-    found: dict[str, object] = {path: type(value).__name__} if path else {}
+    found: dict[str, object] = {path: _PARTS.get(type(value), True)} if path else {}
     for field in dataclasses.fields(value):
         if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
             inner = f"{path}.{field.name}" if path else field.name
