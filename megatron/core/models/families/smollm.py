@@ -49,4 +49,6 @@ SMOLLM3 = Family(
     norms=NORMS,
     attention=ATTENTION,
     dense=GATED_MLP,
+    # Of Qwen2's files, from which these were made; the library does not read it here.
+    harmless=frozenset({"max_window_layers"}),
 )
