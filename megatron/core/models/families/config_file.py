@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.log import printable
 from megatron.core.options import ConfigError, shown
 
 _MOST_LAYERS = 2**16  # as TransformerConfig
+_MOST_SHOWN = 8  # fields in a message
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,13 @@ class ConfigFile:
             known: the fields that are read, and those that change nothing.
             owner: whose fields they are, for messages.
         """
-        unknown = {name: value for name, value in content.items() if name not in known and value}
+        unknown = sorted(name for name, value in content.items() if name not in known and value)
         if unknown:
-            got = ", ".join(f"{name} {shown(value)}" for name, value in sorted(unknown.items()))
+            got = ", ".join(
+                f"{printable(name)} {shown(content[name])}" for name in unknown[:_MOST_SHOWN]
+            )
+            more = len(unknown) - _MOST_SHOWN
             raise ConfigError(
-                f"Expected only fields of {owner} that are known here in {self.source}, got {got}."
+                f"Expected only fields of {owner} that are known here in {self.source}, got {got}"
+                + (f" and {more} more." if more > 0 else ".")
             )

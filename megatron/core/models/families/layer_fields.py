@@ -22,10 +22,11 @@ _DELTA_NET: Mapping[str, Callable[[GatedDeltaNetSpec], int]] = {
 
 
 def pattern_of(kinds: Sequence[bool], *, every_nth: bool) -> str:
-    """The shortest text that `layer_pattern` turns into these kinds."""
-    for number in range(1, len(kinds) + 1):
-        text = str(number)
-        if layer_pattern("", text, len(kinds), every_nth=every_nth) == tuple(kinds):
+    """A text that `layer_pattern` turns into these kinds: a number if there is one, else a list."""
+    kinds = tuple(kinds)
+    if every_nth in kinds:
+        text = str(kinds.index(every_nth) + 1)
+        if layer_pattern("", text, len(kinds), every_nth=every_nth) == kinds:
             return text
     return f"[{','.join(str(int(kind)) for kind in kinds)}]"
 

@@ -95,7 +95,7 @@ VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
         {"rotary_base": 600.0},
         {"rope_scaling_factor": 4.0},
         {"rope_scaling_original_max_position_embeddings": 32},
-        {"use_rope_scaling": False, "rope_scaling_factor": 8.0},
+        {"use_rope_scaling": False, "rope_scaling_original_max_position_embeddings": 8192},
     ),
     "llama biases": (
         {"swiglu": True, "activation_func": "silu", "gated_linear_unit": False},
@@ -103,8 +103,8 @@ VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "llama yarn": (
         {"yarn_attention_factor": 1.2},
-        {"yarn_beta_fast": 32.0},
-        {"yarn_beta_slow": 1.0},
+        {"yarn_beta_fast": 1.5},
+        {"yarn_beta_slow": 0.5},
         {"yarn_correction_range_round_to_int": True},
         {"yarn_rotary_scaling_factor": 3.0},
     ),

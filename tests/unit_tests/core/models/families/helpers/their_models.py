@@ -86,8 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             **YARN,
             "attention_factor": 1.3,
-            "beta_fast": 20.0,
-            "beta_slow": 2.0,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
             "truncate": False,
         }
     },
