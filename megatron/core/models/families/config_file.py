@@ -27,9 +27,11 @@ class ConfigFile:
     source: str
 
     def wanted(self, name: str) -> Any:
-        """A field's value, null included. ConfigError if there is no such field."""
+        """A field's value. ConfigError if there is no such field, or if it is null."""
         if name not in self.content:
             raise ConfigError(f"Expected {name} in {self.source}, got none.")
+        if self.content[name] is None:
+            raise self.error(name, "a value", None)
         return self.content[name]
 
     def get(self, name: str) -> Any:

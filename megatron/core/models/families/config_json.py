@@ -1,7 +1,7 @@
 """From a config.json to our options, and from a model's spec to a config.json.
 
 A family fits a spec exactly or not at all: what it would write is read back, and must give the same
-spec. So nothing that a family cannot say is ever written.
+spec. A file that leaves out part of a model is therefore never written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.models.families.gemma import GEMMA3
 from megatron.core.models.families.llama import ARCEE, LLAMA
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
 from megatron.core.models.families.smollm import SMOLLM3
-from megatron.core.models.families.spec_differences import UNLIKELY, Difference, spec_differences
+from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
 from megatron.core.models.families.stablelm import STABLELM
 from megatron.core.models.families.starcoder import STARCODER2
 from megatron.core.models.families.table import Family
@@ -69,11 +69,7 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
         )
     family = families[kind]
 
-    options: dict[str, Any] = {
-        **family.options,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
+    options = {**family.options, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     known = {"vocab_size", *_HARMLESS, *family.harmless}
     for field in family.fields:
         options |= field.read(file)
@@ -106,7 +102,7 @@ def family_of(spec: ModelSpec) -> Family:
     for family in FAMILIES:
         try:
             candidates.append((_differences(family, spec), family))
-        except ConfigError as error:  # its nearest model would be none that there can be
+        except ConfigError as error:  # what it would write describes no model
             errors.append(error)
     if not candidates:
         raise errors[0]
@@ -127,10 +123,10 @@ def family_of(spec: ModelSpec) -> Family:
 def config_differences(
     content: Mapping[str, Any], source: str, spec: ModelSpec, vocab_size: int
 ) -> list[str]:
-    """What a config.json says otherwise than a model, each as a clause; empty if it describes the
-    model.
+    """Where a config.json and a model differ, each difference as a clause.
 
-    Whether embeddings are tied is left to the weights: files may hold a tied weight twice.
+    Whether embeddings are tied is not compared, since files may hold a tied weight twice: the
+    weights tell.
 
     Args:
         source: the file, for messages.
@@ -150,7 +146,7 @@ def config_differences(
 
 
 def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
-    """What a model of this spec does otherwise than the family's nearest one."""
+    """What is different in the model that the family's file for this spec would describe."""
     heads = attention_of(spec).num_heads
     if family.has_even_heads and spec.hidden_size % heads:
         expected = f"a multiple of {heads} heads"
@@ -161,4 +157,5 @@ def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:
-    return sum(difference.flag in UNLIKELY for difference in differences), len(differences)
+    """The order in which families are near: first those with the same kinds of layers."""
+    return sum(difference.flag in KIND_FLAGS for difference in differences), len(differences)

@@ -1,8 +1,8 @@
 """Fields of a config.json, each with the options of ours that it stands for.
 
-A `Field` is read and written: `read` gives options of TransformerConfig, `write` gives what the
-file says of a spec. `write` need not notice what it cannot express. Whoever writes reads the file
-back and compares the specs (`config_json.py`), so a field that loses something is found out.
+`Field.read` gives options of TransformerConfig, `Field.write` what the file says of a spec. `write`
+may ignore what it cannot express: `config_json.py` reads every file back and compares the specs
+before it is used.
 
 A field that decides arithmetic must be in the file, since the transformers library's defaults have
 changed with its versions. `absent` is for those whose absence has meant the same in all of them;
@@ -27,7 +27,7 @@ from megatron.core.transformer.spec import (
     ModelSpec,
 )
 
-REQUIRED = object()  # an `absent`: the field must be in the file
+REQUIRED = object()  # the value of `absent` for a field that must be in the file
 
 # Several names of theirs are one formula; the first one is written.
 _ACTIVATIONS = {
@@ -58,18 +58,18 @@ class Field(abc.ABC):
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The first layer's attention that there is. ConfigError if there is none."""
+    """The attention of the first layer that has one. ConfigError if none has."""
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):
             return layer.mixer
     raise ConfigError(
-        "--linear-attention-freq: expected a layer with attention, as every architecture of the "
-        "transformers library has it, got none."
+        "--linear-attention-freq: expected at least one layer with attention, as in every "
+        "architecture of the transformers library, got none."
     )
 
 
 def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
-    """The first layer's gated delta net that there is."""
+    """The gated delta net of the first layer that has one."""
     for layer in spec.layers:
         if isinstance(layer.mixer, GatedDeltaNetSpec):
             return layer.mixer
@@ -132,9 +132,11 @@ class KeyValueHeads(Field):
     """The number of key heads, and of value heads.
 
     Attributes:
-        may_be_absent: whether a missing field means as many as there are query heads.
+        may_be_null, may_be_absent: whether null, or a missing field as well, means as many as there
+            are query heads.
     """
 
+    may_be_null: bool = False
     may_be_absent: bool = False
 
     @property
@@ -142,12 +144,12 @@ class KeyValueHeads(Field):
         return ("num_key_value_heads",)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
+        is_there = "num_key_value_heads" in file.content
+        may_be_none = self.may_be_null if is_there else self.may_be_absent
         value = file.get("num_key_value_heads")
         if value is None:
-            if not self.may_be_absent:
-                file.wanted("num_key_value_heads")
-            # Null is one for each query head in all versions.
-            value = file.wanted("num_attention_heads")
+            name = "num_attention_heads" if may_be_none else "num_key_value_heads"
+            value = file.wanted(name)
         return {"group_query_attention": True, "num_query_groups": value}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
@@ -170,10 +172,9 @@ class HeadDim(Field):
         return ("head_dim",)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        value = file.get("head_dim") if self.may_be_absent else file.wanted("head_dim")
-        if value is None and not self.may_be_absent:
-            raise file.error("head_dim", "an integer >= 1", None)
-        return {"kv_channels": value}
+        return {
+            "kv_channels": file.get("head_dim") if self.may_be_absent else file.wanted("head_dim")
+        }
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         return {"head_dim": attention_of(spec).head_dim}
@@ -324,7 +325,7 @@ class QueryScalar(Field):
 
 @dataclass(frozen=True)
 class Always(Field):
-    """A field that must have one value, or be missing. It is not written."""
+    """A field that is missing or has this value. It is not written."""
 
     name: str
     value: Any

@@ -18,7 +18,7 @@ _DELTA_NET: Mapping[str, Callable[[GatedDeltaNetSpec], int]] = {
     "linear_value_head_dim": lambda net: net.value_head_dim,
     "linear_num_key_heads": lambda net: net.num_key_heads,
     "linear_num_value_heads": lambda net: net.num_value_heads,
-}  # options have the same names
+}  # by field; our options have the same names
 
 
 def pattern_of(kinds: Sequence[bool], *, every_nth: bool) -> str:
@@ -258,7 +258,7 @@ class UnrotatedLayers(Field):
 
 @dataclass(frozen=True)
 class WhereUnrotated:
-    """The layers that `UnrotatedLayers` tells are of the kind."""
+    """The unrotated layers are of the kind."""
 
     unrotated: UnrotatedLayers
 

@@ -22,7 +22,7 @@ _FIELDS = (
     TiedEmbeddings(),
     # Files of before grouped queries have one key head for each query head; heads of another width
     # than hidden size / heads came later still.
-    KeyValueHeads(may_be_absent=True),
+    KeyValueHeads(may_be_null=True, may_be_absent=True),
     HeadDim(may_be_absent=True),
     BiasFields(
         {

@@ -25,7 +25,7 @@ from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.families.table import ATTENTION, GATED_MLP, NORMS, QK_NORMS, Family
 from megatron.core.transformer.spec import Activation, AttentionSpec, GatedDeltaNetSpec
 
-_FIELDS = (*SIZES, norm_eps("rms_norm_eps"), TiedEmbeddings(), KeyValueHeads())
+_FIELDS = (*SIZES, norm_eps("rms_norm_eps"), TiedEmbeddings())
 _WINDOWS = SlidingLayers(FromLayer("max_window_layers"), switch="use_sliding_window")
 
 QWEN2 = Family(
@@ -34,6 +34,7 @@ QWEN2 = Family(
     options={"normalization": "RMSNorm"},
     fields=(
         *_FIELDS,
+        KeyValueHeads(may_be_null=True),
         # Its files have no such field, but the library reads it.
         HeadDim(may_be_absent=True),
         HiddenActivation(),
@@ -52,6 +53,7 @@ QWEN3 = Family(
     options={"normalization": "RMSNorm", "qk_layernorm": True},
     fields=(
         *_FIELDS,
+        KeyValueHeads(may_be_null=True),
         HeadDim(),
         HiddenActivation(),
         BiasFields({NO_BIASES: {"attention_bias": False}}),
@@ -93,6 +95,7 @@ QWEN3_5 = Family(
     },
     fields=(
         *_FIELDS,
+        KeyValueHeads(),
         HeadDim(),
         # The delta net's convolution has the same activation, which is this one here.
         HiddenActivation(only=Activation.SILU),

@@ -4,10 +4,10 @@ Transformers 5 writes one section,
 
     "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, ...}
 
-which has a section for each kind of layer inside it where they differ (Gemma 3). Versions before
-wrote `rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq`
-beside the other fields, and a section `rope_scaling`, whose kind was called `type` at first. All
-are read, a file that contradicts itself is refused, and both forms are written.
+with one section in it for each kind of layer where these differ (Gemma 3). Earlier versions wrote
+`rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq` beside
+the other fields, and a section `rope_scaling`, whose kind was called `type` at first. Both forms
+are read and written. A file that contradicts itself is refused.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class RopeByKind(Field):
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         rotaries = _rotaries(spec)
-        # A kind of layer that the model has not gets the other one's base.
+        # If all layers are of one kind, the other kind gets the same base.
         anyone = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
         full = next((one for one, has_window in rotaries if not has_window), anyone)
         windowed = next((one for one, has_window in rotaries if has_window), anyone)

@@ -32,7 +32,7 @@ SMOLLM3 = Family(
         norm_eps("rms_norm_eps"),
         # True is the default of all versions, which leave defaults out of their files.
         TiedEmbeddings(absent=True),
-        KeyValueHeads(),
+        KeyValueHeads(may_be_null=True),
         # Its files have no such field, but the library reads it.
         HeadDim(may_be_absent=True),
         HiddenActivation(),

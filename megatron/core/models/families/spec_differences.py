@@ -63,7 +63,7 @@ _NORM_FLAGS = {
     "eps": "--norm-epsilon",
     "is_zero_centered": "--apply-layernorm-1p",
 }
-# Parts of a spec in a message: as their presence, or by the name of their kind.
+# Parts of a spec in a message: whether they are there, or the name of their kind.
 _PRESENT = ("mixer.qk_norm", "post_norm")
 _PARTS: dict[type, str] = {
     AttentionSpec: "attention",
@@ -73,13 +73,13 @@ _PARTS: dict[type, str] = {
     Llama3Scaling: "llama3",
     YarnScaling: "yarn",
 }
-# What a flag decides unless another one does, which goes without saying then.
+# Flags whose defaults follow from another one: where that one differs, they go without saying.
 _CONSEQUENCES = {
     "--kv-channels": ("--softmax-scale",),
     "--swiglu": ("--activation-func",),
 }
-# Another kind of layer, which is the last thing that anybody would change.
-UNLIKELY = ("--linear-attention-freq", "--normalization", "--swiglu")
+# Flags that decide what kind of layers a model has, which is the last thing to change.
+KIND_FLAGS = ("--linear-attention-freq", "--normalization", "--swiglu")
 
 
 class Difference(NamedTuple):
@@ -87,7 +87,7 @@ class Difference(NamedTuple):
 
     Attributes:
         flag: that decides it.
-        name: for a reader of a config.json.
+        name: of the value in the spec, with the layer if only some layers differ.
         expected, got: as words or numbers.
     """
 

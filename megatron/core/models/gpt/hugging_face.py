@@ -50,10 +50,10 @@ def config_from_hf(content: Mapping[str, Any], source: str) -> tuple[Transformer
 def config_differences(
     content: Mapping[str, Any], source: str, config: TransformerConfig, vocab_size: int
 ) -> list[str]:
-    """What a config.json says otherwise than a GPT's config, each as a clause; empty if it
-    describes the GPT.
+    """Where a config.json and a GPT differ, each difference as a clause.
 
-    Whether embeddings are tied is left to the weights: a folder may hold a tied weight twice.
+    Whether embeddings are tied is not compared, since a folder may hold a tied weight twice: the
+    weights tell.
 
     Args:
         source: the file, for messages.

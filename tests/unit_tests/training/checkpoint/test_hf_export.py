@@ -90,7 +90,8 @@ def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
     [
         ({"model_type": "gpt2"}, "a model_type of llama, qwen3, .* in x.json, got 'gpt2'"),
         ({"model_type": ["llama"]}, "a model_type of llama"),
-        ({"hidden_size": None}, "--hidden-size: expected an integer >= 1, got None"),
+        ({"hidden_size": None}, "hidden_size in x.json to be a value, got None"),
+        ({"hidden_size": 0}, "--hidden-size: expected an integer >= 1, got 0"),
         ({"head_dim": "8"}, "--kv-channels: expected an integer >= 1, got '8'"),
         ({"vocab_size": True}, "vocab_size in x.json to be an integer >= 1, got True"),
         ({"attention_bias": 7}, "attention_bias in x.json to be true or false, got 7"),

@@ -201,7 +201,7 @@ REFUSED = [
     (LLAMA_3_2_1B, {"sliding_window": 64}, "fields of llama .* got sliding_window 64"),
     (LLAMA_3_2_1B, {"quantization_config": {"bits": 4}}, "got quantization_config {'bits': 4}"),
     (LLAMA_3_2_1B, {"a": 1, "is_decoder": True}, "got a 1, is_decoder True"),
-    (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings .* true or false, got None"),
+    (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings in c.json to be a value"),
     (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* to be 1.0, got 0.5"),
     (LLAMA_3_2_1B, {"rope_scaling": 8}, "rope_scaling in c.json to be an object, got 8"),
     (
@@ -234,7 +234,9 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         "rope_type in rope_scaling in c.json to be 'default' as elsewhere, got 'llama3'",
     ),
-    (QWEN3_8B, {"head_dim": None}, "head_dim in c.json to be an integer >= 1, got None"),
+    (LLAMA_3_2_1B, {"intermediate_size": None}, "intermediate_size .* to be a value, got None"),
+    (QWEN3_8B, {"head_dim": None}, "head_dim in c.json to be a value, got None"),
+    (GEMMA_3_1B, {"num_key_value_heads": None}, "num_key_value_heads .* a value, got None"),
     (QWEN3_8B, {"num_key_value_heads": 7}, "--num-query-groups: expected a divisor"),
     (QWEN3_8B, {"use_sliding_window": "yes"}, "use_sliding_window .* got 'yes'"),
     (
@@ -277,7 +279,7 @@ REFUSED = [
         "rope_type in c.json to be one of default, got 'linear'",
     ),
     (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, "no_rope_layers .* 0 or 1 for each of 36"),
-    (STARCODER2_3B, {"use_bias": None}, "use_bias in c.json to be true or false, got None"),
+    (STARCODER2_3B, {"use_bias": None}, "use_bias in c.json to be a value, got None"),
 ]
 
 
@@ -352,3 +354,30 @@ def test_differences_between_a_config_and_a_model_are_named() -> None:
     ]
     (problem,) = differences(hidden_activation="relu")
     assert re.match("Expected hidden_activation in c.json to be .* got 'relu'$", problem)
+
+
+STRANGE = (
+    None,
+    "x",
+    -1,
+    1.5,
+    float("inf"),
+    10**30,
+    [1],
+    {"rope_type": ["a"]},
+    {"full_attention": 3},
+    {"sliding_attention": {"rope_type": "yarn", "factor": "x"}},
+)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3 1B", "SmolLM3 3B", "Qwen3.5 27B text"])
+def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> None:
+    messages = []
+    for field in (*PUBLISHED[name], "rope_parameters", "rope_scaling", "layer_types"):
+        for value in STRANGE:
+            try:
+                read_config(PUBLISHED[name] | {field: value}, "c.json")
+            except ConfigError as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert not any("\n" in message for message in messages)
