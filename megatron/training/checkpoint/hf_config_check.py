@@ -1,5 +1,5 @@
-"""What two config.json say of the arithmetic: whether weights of the same names and shapes compute
-the same.
+"""What two config.json of a model of the transformers library say of the arithmetic: whether weights
+of the same names and shapes compute the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARITHMETIC = (
 )
 
 
-def config_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def their_config_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Where both configs say something, and not the same; as clauses for a message.
 
     Args:

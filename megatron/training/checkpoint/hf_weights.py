@@ -48,11 +48,12 @@ from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
-from megatron.training.checkpoint.hf_config_check import config_differences
+from megatron.core.models.gpt.hugging_face import config_differences, hf_rows
+from megatron.training.checkpoint.hf_config_check import their_config_differences
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
+    CONFIG_FILE,
     WeightFiles,
     sync_files,
     write_gpt_config,
@@ -406,11 +407,11 @@ def _load(
 
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Differences in arithmetic between a config.json and the model, where both say something."""
-    own: Mapping[str, Any] = {}
+    """Differences in arithmetic between a config.json, if there is one, and the model."""
     if isinstance(model, GPTModel):
-        own = hf_config(model.config, model.vocab_size)
-    elif (config := _config_of(model)) is not None:
-        own = config.to_dict()
+        if not saved:
+            return []
+        return config_differences(saved, CONFIG_FILE, model.config, model.vocab_size)
 
-    return config_differences(saved, own)
+    config = _config_of(model)
+    return their_config_differences(saved, {} if config is None else config.to_dict())

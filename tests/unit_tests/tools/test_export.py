@@ -184,10 +184,14 @@ def test_a_folder_that_computes_otherwise_is_refused_by_name(
     assert checkpoint.main(["export", str(project / "runs" / "mine"), "gpt"]) == 0
     file = elsewhere / "gpt" / "config.json"
     content = json.loads(file.read_text())
-    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
     for changes, message in (
-        ({"rope_parameters": scaled}, "config.json says rope_parameters {'factor': 8.0"),
-        ({"hidden_act": "relu"}, "config.json says hidden_act relu where the model has silu"),
+        (
+            {"rope_parameters": scaled},
+            "config.json to be one of default, linear, llama3, yarn, got",
+        ),
+        ({"hidden_act": "relu"}, "hidden_act in gpt/config.json to be one of silu, "),
+        ({"quantization_config": {"bits": 4}}, "got quantization_config {'bits': 4}"),
         ({"model_type": "gpt2"}, "Expected a model_type of llama, qwen3, "),
     ):
         file.write_text(json.dumps({**content, **changes}))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config, hf_names
+from megatron.core.models.gpt.hugging_face import hf_config, hf_names
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 
@@ -46,6 +46,8 @@ def changed(**fields: Any) -> TransformerConfig:
         ({"normalization": "LayerNorm", "rotary_percent": 0.5}, "StableLmForCausalLM"),
         ({"normalization": "LayerNorm", "swiglu": False}, "Starcoder2ForCausalLM"),
         ({"swiglu": False}, "ArceeForCausalLM"),
+        # Llama wants a hidden size that is a multiple of the number of heads.
+        ({"hidden_size": 18, "kv_channels": 6}, "SmolLM3ForCausalLM"),
     ],
 )
 def test_every_weight_has_a_name_of_its_own_in_the_architecture_that_fits(fields, architecture):
@@ -111,15 +113,15 @@ def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architec
     ("fields", "flags"),
     [
         ({"rotary_percent": 0.5}, "--rotary-percent"),
-        ({"qk_layernorm": True, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias"),
         ({"qk_layernorm": True, "rotary_percent": 0.5}, "--rotary-percent"),
-        (
-            {"normalization": "LayerNorm", "add_bias_linear": True},
-            "--disable-bias-linear and --add-qkv-bias",
-        ),
+        ({"normalization": "LayerNorm", "add_bias_linear": True}, "--disable-bias-linear"),
         ({"normalization": "LayerNorm", "kv_channels": 6}, "--kv-channels"),
-        ({"hidden_size": 18, "kv_channels": 6}, "--hidden-size"),
-        ({"swiglu": False, "add_qkv_bias": True}, "--disable-bias-linear and --add-qkv-bias"),
+        ({"hidden_size": 18, "kv_channels": 6, "swiglu": False}, "--hidden-size"),
+        ({"swiglu": False, "add_qkv_bias": True}, "--add-qkv-bias"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"softmax_scale": 0.3}, "--softmax-scale"),
+        ({"post_norm": True}, "--post-norm"),
     ],
 )
 def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
@@ -132,22 +134,7 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
         hf_names(GPTModel(changed(**fields), 32))
 
 
-@pytest.mark.parametrize(
-    ("fields", "window", "named"),
-    [
-        ({"add_qkv_bias": True}, {"use_sliding_window": True}, "use_sliding_window"),
-        ({"qk_layernorm": True}, {"use_sliding_window": True}, "use_sliding_window"),
-        ({"add_qkv_bias": True}, {"use_sliding_window": False, "sliding_window": 64}, None),
-        ({"normalization": "LayerNorm", "swiglu": False}, {"sliding_window": 64}, "sliding_window"),
-        ({"normalization": "LayerNorm", "swiglu": False}, {"sliding_window": None}, None),
-    ],
-)
-def test_a_config_with_a_sliding_window_is_refused(
-    fields: dict[str, Any], window: dict[str, Any], named: str | None
-) -> None:
-    content = hf_config(changed(**fields), 32) | window
-    if named is None:
-        assert config_from_hf(content, "config.json")[1] == 32
-        return
-    with pytest.raises(ConfigError, match=f"^Expected {named} in config.json to be .*no sliding"):
-        config_from_hf(content, "config.json")
+def test_a_gpt_without_attention_is_refused():
+    config = changed(linear_attention_freq="[1,1]")
+    with pytest.raises(ConfigError, match=r"^--linear-attention-freq: expected at least one layer"):
+        hf_config(config, 32)

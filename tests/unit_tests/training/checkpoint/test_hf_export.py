@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
 from megatron.training.checkpoint import hf_export
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
@@ -78,11 +79,10 @@ def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
     config = dataclasses.replace(QWEN3, **ARCHITECTURES[case], max_position_embeddings=32)
     content = json.loads(json.dumps(hf_config(config, VOCAB)))
     found, vocab_size = config_from_hf(content, "config.json")
-    trained = dataclasses.replace(config, init_method_std=0.02, group_query_attention=True)
-    assert (found, vocab_size) == (trained, VOCAB)
+    assert (model_spec(found), vocab_size) == (model_spec(config), VOCAB)
     # And in the form of transformers 4.
     del content["rope_parameters"]
-    assert config_from_hf(content, "config.json")[0] == trained
+    assert config_from_hf(content, "config.json")[0] == found
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,14 @@ def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
     [
         ({"model_type": "gpt2"}, "a model_type of llama, qwen3, .* in x.json, got 'gpt2'"),
         ({"model_type": ["llama"]}, "a model_type of llama"),
-        ({"hidden_size": None}, "--hidden-size: expected an integer >= 1, got None"),
+        ({"hidden_size": None}, "hidden_size in x.json to be a value, got None"),
+        ({"hidden_size": 0}, "--hidden-size: expected an integer >= 1, got 0"),
         ({"head_dim": "8"}, "--kv-channels: expected an integer >= 1, got '8'"),
         ({"vocab_size": True}, "vocab_size in x.json to be an integer >= 1, got True"),
-        ({"attention_bias": 7}, "biases none in x.json, got attention_bias 7"),
-        ({"rope_parameters": {"rope_theta": "1"}}, "--rotary-base: expected a number"),
+        ({"attention_bias": 7}, "attention_bias in x.json to be true or false, got 7"),
+        ({"attention_bias": True}, "biases none in x.json, got attention_bias True"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta in the file in x.json .* got 500.0"),
+        ({"rope_parameters": None, "rope_theta": "1"}, "--rotary-base: expected a number"),
     ],
 )
 def test_a_config_of_something_else_is_one_line(changed: dict[str, Any], message: str) -> None:

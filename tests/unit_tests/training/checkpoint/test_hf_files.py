@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_config
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
@@ -189,7 +190,7 @@ def test_a_config_of_another_structure_is_refused_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointDamagedError, match=message):
-        _config_problems(tiny_gpt(), changes)
+        _config_problems(TheirModel(), changes)
 
 
 def test_a_config_is_shown_bounded_and_on_one_line() -> None:
@@ -201,11 +202,36 @@ def test_a_config_is_shown_bounded_and_on_one_line() -> None:
         "head_dim": nested,
         "num_attention_heads": 10**4000,
     }
-    problems = _config_problems(tiny_gpt(), hostile)
+    problems = _config_problems(TheirModel(), hostile)
     assert len(problems) == 3
+    # A GPT's config.json is read whole, up to the first problem.
+    content = TheirConfig().to_dict()
+    for name, value in {**hostile, "x\n" + "y" * 10**6: nested}.items():
+        found = _config_problems(tiny_gpt(), content | {name: value})
+        assert len(found) == 1
+        problems += found
     for problem in problems:
         assert problem.isprintable()
-        assert len(problem) < 700
+        assert len(problem) < 1200
+
+
+class TheirConfig:
+    """As the transformers library's configs."""
+
+    def to_dict(self) -> dict[str, Any]:
+        gpt = tiny_gpt()
+        return hf_config(gpt.config, gpt.vocab_size)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Is not called."""
+
+
+class TheirModel(torch.nn.Module):
+    """As a model of the transformers library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = TheirConfig()
 
 
 def tiny_gpt() -> GPTModel:

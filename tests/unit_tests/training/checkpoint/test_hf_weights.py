@@ -441,12 +441,12 @@ def list_another_folder(folder: Path) -> None:
             "num_key_value_heads 4 where the model has 2",
         ),
         (
-            lambda folder: change_config(folder, model_type="llama"),
-            "model_type llama where the model has qwen3",
+            lambda folder: change_config(folder, model_type="qwen2"),
+            "config.json says qk_norm False where the model has True",
         ),
         (
             lambda folder: change_config(folder, rope_parameters=None, rope_theta=7.0),
-            "rope_parameters {'rope_theta': 7.0, 'rope_type': 'default'} where",
+            "config.json says rotary.base 7.0 where the model has 500.0",
         ),
     ],
 )

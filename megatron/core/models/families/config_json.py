@@ -1,0 +1,161 @@
+"""From a config.json to our options, and from a model's spec to a config.json.
+
+A family fits a spec exactly or not at all: what it would write is read back, and must give the same
+spec. A file that leaves out part of a model is therefore never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.models.families.config_file import ConfigFile
+from megatron.core.models.families.fields import attention_of
+from megatron.core.models.families.gemma import GEMMA3
+from megatron.core.models.families.llama import ARCEE, LLAMA
+from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
+from megatron.core.models.families.smollm import SMOLLM3
+from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
+from megatron.core.models.families.stablelm import STABLELM
+from megatron.core.models.families.starcoder import STARCODER2
+from megatron.core.models.families.table import Family
+from megatron.core.options import ConfigError, shown
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import ModelSpec
+
+# Where several fit, the first one is taken.
+FAMILIES = (LLAMA, QWEN3, QWEN2, SMOLLM3, STABLELM, STARCODER2, ARCEE, GEMMA3, QWEN3_5)
+
+# Fields of any architecture that change nothing in what is computed from tokens and weights: where
+# a file comes from, token ids, dtypes, training, classification, generation.
+_HARMLESS = frozenset(
+    """
+    model_type architectures auto_map _name_or_path name_or_path transformers_version
+    unsloth_fixed unsloth_version _attn_implementation attn_implementation
+    _attn_implementation_autoset _experts_implementation
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
+    decoder_start_token_id tokenizer_class prefix
+    dtype torch_dtype pretraining_tp torchscript use_cache cache_implementation
+    attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout
+    gradient_checkpointing
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    return_dict output_attentions output_hidden_states output_scores return_dict_in_generate
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    num_return_sequences diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
+    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
+    remove_invalid_values
+    """.split()
+)
+
+
+def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerConfig, int]:
+    """The options of the model that a config.json describes, and the rows of its embedding.
+
+    Args:
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: for an architecture that is not known here; for a field that must be there and
+            is not; for a value, by its name, that asks for what a model here does not have.
+    """
+    file = ConfigFile(content, source)
+    kind = file.wanted("model_type")
+    families = {family.model_type: family for family in FAMILIES}
+    if not isinstance(kind, str) or kind not in families:
+        raise ConfigError(
+            f"Expected a model_type of {', '.join(families)} in {source}, got {shown(kind)}."
+        )
+    family = families[kind]
+
+    options = {**family.options, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    known = {"vocab_size", *_HARMLESS, *family.harmless}
+    for field in family.fields:
+        options |= field.read(file)
+        known.update(field.names)
+    file.refuse_others(content, known, kind)
+
+    return TransformerConfig(**options), file.integer("vocab_size")
+
+
+def write_config(family: Family, spec: ModelSpec, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a spec that a family fits."""
+    content: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "vocab_size": vocab_size,
+    }
+    for field in family.fields:
+        content |= field.write(spec)
+    # The architectures' own are token ids of other vocabularies.
+    return content | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """The family that computes the same as a model of this spec.
+
+    Raises:
+        ConfigError: naming the flags, if there is none.
+    """
+    candidates, errors = [], []
+    for family in FAMILIES:
+        try:
+            candidates.append((_differences(family, spec), family))
+        except ConfigError as error:  # what it would write describes no model
+            errors.append(error)
+    if not candidates:
+        raise errors[0]
+
+    differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
+    if not differences:
+        return nearest
+
+    flags = ", ".join(difference.flag for difference in differences)
+    expected = ", ".join(f"{difference.flag} {difference.expected}" for difference in differences)
+    got = ", ".join(f"{difference.got}" for difference in differences)
+    raise ConfigError(
+        f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
+        f"which {nearest.class_name} is the nearest ({expected}), got {got}."
+    )
+
+
+def config_differences(
+    content: Mapping[str, Any], source: str, spec: ModelSpec, vocab_size: int
+) -> list[str]:
+    """Where a config.json and a model differ, each difference as a clause.
+
+    Whether embeddings are tied is not compared, since files may hold a tied weight twice: the
+    weights tell.
+
+    Args:
+        source: the file, for messages.
+    """
+    try:
+        config, num_rows = read_config(content, source)
+    except ConfigError as error:
+        return [str(error).removesuffix(".")]
+
+    differences = spec_differences(model_spec(config), spec, ignored=("is_tied",))
+    found = [(one.name, one.expected, one.got) for one in differences]
+    if num_rows != vocab_size:
+        found.append(("vocab_size", num_rows, vocab_size))
+    return [
+        f"{source} says {name} {theirs} where the model has {own}" for name, theirs, own in found
+    ]
+
+
+def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
+    """What is different in the model that the family's file for this spec would describe."""
+    heads = attention_of(spec).num_heads
+    if family.has_even_heads and spec.hidden_size % heads:
+        expected = f"a multiple of {heads} heads"
+        return [Difference("--hidden-size", "hidden_size", expected, spec.hidden_size)]
+
+    content = write_config(family, spec, vocab_size=1)
+    return spec_differences(model_spec(read_config(content, family.class_name)[0]), spec)
+
+
+def _distance(differences: list[Difference]) -> tuple[int, int]:
+    """The order in which families are near: first those with the same kinds of layers."""
+    return sum(difference.flag in KIND_FLAGS for difference in differences), len(differences)

@@ -1,0 +1,344 @@
+"""Fields of a config.json, each with the options of ours that it stands for.
+
+`Field.read` gives options of TransformerConfig, `Field.write` what the file says of a spec. `write`
+may ignore what it cannot express: `config_json.py` reads every file back and compares the specs
+before it is used.
+
+A field that decides arithmetic must be in the file, since the transformers library's defaults have
+changed with its versions. `absent` is for those whose absence has meant the same in all of them;
+the tables give the reason.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.models.families.config_file import ConfigFile
+from megatron.core.options import ConfigError, shown
+from megatron.core.transformer.spec import (
+    Activation,
+    AttentionSpec,
+    DenseSpec,
+    GatedDeltaNetSpec,
+    ModelSpec,
+)
+
+REQUIRED = object()  # the value of `absent` for a field that must be in the file
+
+# Several names of theirs are one formula; the first one is written.
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "relu2": Activation.SQUARED_RELU,
+}
+
+
+class Field(abc.ABC):
+    """Some fields of a config.json that stand for some of our options."""
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The fields that are read."""
+
+    @abc.abstractmethod
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Options of TransformerConfig. ConfigError for what none of them stands for."""
+
+    @abc.abstractmethod
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Fields of the file, as close to a spec as they can be."""
+
+
+def attention_of(spec: ModelSpec) -> AttentionSpec:
+    """The attention of the first layer that has one. ConfigError if none has."""
+    for layer in spec.layers:
+        if isinstance(layer.mixer, AttentionSpec):
+            return layer.mixer
+    raise ConfigError(
+        "--linear-attention-freq: expected at least one layer with attention, as in every "
+        "architecture of the transformers library, got none."
+    )
+
+
+def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
+    """The gated delta net of the first layer that has one."""
+    for layer in spec.layers:
+        if isinstance(layer.mixer, GatedDeltaNetSpec):
+            return layer.mixer
+    return None
+
+
+def dense_of(spec: ModelSpec) -> DenseSpec:
+    """The first layer's feed-forward network."""
+    return spec.layers[0].feed_forward
+
+
+@dataclass(frozen=True)
+class Value(Field):
+    """A field whose value is that of an option.
+
+    Attributes:
+        option: of TransformerConfig, which checks the value.
+        of: what is written; None is left out.
+        absent: the value of a field that is null or missing.
+    """
+
+    name: str
+    option: str
+    of: Callable[[ModelSpec], Any]
+    absent: Any = REQUIRED
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        if self.absent is REQUIRED:
+            return {self.option: file.wanted(self.name)}
+        value = file.get(self.name)
+        return {self.option: self.absent if value is None else value}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        value = self.of(spec)
+        return {} if value is None else {self.name: value}
+
+
+SIZES: tuple[Field, ...] = (
+    Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
+    Value("intermediate_size", "ffn_hidden_size", lambda spec: dense_of(spec).size),
+    Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
+    Value("num_attention_heads", "num_attention_heads", lambda spec: attention_of(spec).num_heads),
+    # These two say how long sequences may be and how training begins.
+    Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
+    Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),
+)
+
+
+def norm_eps(name: str) -> Field:
+    """The epsilon of all norms."""
+    return Value(name, "norm_epsilon", lambda spec: spec.final_norm.eps)
+
+
+@dataclass(frozen=True)
+class KeyValueHeads(Field):
+    """The number of key heads, and of value heads.
+
+    Attributes:
+        may_be_null, may_be_absent: whether null, or a missing field as well, means as many as there
+            are query heads.
+    """
+
+    may_be_null: bool = False
+    may_be_absent: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("num_key_value_heads",)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        is_there = "num_key_value_heads" in file.content
+        may_be_none = self.may_be_null if is_there else self.may_be_absent
+        value = file.get("num_key_value_heads")
+        if value is None:
+            name = "num_attention_heads" if may_be_none else "num_key_value_heads"
+            value = file.wanted(name)
+        return {"group_query_attention": True, "num_query_groups": value}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        return {"num_key_value_heads": attention_of(spec).num_key_value_heads}
+
+
+@dataclass(frozen=True)
+class HeadDim(Field):
+    """The width of a head.
+
+    Attributes:
+        may_be_absent: whether a field that is null or missing means the hidden size divided by the
+            number of heads.
+    """
+
+    may_be_absent: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("head_dim",)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        return {
+            "kv_channels": file.get("head_dim") if self.may_be_absent else file.wanted("head_dim")
+        }
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        return {"head_dim": attention_of(spec).head_dim}
+
+
+@dataclass(frozen=True)
+class TiedEmbeddings(Field):
+    """Whether the output layer reads the embedding's weight.
+
+    Attributes:
+        absent: what a missing field means; None: it must be there.
+    """
+
+    absent: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("tie_word_embeddings",)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        is_tied = file.boolean("tie_word_embeddings", self.absent)
+        return {"untie_embeddings_and_output_weights": not is_tied}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        return {"tie_word_embeddings": spec.is_tied}
+
+
+@dataclass(frozen=True)
+class HiddenActivation(Field):
+    """The feed-forward network's activation.
+
+    Attributes:
+        is_gated: whether the network is a gated one, which no field says.
+        only: the activation that it must be.
+    """
+
+    name: str = "hidden_act"
+    is_gated: bool = True
+    only: Activation | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        got = file.wanted(self.name)
+        admitted = {name: kind for name, kind in _ACTIVATIONS.items() if self.only in (None, kind)}
+        if not isinstance(got, str) or got not in admitted:
+            raise file.error(self.name, f"one of {', '.join(admitted)}", got)
+
+        kind = admitted[got]
+        if self.is_gated and kind is Activation.SILU:
+            return {"swiglu": True}
+        return {"gated_linear_unit": self.is_gated, "activation_func": kind.value}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        wanted = self.only or dense_of(spec).activation
+        return {self.name: next(name for name, kind in _ACTIVATIONS.items() if kind is wanted)}
+
+
+class Biases(NamedTuple):
+    """The linear layers that have biases, as TransformerConfig can say it."""
+
+    add_bias_linear: bool
+    add_qkv_bias: bool
+
+
+NO_BIASES = Biases(add_bias_linear=False, add_qkv_bias=False)
+QKV_BIASES = Biases(add_bias_linear=False, add_qkv_bias=True)
+ALL_BIASES = Biases(add_bias_linear=True, add_qkv_bias=False)
+
+_BIASED = {NO_BIASES: "none", QKV_BIASES: "in the QKV projection", ALL_BIASES: "everywhere"}
+
+
+@dataclass(frozen=True)
+class BiasFields(Field):
+    """Which linear layers have biases.
+
+    Attributes:
+        choices: what the file says of each choice there is.
+        absent: what a missing switch means; None: it must be there.
+    """
+
+    choices: Mapping[Biases, Mapping[str, bool]]
+    absent: bool | None = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple({name: None for fields in self.choices.values() for name in fields})
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        got = {name: file.boolean(name, self.absent) for name in self.names}
+        for biases, fields in self.choices.items():
+            if got == dict(fields):
+                return biases._asdict()
+
+        expected = " or ".join(_BIASED[biases] for biases in self.choices)
+        found = ", ".join(f"{name} {shown(value)}" for name, value in got.items())
+        raise ConfigError(f"Expected biases {expected} in {file.source}, got {found}.")
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        attention, has_mlp_bias = attention_of(spec), dense_of(spec).has_bias
+        wanted = (attention.has_qkv_bias, attention.has_output_bias, has_mlp_bias)
+
+        def num_others(biases: Biases) -> int:
+            everywhere = biases.add_bias_linear
+            has = (everywhere or biases.add_qkv_bias, everywhere, everywhere)
+            return sum(one is not other for one, other in zip(has, wanted, strict=True))
+
+        return dict(self.choices[min(self.choices, key=num_others)])
+
+
+@dataclass(frozen=True)
+class ScaledEmbeddings(Field):
+    """Embeddings multiplied by the root of the hidden size, which no field says."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        return {"embedding_multiplier": math.sqrt(file.integer("hidden_size"))}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002  nothing to say
+        return {}
+
+
+@dataclass(frozen=True)
+class QueryScalar(Field):
+    """The number whose root products of queries and keys are divided by."""
+
+    name: str = "query_pre_attn_scalar"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        value = file.wanted(self.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise file.error(self.name, "a number > 0", value)
+        return {"softmax_scale": 1 / math.sqrt(value)}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        # transformers takes whole numbers only.
+        return {self.name: max(1, round(attention_of(spec).scale ** -2))}
+
+
+@dataclass(frozen=True)
+class Always(Field):
+    """A field that is missing or has this value. It is not written."""
+
+    name: str
+    value: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        got = file.get(self.name)
+        if got is not None and got != self.value:
+            raise file.error(self.name, shown(self.value), got)
+        return {}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002  nothing to say
+        return {}

@@ -1,0 +1,285 @@
+"""The rotary embedding in a config.json.
+
+Transformers 5 writes one section,
+
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, ...}
+
+with one section in it for each kind of layer where these differ (Gemma 3). Earlier versions wrote
+`rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq` beside
+the other fields, and a section `rope_scaling`, whose kind was called `type` at first. Both forms
+are read and written. A file that contradicts itself is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.models.families.config_file import ConfigFile
+from megatron.core.models.families.fields import Field, attention_of
+from megatron.core.models.families.layer_fields import windows_of
+from megatron.core.options import ConfigError, shown
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RotarySpec,
+    YarnScaling,
+)
+
+_DEFAULT_BASE = 10000.0
+_TOP_NAMES = ("rope_theta", "partial_rotary_factor")
+_SECTIONS = ("rope_parameters", "rope_scaling")
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """A `rope_type`.
+
+    Attributes:
+        options: ours, by the names in the section.
+        given: options that the kind itself stands for.
+        may_be_absent: names whose absence, or null, has meant our default in all versions.
+        of: what the section says of a spec of this kind.
+    """
+
+    options: Mapping[str, str]
+    given: Mapping[str, Any] = field(default_factory=dict)
+    may_be_absent: frozenset[str] = frozenset()
+    of: Callable[[Any], dict[str, Any]] = lambda _: {}
+
+
+_SCALINGS = {
+    "default": _Scaling({}),
+    "linear": _Scaling(
+        {"factor": "rotary_seq_len_interpolation_factor"},
+        of=lambda scaling: {"factor": scaling.factor},
+    ),
+    "llama3": _Scaling(
+        {
+            "factor": "rope_scaling_factor",
+            "low_freq_factor": "rope_scaling_low_freq_factor",
+            "high_freq_factor": "rope_scaling_high_freq_factor",
+            "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
+        },
+        given={"use_rope_scaling": True},
+        of=lambda scaling: {
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        },
+    ),
+    "yarn": _Scaling(
+        {
+            "factor": "yarn_rotary_scaling_factor",
+            "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "yarn_attention_factor",
+            "truncate": "yarn_correction_range_round_to_int",
+        },
+        given={"position_embedding_type": "yarn"},
+        may_be_absent=frozenset({"beta_fast", "beta_slow", "attention_factor", "truncate"}),
+        of=lambda scaling: {
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.attention_factor,
+            "truncate": scaling.rounds_range,
+        },
+    ),
+}
+_TYPES: dict[type, str] = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
+
+
+def _gathered(file: ConfigFile, places: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters in all places together, null left out. ConfigError where they differ."""
+    found: dict[str, Any] = {}
+    for place, parameters in places.items():
+        for theirs, value in parameters.items():
+            name = "rope_type" if theirs == "type" else theirs
+            if value is None:
+                continue
+            if name in found and found[name] != value:
+                raise file.error(
+                    f"{theirs} in {place}", f"{shown(found[name])} as elsewhere", value
+                )
+            found[name] = value
+    return found
+
+
+def _scaling_options(
+    file: ConfigFile, parameters: dict[str, Any], kinds: tuple[str, ...], ignored: frozenset[str]
+) -> dict[str, Any]:
+    """Our options for a section's kind and its numbers, which leave `parameters`."""
+    kind = parameters.pop("rope_type", "default")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise file.error("rope_type", f"one of {', '.join(kinds)}", kind)
+
+    scaling = _SCALINGS[kind]
+    options = dict(scaling.given)
+    for name, option in scaling.options.items():
+        if name in parameters:
+            options[option] = parameters.pop(name)
+        elif name not in scaling.may_be_absent:
+            raise ConfigError(
+                f"Expected {name} of a rotary embedding of type {kind} in {file.source}, got none."
+            )
+
+    file.refuse_others(parameters, ignored, f"rotary embeddings of type {kind}")
+    return options
+
+
+def _written(rotary: RotarySpec, **more: Any) -> dict[str, Any]:
+    """A section for one kind of layer."""
+    kind = _type_of(rotary)
+    numbers = _SCALINGS[kind].of(rotary.scaling)
+    return {"rope_type": kind, "rope_theta": rotary.base, **more, **numbers}
+
+
+def _legacy_scaling(rotary: RotarySpec) -> dict[str, Any]:
+    """The section `rope_scaling` of versions before 5."""
+    kind = _type_of(rotary)
+    if kind == "default":
+        return {}
+    return {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind].of(rotary.scaling)}}
+
+
+def _type_of(rotary: RotarySpec) -> str:
+    return "default" if rotary.scaling is None else _TYPES[type(rotary.scaling)]
+
+
+def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool]]:
+    """Of each rotated layer: the rotation, and whether there is a window."""
+    return [
+        (layer.mixer.rotary, window is not None)
+        for layer, window in zip(spec.layers, windows_of(spec), strict=True)
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rotary is not None
+    ]
+
+
+@dataclass(frozen=True)
+class Rope(Field):
+    """One rotary embedding for all layers that have one.
+
+    Attributes:
+        absent_base: the base where a file has none; None: it must be there.
+        absent_share: the share of each head's channels that is rotated where a file says nothing;
+            None: always all of them.
+        ignored: parameters that change nothing for text.
+    """
+
+    absent_base: float | None = None
+    absent_share: float | None = None
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*_SECTIONS, *_TOP_NAMES)
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        places = {name: file.section(name) for name in _SECTIONS}
+        top = {name: file.get(name) for name in _TOP_NAMES}
+        parameters = _gathered(file, {**places, "the file": top})
+
+        base = parameters.pop("rope_theta", self.absent_base)
+        if base is None:
+            raise ConfigError(f"Expected rope_theta in {file.source}, got none.")
+        options = {"rotary_base": base}
+
+        share = parameters.pop("partial_rotary_factor", self.absent_share)
+        if self.absent_share is not None:
+            options["rotary_percent"] = share
+        elif share not in (None, 1):
+            raise file.error("partial_rotary_factor", "1.0", share)
+
+        return options | _scaling_options(file, parameters, tuple(_SCALINGS), self.ignored)
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        rotaries = _rotaries(spec)
+        # Where nothing is rotated, a base still has to be there.
+        rotary = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
+        top: dict[str, Any] = {"rope_theta": rotary.base}
+        if self.absent_share is not None:
+            top["partial_rotary_factor"] = _share(rotary.dim, attention_of(spec).head_dim)
+        section = _written(rotary, **top)
+        return {"rope_parameters": section, **top, **_legacy_scaling(rotary)}
+
+
+def _share(dim: int, head_dim: int) -> float:
+    """The share of `head_dim` channels that comes out as `dim` where its product is cut off."""
+    if dim == 0:  # nothing is rotated, and the share is not used
+        return 1.0
+    share = dim / head_dim
+    return share if int(head_dim * share) == dim else math.nextafter(share, 1.0)
+
+
+@dataclass(frozen=True)
+class RopeByKind(Field):
+    """One rotary embedding for layers without a window, and one, not scaled, for those with one.
+
+    Attributes:
+        windows: the field that says which layers have a window.
+        kinds: the kinds of scaling there are for layers without a window.
+    """
+
+    windows: Field
+    kinds: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*_SECTIONS, "rope_theta", "rope_local_base_freq")
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        sections = dict(file.section("rope_parameters"))
+        by_kind = {name: sections.pop(name, None) or {} for name in (_FULL, _WINDOWED)}
+        file.refuse_others(sections, (), "rope_parameters by kind of layer")
+        for name, section in by_kind.items():
+            if not isinstance(section, Mapping):
+                raise file.error(f"{name} in rope_parameters", "an object", section)
+
+        options = {}
+        legacy = {_FULL: "rope_theta", _WINDOWED: "rope_local_base_freq"}
+        kinds = {_FULL: self.kinds, _WINDOWED: ("default",)}
+        names = {_FULL: "rotary_base", _WINDOWED: "window_rotary_base"}
+        for kind, top in legacy.items():
+            places = {
+                f"{kind} in rope_parameters": by_kind[kind],
+                "the file": {"rope_theta": file.get(top)},
+                "rope_scaling": file.section("rope_scaling") if kind == _FULL else {},
+            }
+            parameters = _gathered(file, places)
+            if "rope_theta" not in parameters:
+                raise ConfigError(
+                    f"Expected {top}, or rope_theta of {kind}, in {file.source}, got none."
+                )
+            options[names[kind]] = parameters.pop("rope_theta")
+            options |= _scaling_options(file, parameters, kinds[kind], frozenset())
+
+        # Without a window the second base belongs to no layer.
+        if "window_size" not in self.windows.read(file):
+            del options["window_rotary_base"]
+        return options
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        rotaries = _rotaries(spec)
+        # If all layers are of one kind, the other kind gets the same base.
+        anyone = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
+        full = next((one for one, has_window in rotaries if not has_window), anyone)
+        windowed = next((one for one, has_window in rotaries if has_window), anyone)
+        windowed = dataclasses.replace(windowed, scaling=None)
+        if _type_of(full) not in self.kinds:
+            full = dataclasses.replace(full, scaling=None)
+        return {
+            "rope_parameters": {_FULL: _written(full), _WINDOWED: _written(windowed)},
+            "rope_theta": full.base,
+            "rope_local_base_freq": windowed.base,
+            **_legacy_scaling(full),
+        }

@@ -1,0 +1,177 @@
+"""What differs between two models' specs, named for messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RotarySpec,
+    YarnScaling,
+)
+
+# What training draws on, and how long sequences may be, changes no logits.
+_NOT_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
+
+# The flag that decides each value, by its path in a layer's spec or in the model's.
+_FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "is_tied": "--untie-embeddings-and-output-weights",
+    "embedding_scale": "--embedding-multiplier",
+    "logit_softcap": "--final-logit-softcapping",
+    "mixer": "--linear-attention-freq",
+    "mixer.num_heads": "--num-attention-heads",
+    "mixer.num_key_value_heads": "--num-query-groups",
+    "mixer.head_dim": "--kv-channels",
+    "mixer.scale": "--softmax-scale",
+    "mixer.rotary": "--position-embedding-type",
+    "mixer.rotary.share": "--rotary-percent",
+    "mixer.rotary.base": "--rotary-base",
+    "mixer.rotary.scaling": "--use-rope-scaling",
+    "mixer.window": "--window-size",
+    "mixer.sinks": "--softmax-type",
+    "mixer.qk_norm": "--qk-layernorm",
+    "mixer.has_output_gate": "--attention-output-gate",
+    "mixer.softcap": "--attn-logit-softcapping",
+    "mixer.has_qkv_bias": "--add-qkv-bias",
+    "mixer.has_output_bias": "--disable-bias-linear",
+    "mixer.num_key_heads": "--linear-num-key-heads",
+    "mixer.num_value_heads": "--linear-num-value-heads",
+    "mixer.key_head_dim": "--linear-key-head-dim",
+    "mixer.value_head_dim": "--linear-value-head-dim",
+    "mixer.conv_kernel": "--linear-conv-kernel-dim",
+    "mixer.norm_eps": "--norm-epsilon",
+    "feed_forward.size": "--ffn-hidden-size",
+    "feed_forward.activation": "--activation-func",
+    "feed_forward.is_gated": "--swiglu",
+    "feed_forward.has_bias": "--disable-bias-linear",
+    "post_norm": "--post-norm",
+}
+# All norms of a model have these alike.
+_NORM_FLAGS = {
+    "kind": "--normalization",
+    "eps": "--norm-epsilon",
+    "is_zero_centered": "--apply-layernorm-1p",
+}
+# Parts of a spec in a message: whether they are there, or the name of their kind.
+_PRESENT = ("mixer.qk_norm", "post_norm")
+_PARTS: dict[type, str] = {
+    AttentionSpec: "attention",
+    GatedDeltaNetSpec: "gated delta net",
+    RotarySpec: "rope",
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+}
+# Flags whose defaults follow from another one: where that one differs, they go without saying.
+_CONSEQUENCES = {
+    "--kv-channels": ("--softmax-scale",),
+    "--swiglu": ("--activation-func",),
+}
+# Flags that decide what kind of layers a model has, which is the last thing to change.
+KIND_FLAGS = ("--linear-attention-freq", "--normalization", "--swiglu")
+
+
+class Difference(NamedTuple):
+    """A value that two models do not share.
+
+    Attributes:
+        flag: that decides it.
+        name: of the value in the spec, with the layer if only some layers differ.
+        expected, got: as words or numbers.
+    """
+
+    flag: str
+    name: str
+    expected: object
+    got: object
+
+
+def spec_differences(
+    expected: ModelSpec, got: ModelSpec, ignored: Collection[str] = ()
+) -> list[Difference]:
+    """What two models compute differently, each flag once.
+
+    Args:
+        ignored: fields of the models' specs that may differ.
+    """
+    if len(expected.layers) != len(got.layers):
+        return [Difference("--num-layers", "num_layers", len(expected.layers), len(got.layers))]
+
+    found = _compared(expected, got, ignored)
+    by_path: dict[str, dict[int, Difference]] = {}
+    for number, (one, other) in enumerate(zip(expected.layers, got.layers, strict=True)):
+        for path, difference in _compared(one, other).items():
+            by_path.setdefault(path, {})[number] = difference
+    for path, by_layer in by_path.items():
+        found[path] = _of_layers(by_layer, len(expected.layers))
+
+    by_flag = {difference.flag: difference for difference in reversed(found.values())}
+    consequences = [name for flag in by_flag for name in _CONSEQUENCES.get(flag, ())]
+    return [one for flag, one in reversed(by_flag.items()) if flag not in consequences]
+
+
+def _of_layers(by_layer: dict[int, Difference], num_layers: int) -> Difference:
+    """A difference of several layers: their common one, or the first one's, with its number."""
+    number, first = next(iter(by_layer.items()))
+    if len(by_layer) == num_layers and len(set(by_layer.values())) == 1:
+        return first
+    return first._replace(name=f"{first.name} of layer {number}")
+
+
+def _compared(
+    expected: ModelSpec | LayerSpec, got: ModelSpec | LayerSpec, ignored: Collection[str] = ()
+) -> dict[str, Difference]:
+    """The values that differ, by their paths."""
+    one, other = _flattened(expected, "", ignored), _flattened(got, "", ignored)
+    return {
+        path: Difference(_flag_of(path), path.removeprefix("mixer."), one[path], other[path])
+        # A part that only one of them has is named as such, without what it is made of.
+        for path in one
+        if path in other and not _are_equal(one[path], other[path])
+    }
+
+
+def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, object]:
+    """The numbers and words in a spec by their paths, and for each part the name of its kind."""
+    if isinstance(value, enum.Enum):
+        return {path: value.value}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return {path: False if path in _PRESENT else value}
+
+    found: dict[str, object] = {path: _PARTS.get(type(value), True)} if path else {}
+    for field in dataclasses.fields(value):
+        if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
+            inner = f"{path}.{field.name}" if path else field.name
+            found |= _flattened(value.__dict__[field.name], inner, ignored)
+
+    if isinstance(value, AttentionSpec) and value.rotary is not None:
+        # As the flag counts it.
+        del found[f"{path}.rotary.dim"]
+        found[f"{path}.rotary.share"] = value.rotary.dim / value.head_dim
+    return found
+
+
+def _flag_of(path: str) -> str:
+    if path in _FLAGS:
+        return _FLAGS[path]
+    if path.startswith("mixer.rotary.scaling."):
+        return _FLAGS["mixer.rotary.scaling"]
+    return _NORM_FLAGS[path.rpartition(".")[2]]
+
+
+def _are_equal(one: object, other: object) -> bool:
+    """Numbers that are the same in fp32 are equal: a scale may be written as its square."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=2**-25)
+    return one == other

@@ -1,0 +1,238 @@
+"""Tiny models of the transformers library, and the way of weights between them and ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.families.row_map import RowRange
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.hugging_face import hf_rows, section_names
+from megatron.core.transformer.fused_weight import fused_weights
+
+VOCAB = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_GEMMA3 = {
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": [_WINDOWED, _WINDOWED, _FULL, _WINDOWED],
+    "rope_parameters": {
+        _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+        _WINDOWED: {"rope_type": "default", "rope_theta": 70.0},
+    },
+}
+_QWEN3_5 = {
+    "head_dim": 16,
+    "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
+# Of each architecture, models that use each field that it has. Values are never the defaults.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-3, "rope_parameters": LLAMA3},
+    "llama biases": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 12,
+        "hidden_act": "gelu",
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0},
+    },
+    "llama yarn": {
+        "rope_parameters": {
+            **YARN,
+            "attention_factor": 1.3,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
+            "truncate": False,
+        }
+    },
+    "llama yarn by default": {"rope_parameters": YARN},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
+    },
+    "qwen2 listed": {
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": [_WINDOWED, _FULL, _FULL, _WINDOWED],
+        "rope_parameters": YARN,
+    },
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "qwen3 windows": {
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 0,
+        "rope_parameters": YARN,
+    },
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_text tied": {**_QWEN3_5, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "gemma3_text": _GEMMA3,
+    "gemma3_text untied": {
+        **_GEMMA3,
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": 3.0,
+        "hidden_activation": "silu",
+        "rope_parameters": {
+            _FULL: LLAMA3,
+            _WINDOWED: {"rope_type": "default", "rope_theta": 70.0},
+        },
+    },
+    "smollm3": {
+        "no_rope_layers": [1, 0, 0, 1],
+        "head_dim": 12,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": YARN,
+    },
+    "smollm3 windows": {
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
+    },
+    "stablelm": {
+        "use_qkv_bias": True,
+        "layer_norm_eps": 1e-3,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "starcoder2": {
+        "use_bias": True,
+        "sliding_window": 5,
+        "norm_epsilon": 1e-3,
+        "tie_word_embeddings": False,
+        "residual_dropout": 0.0,
+        "rope_parameters": LLAMA3,
+    },
+    "starcoder2 no biases": {
+        "use_bias": False,
+        "head_dim": 12,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0},
+    },
+    "arcee": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+        "rope_parameters": YARN,
+    },
+}
+
+
+def their_model(transformers: Any, case: str) -> nn.Module:
+    """With random weights, none of which is as it begins: norms are not ones, biases not zero."""
+    config = transformers.AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def content_of(model: nn.Module) -> dict[str, Any]:
+    """The config.json that the library writes for a model."""
+    content: dict[str, Any] = json.loads(model.config.to_json_string())
+    return content
+
+
+class Piece(NamedTuple):
+    """Rows of one of our tensors and the rows of theirs that they are."""
+
+    own: Tensor
+    name: str
+    rows: RowRange
+
+
+def pieces(model: GPTModel) -> Iterator[Piece]:
+    """All rows of all weights of ours, in pieces that are consecutive in theirs."""
+    places, fused = hf_rows(model), fused_weights(model)
+    for name, parameter in model.named_parameters():
+        sections = fused.get(name)
+        for own in section_names(name, sections):
+            tensor = parameter.data
+            if sections is not None:
+                start, stop = sections.row_range(own.split(".")[-2])
+                tensor = tensor[start:stop]
+            for rows in places[own].ranges(0, len(tensor)):
+                yield Piece(tensor[rows.own_start : rows.own_stop], places[own].name, rows)
+
+
+def copy_from_theirs(model: GPTModel, theirs: nn.Module) -> None:
+    """Every weight of ours, and every row of theirs once: a row that nothing takes is an error."""
+    state = theirs.state_dict()
+    taken = {name: torch.zeros(len(tensor), dtype=torch.int64) for name, tensor in state.items()}
+    for piece in pieces(model):
+        part = slice(piece.rows.start, piece.rows.start + len(piece.own))
+        assert state[piece.name][part].shape == piece.own.shape, piece.name
+        piece.own.copy_(state[piece.name][part])
+        taken[piece.name][part] += 1
+    if model.output_layer is None:  # the library lists a tied weight twice
+        assert taken.pop("lm_head.weight").sum() == 0
+    assert all(bool((rows == 1).all()) for rows in taken.values())
+
+
+def copy_to_theirs(model: GPTModel, theirs: nn.Module) -> None:
+    """Every weight of ours into a model with weights of its own."""
+    state = theirs.state_dict()
+    with torch.no_grad():
+        for piece in pieces(model):
+            part = slice(piece.rows.start, piece.rows.start + len(piece.own))
+            state[piece.name][part].copy_(piece.own)

@@ -1,0 +1,383 @@
+"""The config.json of published models, read and written again; and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from megatron.core.models.families.config_json import read_config
+from megatron.core.models.gpt.hugging_face import config_differences, hf_config
+from megatron.core.options import ConfigError
+from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RotarySpec,
+    YarnScaling,
+)
+from tests.unit_tests.core.models.families.helpers.published import (
+    GEMMA_3_1B,
+    LLAMA_1_7B,
+    LLAMA_3_2_1B,
+    PUBLISHED,
+    QWEN2_5_7B,
+    QWEN2_5_7B_YARN,
+    QWEN3_5_27B_TEXT,
+    QWEN3_8B,
+    SMOLLM3_3B,
+    STARCODER2_3B,
+)
+
+# Where a file comes from, and what training and generation draw on.
+UNWRITTEN = {
+    "attention_dropout",
+    "cache_implementation",
+    "dtype",
+    "embedding_dropout",
+    "layer_types",
+    "mamba_ssm_dtype",
+    "max_window_layers",
+    "mlp_only_layers",
+    "mlp_type",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "norm_type",
+    "pretraining_tp",
+    "residual_dropout",
+    "sliding_window",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "use_mrope",
+}
+
+
+def spec_of(content: dict[str, Any], **changes: Any) -> ModelSpec:
+    return model_spec(read_config(content | changes, "config.json")[0])
+
+
+def attention(spec: ModelSpec, layer: int) -> AttentionSpec:
+    mixer = spec.layers[layer].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return mixer
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_comes_back_as_it_was(name: str) -> None:
+    content = PUBLISHED[name]
+    config, vocab_size = read_config(content, "config.json")
+    written = json.loads(json.dumps(hf_config(config, vocab_size)))
+
+    again, num_rows = read_config(written, "config.json")
+    assert (model_spec(again), num_rows) == (model_spec(config), vocab_size)
+    # The options, too, but for what YaRN derives from its factor.
+    assert config in (again, dataclasses.replace(again, yarn_attention_factor=None))
+    assert config_differences(content, "config.json", config, vocab_size) == []
+    # Value by value, in the names of the version that wrote it. The null of a file is a default.
+    for field, value in content.items():
+        is_described = field in written and field not in UNWRITTEN
+        if is_described and value is not None and not field.endswith("token_id"):
+            if isinstance(value, dict):
+                assert _older(value).items() <= _older(written[field]).items()
+            else:
+                assert written[field] == value
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_library_reads_a_published_config_as_it_is_read_here(name: str) -> None:
+    """What it makes of fields of earlier versions, and of missing ones, is in what it writes."""
+    transformers = pytest.importorskip("transformers")
+    content = PUBLISHED[name]
+    # A copy, since the library writes into sections that it is given.
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    assert spec_of(written) == spec_of(content)
+
+
+def _older(section: dict[str, Any]) -> dict[str, Any]:
+    """A rotary section without what text does not need, and with one name for its kind."""
+    return {
+        {"type": "rope_type"}.get(name, name): value
+        for name, value in section.items()
+        if not name.startswith("mrope")
+    }
+
+
+def test_llama_3_2_has_its_wavelengths_stretched() -> None:
+    spec = spec_of(LLAMA_3_2_1B)
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert attention(spec, 15).rotary == RotarySpec(64, 500000.0, scaling)
+    assert spec.is_tied
+    assert (attention(spec, 0).num_key_value_heads, spec.layers[0].norm.eps) == (8, 1e-5)
+
+
+def test_a_llama_of_before_there_were_such_fields_is_understood() -> None:
+    mixer = attention(spec_of(LLAMA_1_7B), 0)
+    assert (mixer.num_key_value_heads, mixer.head_dim) == (32, 128)
+    assert mixer.rotary == RotarySpec(128, 10000.0)
+    assert not mixer.has_qkv_bias
+
+
+def test_qwen_has_windows_where_they_are_switched_on() -> None:
+    assert {layer.mixer.window for layer in spec_of(QWEN2_5_7B).layers} == {None}
+    assert {layer.mixer.window for layer in spec_of(QWEN3_8B).layers} == {None}
+    content = QWEN2_5_7B | {"use_sliding_window": True, "sliding_window": 64}
+    assert {layer.mixer.window for layer in spec_of(content).layers} == {None}
+    windows = [layer.mixer.window for layer in spec_of(content, max_window_layers=20).layers]
+    assert windows == [None] * 20 + [64] * 8
+    types = ["sliding_attention", "full_attention"] * 14
+    windows = [layer.mixer.window for layer in spec_of(content, layer_types=types).layers]
+    assert windows == [64, None] * 14
+
+
+def test_the_switches_of_yarn_default_as_they_have_in_all_versions() -> None:
+    rotary = attention(spec_of(QWEN2_5_7B_YARN), 0).rotary
+    assert rotary is not None
+    assert isinstance(rotary.scaling, YarnScaling)
+    assert rotary.scaling.attention_factor == pytest.approx(1.1386294361119891)
+    assert (rotary.scaling.beta_fast, rotary.scaling.beta_slow) == (32.0, 1.0)
+    assert rotary.scaling.rounds_range
+
+
+def test_qwen_3_5_has_three_delta_nets_before_each_gated_attention() -> None:
+    spec = spec_of(QWEN3_5_27B_TEXT)
+    kinds = [type(layer.mixer) for layer in spec.layers]
+    assert kinds == ([GatedDeltaNetSpec] * 3 + [AttentionSpec]) * 16
+    assert spec.layers[0].mixer == GatedDeltaNetSpec(16, 48, 128, 128, 4, 1e-6)
+    mixer = attention(spec, 3)
+    assert mixer.rotary == RotarySpec(64, 1e7)
+    assert mixer.has_output_gate
+    assert mixer.qk_norm == spec.final_norm
+    assert spec.final_norm.is_zero_centered
+    # Without the list, every N-th layer attends.
+    assert spec_of(QWEN3_5_27B_TEXT, layer_types=None) == spec
+
+
+def test_gemma_3_has_a_base_for_each_kind_of_layer() -> None:
+    spec = spec_of(GEMMA_3_1B)
+    windows = [layer.mixer.window for layer in spec.layers]
+    assert windows == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert attention(spec, 0).rotary == RotarySpec(256, 10000.0)
+    assert attention(spec, 5).rotary == RotarySpec(256, 1000000.0)
+    assert attention(spec, 0).scale == 1 / 16
+    assert spec.embedding_scale == pytest.approx(1152**0.5)
+    assert spec.is_tied, "its file does not say so"
+    assert spec.layers[0].post_norm == spec.final_norm
+
+    scaled = spec_of(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert attention(scaled, 0).rotary == RotarySpec(256, 10000.0)
+    assert attention(scaled, 5).rotary == RotarySpec(256, 1000000.0, LinearScaling(8.0))
+    everywhere = spec_of(GEMMA_3_1B, sliding_window_pattern=1)
+    assert {layer.mixer.window for layer in everywhere.layers} == {None}
+
+
+def test_smollm_3_leaves_every_fourth_layer_unrotated() -> None:
+    rotated = [attention(spec_of(SMOLLM3_3B), layer).rotary is not None for layer in range(36)]
+    assert rotated == [True, True, True, False] * 9
+    assert spec_of(SMOLLM3_3B, no_rope_layers=None) == spec_of(SMOLLM3_3B)
+
+
+def test_starcoder_2_has_a_window_in_all_layers() -> None:
+    assert {layer.mixer.window for layer in spec_of(STARCODER2_3B).layers} == {4096}
+    assert {layer.mixer.window for layer in spec_of(STARCODER2_3B, sliding_window=None).layers} == {
+        None
+    }
+
+
+REFUSED = [
+    (LLAMA_3_2_1B, {"model_type": "gpt2"}, "model_type of llama, .* got 'gpt2'"),
+    (LLAMA_3_2_1B, {"hidden_act": "relu"}, "hidden_act in c.json to be one of silu, .* got 'relu'"),
+    (LLAMA_3_2_1B, {"hidden_act": None}, "hidden_act in c.json .* got None"),
+    (LLAMA_3_2_1B, {"mlp_bias": True}, "biases none or everywhere .* mlp_bias True"),
+    (LLAMA_3_2_1B, {"attention_bias": 1}, "attention_bias in c.json to be true or false, got 1"),
+    (LLAMA_3_2_1B, {"sliding_window": 64}, "fields of llama .* got sliding_window 64"),
+    (LLAMA_3_2_1B, {"quantization_config": {"bits": 4}}, "got quantization_config {'bits': 4}"),
+    (LLAMA_3_2_1B, {"a": 1, "is_decoder": True}, "got a 1, is_decoder True"),
+    (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings in c.json to be a value"),
+    (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* to be 1.0, got 0.5"),
+    (LLAMA_3_2_1B, {"rope_scaling": 8}, "rope_scaling in c.json to be an object, got 8"),
+    (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type in c.json to be one of default, linear, llama3, yarn, got 'dynamic'",
+    ),
+    (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_type .* got 'longrope'",
+    ),
+    (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+        "Expected low_freq_factor of a rotary embedding of type llama3 in c.json, got none",
+    ),
+    (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
+        "Expected original_max_position_embeddings of a rotary embedding of type yarn",
+    ),
+    (
+        QWEN2_5_7B_YARN,
+        {"rope_scaling": QWEN2_5_7B_YARN["rope_scaling"] | {"mscale": 0.7}},
+        "rotary embeddings of type yarn .* got mscale 0.7",
+    ),
+    (
+        LLAMA_3_2_1B,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        "rope_type in rope_scaling in c.json to be 'default' as elsewhere, got 'llama3'",
+    ),
+    (LLAMA_3_2_1B, {"intermediate_size": None}, "intermediate_size .* to be a value, got None"),
+    (QWEN3_8B, {"head_dim": None}, "head_dim in c.json to be a value, got None"),
+    (GEMMA_3_1B, {"num_key_value_heads": None}, "num_key_value_heads .* a value, got None"),
+    (QWEN3_8B, {"num_key_value_heads": 7}, "--num-query-groups: expected a divisor"),
+    (QWEN3_8B, {"use_sliding_window": "yes"}, "use_sliding_window .* got 'yes'"),
+    (
+        QWEN3_8B,
+        {"use_sliding_window": True, "sliding_window": 0},
+        "sliding_window in c.json to be an integer >= 1, got 0",
+    ),
+    (
+        QWEN3_8B,
+        {"layer_types": ["sliding_attention"] * 36},
+        "use_sliding_window in c.json to be given where layer_types has sliding_attention",
+    ),
+    (
+        QWEN3_8B,
+        {"layer_types": ["chunked_attention"] * 36},
+        "layer_types in c.json to be 36 times sliding_attention or full_attention",
+    ),
+    (QWEN3_8B, {"layer_types": ["full_attention"]}, "layer_types in c.json to be 36 times"),
+    (QWEN3_8B, {"num_hidden_layers": 10**9}, "--num-layers: expected an integer .* <= 65536"),
+    (GEMMA_3_1B, {"num_hidden_layers": 10**9}, "num_hidden_layers .* <= 65536, got 1000000000"),
+    (QWEN3_5_27B_TEXT, {"attn_output_gate": False}, "attn_output_gate .* True, got False"),
+    (QWEN3_5_27B_TEXT, {"hidden_act": "gelu"}, "hidden_act .* one of silu, swish, got 'gelu'"),
+    (QWEN3_5_27B_TEXT, {"linear_num_value_heads": 40}, "--linear-num-value-heads: expected"),
+    (QWEN3_5_27B_TEXT, {"mlp_only_layers": [3]}, r"got mlp_only_layers \[3\]"),
+    (
+        GEMMA_3_1B,
+        {"use_bidirectional_attention": True},
+        "got use_bidirectional_attention True",
+    ),
+    (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "got attn_logit_softcapping 50.0"),
+    (GEMMA_3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* a number > 0, got 0"),
+    (
+        GEMMA_3_1B,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default"},
+                "sliding_attention": {"rope_type": "linear", "factor": 8.0},
+            }
+        },
+        "rope_type in c.json to be one of default, got 'linear'",
+    ),
+    (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, "no_rope_layers .* 0 or 1 for each of 36"),
+    (STARCODER2_3B, {"use_bias": None}, "use_bias in c.json to be a value, got None"),
+]
+
+
+@pytest.mark.parametrize(("content", "changes", "message"), REFUSED)
+def test_what_a_model_here_does_not_have_is_refused_by_name_and_value(
+    content: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(content | changes, "c.json")
+    assert "\n" not in str(caught.value)
+
+
+# Of each, what decides arithmetic and has had other defaults, or none.
+NEEDED = {
+    "Llama 3.2 1B": ("hidden_act", "tie_word_embeddings", "rms_norm_eps", "num_attention_heads"),
+    "Qwen2.5 7B": ("rope_theta", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    "Qwen3 8B": ("head_dim", "rope_theta", "num_key_value_heads", "vocab_size"),
+    "Qwen3.5 27B text": ("head_dim", "linear_conv_kernel_dim", "tie_word_embeddings"),
+    "Gemma 3 1B": (
+        "query_pre_attn_scalar",
+        "hidden_activation",
+        "sliding_window",
+        "sliding_window_pattern",
+        "rope_theta",
+        "rope_local_base_freq",
+    ),
+    "SmolLM3 3B": ("rope_theta",),
+    "StarCoder2 3B": ("use_bias", "hidden_act", "norm_epsilon"),
+    "StableLM 2 1.6B": ("layer_norm_eps", "num_key_value_heads"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_field_that_decides_arithmetic_must_be_there(name: str) -> None:
+    for field in NEEDED[name]:
+        content = {key: value for key, value in PUBLISHED[name].items() if key != field}
+        with pytest.raises(ConfigError, match=rf"Expected {field}\b.*got none\.$"):
+            read_config(content, "config.json")
+
+
+def test_what_asks_for_nothing_passes_whatever_its_name() -> None:
+    harmless = {"new_switch": False, "new_list": [], "new_value": None, "temperature": 0.6}
+    assert read_config(LLAMA_3_2_1B | harmless, "c.json") == read_config(LLAMA_3_2_1B, "c.json")
+    with pytest.raises(ConfigError, match="got new_switch True"):
+        read_config(LLAMA_3_2_1B | {"new_switch": True}, "c.json")
+
+
+def test_a_yarn_section_that_says_everything_is_the_same_model() -> None:
+    everything = {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
+    section = QWEN2_5_7B_YARN["rope_scaling"] | everything
+    assert spec_of(QWEN2_5_7B_YARN, rope_scaling=section) == spec_of(QWEN2_5_7B_YARN)
+
+
+def test_differences_between_a_config_and_a_model_are_named() -> None:
+    config, vocab_size = read_config(GEMMA_3_1B, "config.json")
+
+    def differences(**changes: Any) -> list[str]:
+        return config_differences(GEMMA_3_1B | changes, "c.json", config, vocab_size)
+
+    assert differences() == []
+    assert differences(tie_word_embeddings=False) == [], "the weights tell"
+    assert differences(max_position_embeddings=77) == [], "no arithmetic"
+    assert differences(rms_norm_eps=1e-3, vocab_size=7) == [
+        "c.json says final_norm.eps 0.001 where the model has 1e-06",
+        "c.json says vocab_size 7 where the model has 262144",
+    ]
+    assert differences(rope_theta=7.0) == [
+        "c.json says rotary.base of layer 5 7.0 where the model has 1000000"
+    ]
+    assert differences(sliding_window=7) == [
+        "c.json says window of layer 0 7 where the model has 512"
+    ]
+    (problem,) = differences(hidden_activation="relu")
+    assert re.match("Expected hidden_activation in c.json to be .* got 'relu'$", problem)
+
+
+STRANGE = (
+    None,
+    "x",
+    -1,
+    1.5,
+    float("inf"),
+    10**30,
+    [1],
+    {"rope_type": ["a"]},
+    {"full_attention": 3},
+    {"sliding_attention": {"rope_type": "yarn", "factor": "x"}},
+)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3 1B", "SmolLM3 3B", "Qwen3.5 27B text"])
+def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> None:
+    messages = []
+    for field in (*PUBLISHED[name], "rope_parameters", "rope_scaling", "layer_types"):
+        for value in STRANGE:
+            try:
+                read_config(PUBLISHED[name] | {field: value}, "c.json")
+            except ConfigError as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert not any("\n" in message for message in messages)
