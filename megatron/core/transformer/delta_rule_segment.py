@@ -41,7 +41,7 @@ from torch import Tensor
 MIN_LOG_DECAY = -200.0
 
 # exp of less than this counts as zero, 1e-26. Products with numbers close to the smallest ones of
-# fp32 make subnormal numbers, with which CPUs are many times slower.
+# fp32 make subnormal numbers, with which CPUs are several times slower.
 MIN_EXPONENT = -60.0
 
 

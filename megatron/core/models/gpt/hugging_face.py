@@ -7,7 +7,6 @@ Dropout is left out, since it concerns training only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,23 +75,6 @@ def hf_rows(model: GPTModel) -> dict[str, RowMap]:
         for name, _ in model.named_parameters()
         for own in section_names(name, fused.get(name))
     }
-
-
-def hf_names(model: GPTModel) -> dict[str, str]:
-    """The names of all weights and sections of fused weights, by their names in our checkpoints
-    without "model.".
-
-    Raises:
-        ConfigError: as `hf_config`, and if several of ours lie in one of theirs.
-    """
-    names = {own: rows.name for own, rows in hf_rows(model).items()}
-    shared = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    if shared:
-        raise ConfigError(
-            f"Expected a tensor of the transformers library for each weight, got several in "
-            f"{shared[0]}."
-        )
-    return names
 
 
 def section_names(name: str, fused: FusedWeight | None) -> list[str]:

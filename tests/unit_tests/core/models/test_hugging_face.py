@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_names
+from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 
@@ -54,15 +55,18 @@ def test_every_weight_has_a_name_of_its_own_in_the_architecture_that_fits(fields
     config = changed(**fields)
     model = GPTModel(config, 32)
     assert hf_config(config, 32)["architectures"] == [architecture]
-    names = hf_names(model)
+    rows = hf_rows(model)
+    names = {own: place.name for own, place in rows.items()}
     assert {f"model.{own}" for own in names} == {entry.key for entry in collect(model).entries}
     assert len(set(names.values())) == len(names)
+    assert all(place == RowMap(place.name) for place in rows.values())
 
 
 def test_names_are_those_of_the_sections_of_fused_weights():
-    names = hf_names(
+    rows = hf_rows(
         GPTModel(changed(untie_embeddings_and_output_weights=True, qk_layernorm=True), 32)
     )
+    names = {own: place.name for own, place in rows.items()}
     assert names["embedding.word_embeddings.weight"] == "model.embed_tokens.weight"
     assert names["output_layer.weight"] == "lm_head.weight"
     layer = {
@@ -86,7 +90,7 @@ def test_names_are_those_of_the_sections_of_fused_weights():
 
 
 def test_a_tied_output_layer_has_no_name():
-    assert "lm_head.weight" not in hf_names(GPTModel(LLAMA, 32)).values()
+    assert RowMap("lm_head.weight") not in hf_rows(GPTModel(LLAMA, 32)).values()
     assert hf_config(LLAMA, 32)["tie_word_embeddings"]
 
 
@@ -131,7 +135,7 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
     ):
         hf_config(changed(**fields), 32)
     with pytest.raises(ConfigError):
-        hf_names(GPTModel(changed(**fields), 32))
+        hf_rows(GPTModel(changed(**fields), 32))
 
 
 def test_a_gpt_without_attention_is_refused():

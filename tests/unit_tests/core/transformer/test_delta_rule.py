@@ -83,7 +83,7 @@ def _errors(inputs: Sequence[Tensor], dtype: torch.dtype, **options: int) -> dic
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     length=st.integers(1, 150),
@@ -151,8 +151,9 @@ def test_zero_keys_and_queries_have_finite_gradients() -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
 def test_inputs_of_16_bits_add_one_rounding(dtype: torch.dtype, bound: float) -> None:
-    for seed in range(5):
-        errors = _errors(_inputs(seed, 200, dims=(32, 32)), dtype)
+    for seed in range(2):
+        errors = _errors(_inputs(seed, 130, dims=(32, 32)), dtype)
+        # Not without an error either, or the reference would be rounded too.
         assert bound / 16 < max(errors.values()) < bound, errors
 
 

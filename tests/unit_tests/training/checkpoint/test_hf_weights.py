@@ -27,7 +27,7 @@ from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_names
+from megatron.core.models.gpt.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint import hf_weights
@@ -685,7 +685,8 @@ def stacked_rows(model: GPTModel) -> dict[str, RowMap]:
     """Names of an architecture that has gate and up in one weight, two rows of each in turn."""
     places = {"gate": 0, "up": 2}
     found = {}
-    for own, there in hf_names(model).items():
+    for own, rows in hf_rows(model).items():
+        there = rows.name
         section = own.split(".")[-2]
         found[own] = RowMap(there)
         if section in places:
