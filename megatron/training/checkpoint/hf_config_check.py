@@ -1,5 +1,5 @@
-"""What two config.json of a model of the transformers library say of the arithmetic: whether weights
-of the same names and shapes compute the same.
+"""What two config.json of one model of the transformers library say of its arithmetic: whether
+weights of the same names and shapes compute the same.
 """
 
 from __future__ import annotations

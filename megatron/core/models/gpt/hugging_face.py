@@ -14,7 +14,6 @@ from megatron.core.models.families import config_json
 from megatron.core.models.families.config_json import family_of, read_config, write_config
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
 from megatron.core.transformer.layer_specs import model_spec
