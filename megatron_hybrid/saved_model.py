@@ -28,14 +28,14 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, lates
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.models.gpt.hugging_face import config_from_hf
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
-from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
+from megatron.training.checkpoint.hf_files import CONFIG_FILE
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.checkpoint.run_state import named_checkpoint, place_of
+from megatron.training.hf_settings import has_tokenizer, read_folder
 from megatron.training.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -43,8 +43,6 @@ from megatron.training.tokenizer import (
     build_tokenizer,
     padded_vocab_size,
 )
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class SavedModel(NamedTuple):
@@ -136,12 +134,12 @@ def find_model(
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
     """The model in a folder of the transformers library."""
     file = folder / CONFIG_FILE
-    config, vocab_size = config_from_hf(read_json(file), str(file))
+    config, vocab_size = read_folder(folder)
 
     tokenizer = None
     if tokenizer_model is not None:
         tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=tokenizer_model))
-    elif any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES):
+    elif has_tokenizer(folder):
         tokenizer = HuggingFaceTokenizer(folder)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(

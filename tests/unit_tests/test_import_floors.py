@@ -244,6 +244,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.loop",
         "megatron.training.settings_file",
         "megatron.training.megatron_flags",
+        "megatron.training.hf_settings",
     ],
     ["megatron.training.arguments", "megatron.training.pretrain"],
 ]
