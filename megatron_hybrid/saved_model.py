@@ -140,7 +140,7 @@ def find_model(
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
     """The model in a folder of the transformers library."""
     file = folder / CONFIG_FILE
-    config, vocab_size = read_folder(folder)
+    _, config, vocab_size = read_folder(folder)
 
     tokenizer = None
     if tokenizer_model is not None:

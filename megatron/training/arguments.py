@@ -28,7 +28,7 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import RunConfig
-from megatron.training.hf_settings import take_folder
+from megatron.training.hf_settings import read_folder, take_settings
 from megatron.training.megatron_flags import Given, Ruling, answer
 from megatron.training.settings_file import Setting, read_settings
 from megatron.training.tokenizer import TokenizerConfig
@@ -235,10 +235,12 @@ class _Settings:
         if folder is None:
             return
         try:
-            take_folder(self.values, folder)
+            lines = take_settings(self.values, read_folder(folder))
+            self.errors += lines
+            self.spoken_of |= {line.split(":")[0] for line in lines}
         except ConfigError as error:
-            self.errors += error.lines
-            # What a folder that cannot be read would have said is not missed one by one.
+            self.errors.append(f"--hf-model: {error}")
+            # What the folder would have said is not missed setting by setting.
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
 

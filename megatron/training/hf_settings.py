@@ -2,7 +2,7 @@
 embedding, and its tokenizer.
 
     values = {"lr": 1e-4, "seq_length": 4096}  # what a user has set, by field name
-    take_folder(values, "models/qwen3")        # adds num_layers, hidden_size, tokenizer_model, ...
+    take_settings(values, read_folder("models/qwen3"))  # adds num_layers, tokenizer_model, ...
 
 The folder's config.json says what its weights compute, so a setting that contradicts it is refused
 rather than overridden. What concerns training alone is the user's.
@@ -13,11 +13,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config
-from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
+from megatron.core.options import ConfigError, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
 from megatron.training.checkpoint.hf_sources import config_problems
@@ -27,10 +27,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 # They change how a model is trained, and not what its weights compute.
 _OF_TRAINING = ("attention_dropout", "hidden_dropout", "init_method_std", "recompute_granularity")
+# A config.json without a length leaves it to the user.
+_NO_LIMIT = ("max_position_embeddings", None)
 
 
-def read_folder(folder: str | Path) -> tuple[TransformerConfig, int]:
-    """The GPT that a folder's config.json describes, and the rows of its embedding.
+class FolderModel(NamedTuple):
+    """What a folder's config.json describes."""
+
+    folder: str
+    config: TransformerConfig
+    num_rows: int  # of the embedding
+
+
+def read_folder(folder: str | Path) -> FolderModel:
+    """The GPT that a folder's config.json describes.
 
     Raises:
         ConfigError: if there is no such file, or no GPT here computes the same.
@@ -38,13 +48,13 @@ def read_folder(folder: str | Path) -> tuple[TransformerConfig, int]:
     file = Path(folder) / CONFIG_FILE
     try:
         content = read_json(file)
-        config, vocab_size = config_from_hf(content, str(file))
-        problems = config_problems(hf_config(config, vocab_size), content)
+        config, num_rows = config_from_hf(content, str(file))
+        problems = config_problems(hf_config(config, num_rows), content)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if problems:
         raise ConfigError(f"Expected a GPT that is computed here in {file}, but {problems[0]}.")
-    return config, vocab_size
+    return FolderModel(str(folder), config, num_rows)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -52,48 +62,38 @@ def has_tokenizer(folder: str | Path) -> bool:
     return any(os.path.lexists(Path(folder) / name) for name in TOKENIZER_FILES)
 
 
-def take_folder(values: dict[str, Any], folder: str) -> None:
+def take_settings(values: dict[str, Any], model: FolderModel) -> list[str]:
     """Adds the settings of a folder to those that a user has set.
 
     Contradictions are replaced by what the folder says, so that the settings can be checked
-    further before the error is raised.
+    further before an error is raised.
 
     Args:
         values: converted values by field name, of the command line and YAML files; in place.
 
-    Raises:
-        ConfigError: naming each setting that contradicts the folder, with both values. Or because
-            the folder cannot be used; `values` is unchanged then.
+    Returns:
+        A line of a ConfigError for each setting that contradicts the folder, with both values.
     """
-    try:
-        config, num_rows = read_folder(folder)
-    except ConfigError as error:
-        raise ConfigError(f"--hf-model: {_beginning_small(str(error))}") from error
-
     lines = []
     fields = {field.name: field for field in options_of(TransformerConfig)}
-    for name, value in _decided(config).items():
+    for name, value in _decided(model.config).items():
         given = values.get(name)
-        if given is not None and name in _OF_TRAINING:
+        if given is not None and (name in _OF_TRAINING or (name, value) == _NO_LIMIT):
             continue
         if given not in (None, value):
-            lines.append(_contradiction(fields[name], value, given, folder))
-        values[name] = value
-
-    lines += _take_vocabulary(values, folder, num_rows)
-    if len(lines) == 1:
-        raise ConfigError(lines[0])
-    if lines:
-        raise ConfigErrors(lines)
+            lines.append(_contradiction(fields[name], value, given, model.folder))
+        if value is not None:
+            values[name] = value
+    return lines + _take_vocabulary(values, model.folder, model.num_rows)
 
 
 def _decided(config: TransformerConfig) -> dict[str, Any]:
-    """The settings that a folder's model has, by field name; without those it says nothing of."""
+    """The settings that a folder's model has, by field name. None: a part that it does not have."""
     values = dataclasses.asdict(config)
     if config.num_query_groups == config.num_attention_heads:
         # One group per head is what the absence of the flag means.
         del values["group_query_attention"]
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list[str]:
@@ -130,8 +130,3 @@ def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list
 def _contradiction(field: Field, value: Any, given: Any, folder: str) -> str:
     file = Path(folder) / CONFIG_FILE
     return f"{field.flag}: expected {shown(value)}, as {file} says, got {shown(given)}."
-
-
-def _beginning_small(text: str) -> str:
-    """A sentence as the part of a message that follows a flag."""
-    return text[:1].lower() + text[1:] if text.startswith("Expected") else text

@@ -9,7 +9,9 @@ would: the architecture, the tokenizer, and the folder.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron.core.dist_checkpointing.format.names import (
 )
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.files import remove_empty_folder
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
@@ -32,7 +35,7 @@ from megatron.training.arguments import section_from_values
 from megatron.training.checkpoint.hf_files import WeightFiles
 from megatron.training.checkpoint.hf_weights import entries_to_load
 from megatron.training.checkpoint.run_info import FORMAT_VERSION
-from megatron.training.hf_settings import take_folder
+from megatron.training.hf_settings import read_folder, take_settings
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
 from megatron_hybrid.checkpoint.from_file import publish_entries
 from megatron_hybrid.checkpoint.to_file import Progress
@@ -87,15 +90,14 @@ def check_import(
     values: dict[str, Any] = {}
     if tokenizer_model is not None:
         values["tokenizer_model"] = str(Path(tokenizer_model).resolve())
-    take_folder(values, str(place))
+    if lines := take_settings(values, read_folder(place)):
+        raise ConfigError(" ".join(lines))
     config = section_from_values(TransformerConfig, values)
     tokenizer_config = section_from_values(TokenizerConfig, values)
     num_rows = padded_vocab_size(tokenizer_config, build_tokenizer(tokenizer_config))
 
-    length, longest = seq_length or config.max_position_embeddings, config.max_position_embeddings
-    if length is None or (longest is not None and length > longest):
-        expected = "a number" if longest is None else f"at most {longest}"
-        raise ConfigError(f"--seq-length: expected {expected}, as {place} says, got {length}.")
+    length = config.max_position_embeddings if seq_length is None else seq_length
+    _check_length(length, config.max_position_embeddings)
 
     store = open_store(root)
     if published := published_iterations(store):
@@ -106,6 +108,15 @@ def check_import(
         model = GPTModel(config, num_rows)
     values |= {"seq_length": length, "hf_model": str(place), "ckpt_format": FSDP_DTENSOR}
     return Import(place, store, model, values)
+
+
+def _check_length(length: int | None, longest: int | None) -> None:
+    if length is None:
+        raise ConfigError("--seq-length: expected a number, since the folder says none, got none.")
+    if length < 1:
+        raise ConfigError(f"--seq-length: expected at least 1, got {length}.")
+    if longest is not None and length > longest:
+        raise ConfigError(f"--seq-length: expected at most {longest}, got {length}.")
 
 
 def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
@@ -126,13 +137,26 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
         entries = [
             _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
         ]
-        publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
+        with _without_remains(checked.store):
+            publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
     return {
         "source": str(checked.folder),
         "target": checked.target,
         "num_tensors": len(entries),
         "num_bytes": checked.num_bytes,
     }
+
+
+@contextmanager
+def _without_remains(store: Store) -> Iterator[None]:
+    """Removes a folder of checkpoints again that was made in vain."""
+    is_new = store.is_rename_atomic and not os.path.lexists(store.root)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            remove_empty_folder(store.root)
+        raise
 
 
 def _of_file(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:
