@@ -81,7 +81,8 @@ def transformers() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "llama")
+    """With tensors of which several of ours are rows."""
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3_5", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

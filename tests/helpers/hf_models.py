@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +25,35 @@ _SIZES = {
 }
 
 
-class Family(NamedTuple):
-    """A class of the transformers library's models, and what its config says besides the sizes."""
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-    name: str
-    config: dict[str, Any]
-
-
-FAMILIES = {
-    "llama": Family("Llama", {"tie_word_embeddings": False}),
-    "llama, tied": Family("Llama", {"tie_word_embeddings": True}),
-    "llama, with biases": Family(
-        "Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
-    ),
-    "qwen3": Family("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+# What the config of each says besides the sizes. The first word is the library's name of its class.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, with biases": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    # Queries and gates alternate in one tensor, and the sections of a convolution's follow others.
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "layer_types": [_LINEAR, _FULL],
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "gemma3_text": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 10,
+        "tie_word_embeddings": True,
+        "sliding_window": 5,
+        "layer_types": [_WINDOWED, _FULL],
+    },
 }
 
 
@@ -47,9 +62,9 @@ def save_model(
 ) -> Path:
     """Saves such a model with random weights, of which none is as a new model's is."""
     transformers = pytest.importorskip("transformers")
-    name, own = FAMILIES[family]
-    made = getattr(transformers, f"{name}Config")(**{**_SIZES, **own, **config})
-    model = getattr(transformers, f"{name}ForCausalLM")(made)
+    kind, _, _ = family.partition(",")
+    made = transformers.AutoConfig.for_model(kind, **{**_SIZES, **FAMILIES[family], **config})
+    model = transformers.AutoModelForCausalLM.from_config(made)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

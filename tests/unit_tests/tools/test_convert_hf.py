@@ -166,10 +166,11 @@ def shard_without_an_entry(folder: Path) -> None:
         (lambda folder: change_config(folder, model_type="gpt_neo"), "a model_type of llama"),
         (
             lambda folder: change_config(
-                folder, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+                folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
             ),
             "rope",
         ),
+        (lambda folder: change_config(folder, attn_surprise=2.0), "got attn_surprise 2.0"),
         (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in "),
         (lambda folder: (folder / "tokenizer.json").unlink(), "--tokenizer-model: expected"),
         (lambda folder: change_config(folder, vocab_size=200), "--vocab-size: expected at least"),

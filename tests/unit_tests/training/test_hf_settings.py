@@ -117,9 +117,9 @@ def test_a_sequence_is_no_longer_than_the_folder_says(folder, tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "gpt_neo"}, "a model_type of llama, "),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attn_surprise": 2.0}, "attn_surprise 2.0"),
         ({"hidden_act": "relu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "rope"),
     ],
 )
