@@ -38,6 +38,7 @@ COMMANDS = {
     "checkpoint": Command(
         "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"
     ),
+    "convert-hf": Command("convert_hf", "import a Hugging Face model, export a run's"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
     "status": Command("run_status", "say how a run is doing"),
 }

@@ -7,7 +7,7 @@ folder in the format of the transformers library has its config.json and, as a r
 [Note: a tokenizer's relative path] A run's configuration names its tokenizer as the command line
 did, often relative to the folder that the run was started in. If `--save` was relative too, that
 folder is known: it is where the path of the checkpoints begins. The tokenizer is looked for there
-first, and then in the present folder.
+first, and then in the present folder. So is the folder of `--hf-model`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, lates
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.models.gpt.hugging_face import config_from_hf
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
-from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
+from megatron.training.checkpoint.hf_files import CONFIG_FILE
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.checkpoint.run_state import named_checkpoint, place_of
+from megatron.training.hf_settings import has_tokenizer, read_folder
 from megatron.training.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -43,8 +43,6 @@ from megatron.training.tokenizer import (
     build_tokenizer,
     padded_vocab_size,
 )
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class SavedModel(NamedTuple):
@@ -57,6 +55,8 @@ class SavedModel(NamedTuple):
     seq_length: int | None  # that it was trained with
     load_into: Callable[[nn.Module], None]  # loads its weights into such a model, in place
     checkpoint: tuple[Store, str] | None  # None: a folder of the transformers library
+    tokenizer_path: str | None = None  # None: a tokenizer without files
+    base_model: str | None = None  # the Hugging Face folder that training began with, if it exists
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,10 +118,12 @@ def find_model(
         kind = "HuggingFaceTokenizer"
         values = {**values, "tokenizer_type": kind, "tokenizer_model": tokenizer_model}
     elif config is None:
-        values = {**values, "tokenizer_model": _tokenizer_path(store, values)}
+        tokenizer_model = _path_of_run(store, values, "tokenizer_model")
+        values = {**values, "tokenizer_model": tokenizer_model}
 
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
+    base_model = _path_of_run(store, values, "hf_model")
     return SavedModel(
         path=path_of(store, name),
         config=section_from_values(TransformerConfig, values),
@@ -130,18 +132,20 @@ def find_model(
         seq_length=seq_length,
         load_into=lambda model: load_weights(store, name, model),
         checkpoint=(store, name),
+        tokenizer_path=tokenizer_config.tokenizer_model,
+        base_model=base_model if base_model is not None and Path(base_model).is_dir() else None,
     )
 
 
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
     """The model in a folder of the transformers library."""
     file = folder / CONFIG_FILE
-    config, vocab_size = config_from_hf(read_json(file), str(file))
+    _, config, vocab_size = read_folder(folder)
 
     tokenizer = None
     if tokenizer_model is not None:
         tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=tokenizer_model))
-    elif any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES):
+    elif has_tokenizer(folder):
         tokenizer = HuggingFaceTokenizer(folder)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -193,10 +197,12 @@ def _saved_values(store: Store, name: str) -> dict[str, Any]:
     return values
 
 
-def _tokenizer_path(store: Store, values: dict[str, Any]) -> Any:
-    """The path of a run's tokenizer, as [Note: a tokenizer's relative path] says."""
-    path, save = values.get("tokenizer_model"), values.get("save")
-    if not (isinstance(path, str) and isinstance(save, str) and store.is_rename_atomic):
+def _path_of_run(store: Store, values: dict[str, Any], name: str) -> str | None:
+    """A path in a run's configuration, as [Note: a tokenizer's relative path] says."""
+    path, save = values.get(name), values.get("save")
+    if not isinstance(path, str):
+        return None
+    if not isinstance(save, str) or not store.is_rename_atomic:
         return path
     if Path(path).is_absolute() or Path(save).is_absolute():
         return path

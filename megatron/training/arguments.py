@@ -1,8 +1,10 @@
 """The command line and YAML files, both generated from the fields of `RunConfig`.
 
-A flag given on the command line overrides the file of `--config`, which overrides the default. A
-file's keys are the flags' names without the dashes in front (`lr-warmup-iters` or
-`lr_warmup_iters`). Whatever is wrong is a `ConfigError` before anything has been built.
+A flag given on the command line overrides the file of `--config`, which overrides the default. What
+the folder of `--hf-model` decides fills in for flags that are not given; a flag that contradicts it
+is refused (hf_settings.py). A file's keys are the flags' names without the dashes in front
+(`lr-warmup-iters` or `lr_warmup_iters`). Whatever is wrong is a `ConfigError` before anything has
+been built.
 
 A launch script written for Megatron-LM may need many changes, so one error names all of them that
 can be known at once. What it says to write instead (megatron_flags.py) is checked as if it had been
@@ -24,9 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
+from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import RunConfig
+from megatron.training.hf_settings import read_folder, take_settings
 from megatron.training.megatron_flags import Given, Ruling, answer
 from megatron.training.settings_file import Setting, read_settings
+from megatron.training.tokenizer import TokenizerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +132,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     settings = _Settings()
     settings.read_file(path)
     settings.answer_strangers(world_size=1)
+    settings.take_hf_model()
     _raise(settings.errors)
     return settings.values
 
@@ -214,6 +220,7 @@ class _Settings:
 
     def build(self, world_size: int) -> RunConfig:
         """The resolved configuration. ConfigError for all that has been wrong so far, too."""
+        self.take_hf_model()
         errors = list(self.errors)
         try:
             config = build_config(self.values).resolve(world_size)
@@ -221,6 +228,21 @@ class _Settings:
             errors += [line for line in error.lines if line.split(":")[0] not in self.spoken_of]
         _raise(errors)
         return config
+
+    def take_hf_model(self) -> None:
+        """Takes the settings of the folder of `--hf-model`, beneath those of files and flags."""
+        folder = self.values.get("hf_model")
+        if folder is None:
+            return
+        try:
+            lines = take_settings(self.values, read_folder(folder))
+            self.errors += lines
+            self.spoken_of |= {line.split(":")[0] for line in lines}
+        except ConfigError as error:
+            self.errors.append(f"--hf-model: {error}")
+            # What the folder would have said is not missed setting by setting.
+            self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
+            self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
 
     def _refuse(self, field: Field, error: ConfigError) -> None:
         self.errors += error.lines

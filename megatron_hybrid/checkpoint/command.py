@@ -23,14 +23,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -56,16 +54,15 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_train_state,
 )
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
-from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
-from megatron_hybrid.checkpoint.export import find_source, write_export
+from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
+from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
-from megatron_hybrid.saved_model import add_model_flags
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
@@ -266,7 +263,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if found is None and not location.store.exists(location.name):
         raise CheckpointError(f"Expected a checkpoint in {location.path}, got nothing there.")
 
-    with _bar("verify", _data_nbytes(location)) as progress:
+    with progress_bar("verify", _data_nbytes(location)) as progress:
         audit = Audit(*location, progress)
         audit.run()
     if arguments.json:
@@ -297,7 +294,7 @@ def diff(arguments: argparse.Namespace) -> int:
     keys = [key for key in both if _is_wanted(key, arguments.key)]
     tensors = tensors_of(a.metadata)
     total = sum(nbytes_of(tensors[key]) for key in keys if key in tensors)
-    with _bar("diff", total) as progress:
+    with progress_bar("diff", total) as progress:
         found = list(compare(a, b, keys, progress))
 
     if arguments.json:
@@ -352,7 +349,7 @@ def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
     export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
     entries = tensors_of(checkpoint.metadata).values()
     num_bytes = sum(map(nbytes_of, entries))
-    with _bar("convert", num_bytes) as progress:
+    with progress_bar("convert", num_bytes) as progress:
         export(checkpoint, path, progress)
     return {"target": str(path), "num_tensors": len(entries), "num_bytes": num_bytes}
 
@@ -378,23 +375,18 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     # Enough for --finetune. A file that was converted from a checkpoint has all of its state.
     train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
     num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
-    with _bar("convert", num_bytes) as progress:
+    with progress_bar("convert", num_bytes) as progress:
         publish_content(location.store, iteration, content, train_state, progress)
     return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Exports a run's model for the transformers library: weights, config and tokenizer."""
-    source = find_source(arguments)
-    dtype = DTYPES[arguments.dtype] if arguments.dtype is not None else None
-    with _bar("export", source.num_bytes) as progress:
-        summary = write_export(source, arguments.out, dtype, progress)
+    summary = export_run(arguments)
     if arguments.json:
         _print_json(summary)
     else:
-        size = format_bytes(summary["num_bytes"])
-        what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
-        _print(f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}")
+        _print(sentence(summary))
     return 0
 
 
@@ -412,13 +404,6 @@ def _open(checkpoint: str) -> ReadableCheckpoint:
 
 def _is_wanted(key: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-
-@contextmanager
-def _bar(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, if that is a terminal."""
-    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
-        yield bar.update
 
 
 def _width(keys: Iterable[str]) -> int:
@@ -466,10 +451,5 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     exported = add("export", export, "run", "out")
     exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
-    exported.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        help="of the weights; default: bf16 for those in fp32, and others as they are",
-    )
-    add_model_flags(exported)
+    add_export_flags(exported)
     return parser.parse_args(argv)

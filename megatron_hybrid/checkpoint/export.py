@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from typing import Any, NamedTuple
-
-import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, nbytes_of, open_checkpoint
+from megatron.core.dtypes import DTYPES
+from megatron.core.host_memory import format_bytes
 from megatron.core.models.gpt.hugging_face import hf_config
-from megatron.training.checkpoint.hf_export import export_hf
+from megatron.training.checkpoint.hf_export import MAX_SHARD_BYTES, export_hf
+from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import Progress
-from megatron_hybrid.saved_model import SavedModel, find_model
+from megatron_hybrid.saved_model import SavedModel, add_model_flags, find_model
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d{1,12})(|KB|MB|GB|TB)")
 
 
 class Source(NamedTuple):
@@ -48,34 +53,71 @@ def find_source(arguments: argparse.Namespace) -> Source:
     return Source(model, open_checkpoint(*model.checkpoint))
 
 
-def write_export(
-    source: Source, out: str, dtype: torch.dtype | None, progress: Progress
-) -> dict[str, Any]:
-    """Writes the folder `out`. Returns what was done, as plain data.
+def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of an export but for the run and the folder to write."""
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the weights; default: bf16 for those in fp32, and others as they are",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_num_bytes,
+        default=MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="of the tensors in one file: bytes, or 500MB, 5GB; default: 5GB",
+    )
+    add_model_flags(parser)
 
-    Args:
-        dtype: of the weights there, as for `export_hf`.
+
+def _num_bytes(text: str) -> int:
+    """A size on the command line. argparse names the flag in its error."""
+    match = _SIZE.fullmatch(text.upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Exports what the command line says. Returns what was done, as plain data.
 
     Raises:
-        CheckpointError, ConfigError: as `export_hf`.
+        CheckpointError, ConfigError: as `find_source` and `export_hf`.
     """
+    source = find_source(arguments)
+    with progress_bar("export", source.num_bytes) as progress:
+        return _write(source, arguments, progress)
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """What `export_run` has done, for people."""
+    size = format_bytes(summary["num_bytes"])
+    what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
+    return f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}"
+
+
+def _write(source: Source, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     model, config = source.model, source.model.config
     if config.max_position_embeddings is None:
         # Other programs want a length, and would otherwise take their own default for it.
         config = dataclasses.replace(config, max_position_embeddings=model.seq_length)
 
+    # The files of the folder's own tokenizer say more than what is read of them here.
+    is_folders = model.base_model is not None and model.tokenizer_path == model.base_model
     exported = export_hf(
         source.checkpoint,
-        out,
+        arguments.out,
         config,
         model.vocab_size,
-        tokenizer=model.tokenizer,
-        dtype=dtype,
+        tokenizer=None if is_folders else model.tokenizer,
+        base_model_path=model.base_model,
+        dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+        max_shard_bytes=arguments.max_shard_size,
         progress=progress,
     )
     return {
         "source": source.checkpoint.path,
-        "target": out,
+        "target": arguments.out,
         "architecture": hf_config(config, model.vocab_size)["architectures"][0],
         "num_tensors": exported.num_tensors,
         "num_bytes": exported.num_bytes,

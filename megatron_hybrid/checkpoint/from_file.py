@@ -7,11 +7,12 @@ checkpoint: dicts with tensors in them are flattened, and anything without tenso
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,20 @@ def publish_content(
     train_state: Mapping[str, Any],
     progress: Progress,
 ) -> None:
-    """Writes and publishes the checkpoint of this iteration.
+    """Writes and publishes the checkpoint of this iteration, as `publish_entries`."""
+    entries = [_entry(key, tensor) for key, tensor in content.tensors.items()]
+    publish_entries(store, iteration, entries, content.plain, train_state, progress)
+
+
+def publish_entries(
+    store: Store,
+    iteration: int,
+    entries: Sequence[Entry],
+    plain: Mapping[str, Any],
+    train_state: Mapping[str, Any],
+    progress: Progress,
+) -> None:
+    """Writes and publishes the checkpoint of this iteration, entry by entry.
 
     Raises:
         CheckpointError: if there is one already, or it cannot be written; nothing is left of it
@@ -100,7 +114,7 @@ def publish_content(
         store, store.draft_name(final, token), final, token, iteration, 1, threading.Event()
     )
     try:
-        _write(draft, content, train_state, progress)
+        _write(draft, entries, plain, train_state, progress)
     except BaseException as error:
         with contextlib.suppress(OSError):
             store.remove(draft.name)
@@ -112,18 +126,21 @@ def publish_content(
 
 
 def _write(
-    draft: Draft, content: FileContent, train_state: Mapping[str, Any], progress: Progress
+    draft: Draft,
+    entries: Sequence[Entry],
+    plain: Mapping[str, Any],
+    train_state: Mapping[str, Any],
+    progress: Progress,
 ) -> None:
     # A group for each tensor: progress is reported between groups.
-    groups = [EntryGroup(None, [_entry(key, tensor)]) for key, tensor in content.tensors.items()]
-    contents = Contents(groups, dict(content.plain), {})
+    contents = Contents([EntryGroup(None, [entry]) for entry in entries], dict(plain), {})
     device = Device("cpu")
     disk = device.host_lane("checkpoint disk")
     try:
         writer = RankWriter(draft, contents, 0, BufferPool(device), disk)
-        for number, tensor in enumerate(content.tensors.values()):
+        for number, entry in enumerate(entries):
             writer.write_group(number)
-            progress(tensor.nbytes)
+            progress(math.prod(entry.saved_as.shape) * entry.saved_as.dtype.itemsize)
         writer.finish()
     finally:
         disk.close()

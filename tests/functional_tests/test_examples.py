@@ -1,12 +1,18 @@
-"""The examples that are programs."""
+"""The examples that are programs, and the commands of those that are pages."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from megatron.training.checkpoint.hf_layout import WEIGHTS_FILE
 from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
+from tests.helpers.doc_commands import bash_blocks
 
 
 def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
@@ -32,3 +38,27 @@ def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
     assert losses == sorted(losses, reverse=True), "it learns, and goes on from what it has loaded"
     assert (tmp_path / "weights" / WEIGHTS_FILE).exists()
     assert (tmp_path / "step" / "published.json").exists()
+
+
+def test_the_commands_for_a_hugging_face_model_run_as_they_stand(tmp_path):
+    pytest.importorskip("transformers")
+    for name in ("docs", "megatron", "megatron_hybrid", "pretrain_gpt.py", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    # `python` and `torchrun` are those that run the tests.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    blocks = bash_blocks(ROOT / "examples" / "finetune_hf.md")
+    assert len(blocks) == 5
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
+        cwd=tmp_path,
+        env={**environment(), "PYTHONPATH": str(tmp_path), "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\d+\.\d+E[+-]\d+)", done.stdout)]
+    assert len(losses) == 3, "two of the run, one of that which begins with a checkpoint"
+    assert losses[1] < losses[0] < 8, "random weights of 1000 tokens begin with 6.9"
+    assert (tmp_path / "exports" / "tiny" / WEIGHTS_FILE).exists()
+    assert "--- prompt: 'A checkpoint'" in done.stdout

@@ -23,6 +23,11 @@ def section_of(page: str, title: str) -> str:
     return (DOCS / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
+def bash_blocks(path: Path) -> list[str]:
+    """A page's blocks of bash, as they stand."""
+    return re.findall(r"```bash\n(.*?)```", path.read_text(), re.S)
+
+
 def commands_in(text: str) -> list[Command]:
     """The calls of `pretrain_gpt.py` in a text's blocks of bash."""
     found = []

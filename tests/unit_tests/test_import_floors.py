@@ -233,8 +233,8 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.hf_config_check",
         "megatron.training.checkpoint.hf_row_writer",
         "megatron.training.checkpoint.hf_draft",
-        "megatron.training.checkpoint.hf_export",
         "megatron.training.checkpoint.hf_extras",
+        "megatron.training.checkpoint.hf_export",
         "megatron.training.checkpoint.hf_weights",
         "megatron.training.engines",
         "megatron.training.config",
@@ -244,6 +244,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.loop",
         "megatron.training.settings_file",
         "megatron.training.megatron_flags",
+        "megatron.training.hf_settings",
     ],
     ["megatron.training.arguments", "megatron.training.pretrain"],
 ]

@@ -122,6 +122,16 @@ class CheckpointConfig:
     load_skip_keys: tuple[str, ...] = option(
         (), "patterns of keys that are neither loaded nor missed", requires="load"
     )
+    hf_model: str | None = option(
+        None,
+        "folder of a Hugging Face model: its architecture and tokenizer, and the weights that a "
+        "run without a checkpoint begins with",
+        noun="a folder",
+        may_change=True,
+    )
+    hf_init_random: bool = option(
+        False, "draw the initial weights instead of taking those of --hf-model", requires="hf_model"
+    )
     ckpt_format: str | None = option(
         None,
         "fsdp_dtensor: written without communication; torch_dcp: by PyTorch; default: "

@@ -37,9 +37,8 @@ from megatron.core.models.gpt.hugging_face import hf_rows, section_names
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
 from megatron.training.checkpoint.hf_draft import draft_path, new_token, sweep_drafts
+from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
-    check_tokenizer,
-    save_tokenizer,
     sync_files,
     write_gpt_config,
     write_json,
@@ -73,6 +72,7 @@ def export_hf(
     vocab_size: int,
     *,
     tokenizer: Any = None,
+    base_model_path: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], object] = lambda _num_bytes: None,
@@ -85,7 +85,7 @@ def export_hf(
         checkpoint: of either format; other states in it are not read.
         folder: absent or empty. Unfinished files of earlier exports to it are deleted.
         config, vocab_size: of the GPT; `vocab_size` is the number of rows of its embedding.
-        tokenizer, dtype: as for `save_hf`.
+        tokenizer, base_model_path, dtype: as for `save_hf`.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
         progress: called with each number of bytes of the checkpoint's tensors that are done.
 
@@ -98,14 +98,16 @@ def export_hf(
         raise CheckpointError(f"Expected a local folder to export to, got {folder}.")
     # Through links: the folder that a link names is replaced, not the link.
     target = Path(folder).resolve()
-    check_tokenizer(tokenizer)
+    extras = FolderExtras(tokenizer, base_model_path=base_model_path)
+    extras.check()
     tensors = _tensors(checkpoint, config, vocab_size, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
     with _system_errors(target), _draft_of(target) as draft:
         write_weights(draft, checkpoint, tensors, layout, progress)
-        ids = save_tokenizer(tokenizer, draft)
+        ids = extras.save(draft)
         written_dtype = main_dtype(layout.tensors)
         write_gpt_config(draft, config, vocab_size, written_dtype, ids)
+        extras.copy_missing(draft)
         sync_files(draft)
         sync_folder(draft)
 

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.files import open_regular
-from megatron.training.checkpoint.hf_files import check_tokenizer, save_tokenizer
+from megatron.training.checkpoint.hf_files import (
+    CONFIG_FILE,
+    TOKEN_IDS,
+    check_tokenizer,
+    read_json,
+    save_tokenizer,
+)
 from megatron.training.checkpoint.hf_layout import INDEX_FILE
 
 # Of the model that training began with: texts and tokenizers, never weights.
@@ -62,11 +68,21 @@ class FolderExtras(NamedTuple):
             )
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Writes processor and tokenizer. Returns the token ids that a config.json names."""
+        """Writes processor and tokenizer. Returns the token ids that a config.json names: the
+        tokenizer's, or those of the base model, whose tokenizer is copied without one.
+
+        Raises:
+            CheckpointDamagedError: for a config.json of the base model that is no JSON object.
+        """
         if self.processor is not None:
             self.processor.save_pretrained(folder)
         # Last: a processor may bring a tokenizer of its own.
-        return save_tokenizer(self.tokenizer, folder)
+        ids = save_tokenizer(self.tokenizer, folder)
+        if self.tokenizer is None and self.base_model_path is not None:
+            file = Path(self.base_model_path) / CONFIG_FILE
+            content = read_json(file) if file.exists() else {}
+            ids = {name: content[name] for name in TOKEN_IDS if name in content}
+        return ids
 
     def copy_missing(self, folder: Path) -> None:
         """Copies what the base model's folder has and this one lacks.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from megatron.training.checkpoint.hf_layout import DTYPE_NAMES, INDEX_FILE, WEIG
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 CONFIG_FILE = "config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in a config.json
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
 _SHOWN = 80  # characters of a name in a message
 
@@ -87,6 +88,17 @@ class WeightFile(NamedTuple):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
+        self._check_size()
+        read: torch.Tensor = self.slice(name)[box.slices()]
+        return read
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor over the mapped file: it is read where it is used."""
+        self._check_size()
+        mapped: torch.Tensor = self.tensors.get_tensor(name)
+        return mapped
+
+    def _check_size(self) -> None:
         # Reading a mapped page beyond the file's end kills the process, see [Note: a data file
         # that shrinks].
         size = self.path.stat().st_size
@@ -94,8 +106,6 @@ class WeightFile(NamedTuple):
             raise CheckpointDamagedError(
                 f"Expected {self.path} to keep its {self.num_bytes} bytes, got {size} by now."
             )
-        read: torch.Tensor = self.slice(name)[box.slices()]
-        return read
 
 
 class WeightFiles:
@@ -150,8 +160,18 @@ class WeightFiles:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
-        try:
+        with self._reading(name):
             return self._files[name].read(name, box)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor over its mapped file, which must not change: it is read where it is used."""
+        with self._reading(name):
+            return self._files[name].mapped(name)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"Expected to read {name} from {self.folder}, got {error}."
@@ -241,8 +261,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
         return {"eos_token_id": tokenizer.eod}
 
     tokenizer.save_pretrained(folder)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(tokenizer, name, None) for name in names}
+    return {name: getattr(tokenizer, name, None) for name in TOKEN_IDS}
 
 
 def _byte_level() -> tokenizers.Tokenizer:

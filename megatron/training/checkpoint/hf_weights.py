@@ -23,6 +23,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,6 +164,21 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
         sources = on_all_ranks(lambda: _sources(model, contents, files))
         on_all_ranks(lambda: _load(files, contents, _rows_of(model, contents), sources))
     logger.info("loaded weights from %s", folder)
+
+
+def entries_to_load(model: nn.Module, files: WeightFiles) -> list[tuple[Entry, RowMap]]:
+    """What a model is loaded from: its weights, which may be on meta, and the rows of a folder's
+    tensors that each of them is.
+
+    Raises:
+        ConfigError, CheckpointError: as `load_hf`.
+    """
+    contents = _collect(model)
+    rows, sources = _rows_of(model, contents), _sources(model, contents, files)
+    return [
+        (entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
+        for entry in contents.entries
+    ]
 
 
 def _rank() -> int:

@@ -33,7 +33,7 @@ from megatron.training.checkpoint.run_state import (
     place_of,
 )
 from megatron.training.config import RunConfig
-from megatron.training.engine import TrainEngine
+from megatron.training.engine import SaveLoadMeta, TrainEngine
 from megatron.training.health.earlier_starts import Memory
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
@@ -63,7 +63,8 @@ class Resumer:
         `--save`. If there is none, or with off, `--load` and its flags choose.
 
         Returns:
-            None if there is no checkpoint, and training begins with the initial weights.
+            None if there is no checkpoint, and training begins with the initial weights, which are
+            those of `--hf-model` if it is given.
 
         Raises:
             CheckpointError, ConfigError: as `load_run`; the engine is unchanged.
@@ -92,6 +93,8 @@ class Resumer:
         looked_at = flags.load if flags is not None else self._config.checkpoint.save
         if loaded is None and looked_at is not None:
             logger.info("no checkpoint found in %s, starting from the beginning", looked_at)
+        if loaded is None:
+            self._load_hf_model(engine)
 
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
@@ -104,6 +107,14 @@ class Resumer:
             world_size=dist.get_world_size(),
         )
         return loaded
+
+    def _load_hf_model(self, engine: TrainEngine) -> None:
+        """The weights that a run begins with. A relaunch before the first checkpoint needs them
+        again.
+        """
+        checkpoint = self._config.checkpoint
+        if checkpoint.hf_model is not None and not checkpoint.hf_init_random:
+            engine.load(SaveLoadMeta(checkpoint.hf_model, "hf"))
 
     def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run: damaged checkpoints that were passed

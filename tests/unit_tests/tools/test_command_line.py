@@ -32,7 +32,7 @@ def test_no_command_and_an_unknown_one_are_answered_with_those_there_are(
 ) -> None:
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
-    assert re.findall(r"^  (\w+) ", usage, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^  ([\w-]+) ", usage, re.MULTILINE) == list(COMMANDS)
     for argv, got in (([], "none"), (["train"], "'train'"), (["--version"], "'--version'")):
         assert main(argv) == 2
         printed = capsys.readouterr()

@@ -1,0 +1,128 @@
+"""Settings that a folder of the transformers library decides: its architecture, the rows of its
+embedding, and its tokenizer.
+
+    values = {"lr": 1e-4, "seq_length": 4096}  # what a user has set, by field name
+    take_settings(values, read_folder("models/qwen3"))  # adds num_layers, tokenizer_model, ...
+
+The folder's config.json says what its weights compute, so a setting that contradicts it is refused
+rather than overridden. What concerns training alone is the user's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.models.gpt.hugging_face import config_from_hf
+from megatron.core.options import ConfigError, Field, options_of, shown
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
+from megatron.training.tokenizer import TokenizerConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+# They change how a model is trained, and not what its weights compute.
+_OF_TRAINING = ("attention_dropout", "hidden_dropout", "init_method_std", "recompute_granularity")
+# A config.json without a length leaves it to the user.
+_NO_LIMIT = ("max_position_embeddings", None)
+
+
+class FolderModel(NamedTuple):
+    """What a folder's config.json describes."""
+
+    folder: str
+    config: TransformerConfig
+    num_rows: int  # of the embedding
+
+
+def read_folder(folder: str | Path) -> FolderModel:
+    """The GPT that a folder's config.json describes.
+
+    Raises:
+        ConfigError: if there is no such file, or no GPT here computes the same.
+    """
+    file = Path(folder) / CONFIG_FILE
+    try:
+        content = read_json(file)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    config, num_rows = config_from_hf(content, str(file))
+    return FolderModel(str(folder), config, num_rows)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any(os.path.lexists(Path(folder) / name) for name in TOKENIZER_FILES)
+
+
+def take_settings(values: dict[str, Any], model: FolderModel) -> list[str]:
+    """Adds the settings of a folder to those that a user has set.
+
+    Contradictions are replaced by what the folder says, so that the settings can be checked
+    further before an error is raised.
+
+    Args:
+        values: converted values by field name, of the command line and YAML files; in place.
+
+    Returns:
+        A line of a ConfigError for each setting that contradicts the folder, with both values.
+    """
+    lines = []
+    fields = {field.name: field for field in options_of(TransformerConfig)}
+    for name, value in _decided(model.config).items():
+        given = values.get(name)
+        if given is not None and (name in _OF_TRAINING or (name, value) == _NO_LIMIT):
+            continue
+        if given not in (None, value):
+            lines.append(_contradiction(fields[name], value, given, model.folder))
+        if value is not None:
+            values[name] = value
+    return lines + _take_vocabulary(values, model.folder, model.num_rows)
+
+
+def _decided(config: TransformerConfig) -> dict[str, Any]:
+    """The settings that a folder's model has, by field name. None: a part that it does not have."""
+    values = dataclasses.asdict(config)
+    if config.num_query_groups == config.num_attention_heads:
+        # One group per head is what the absence of the flag means.
+        del values["group_query_attention"]
+    return values
+
+
+def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list[str]:
+    """Adds the tokenizer, unless the user names one, and the rows of the embedding, which are the
+    folder's to the row. Returns a line for each contradiction.
+    """
+    kind = values.get("tokenizer_type", "HuggingFaceTokenizer")
+    if kind == "HuggingFaceTokenizer" and values.get("tokenizer_model") is None:
+        if not has_tokenizer(folder):
+            return [
+                f"--tokenizer-model: expected a tokenizer's files in {folder}, or another "
+                "tokenizer, got none."
+            ]
+        values["tokenizer_model"] = folder
+
+    lines = []
+    fields = {field.name: field for field in options_of(TokenizerConfig)}
+    # The end of a document is an id of NullTokenizer's beyond those that --vocab-size counts.
+    vocab_size = num_rows - (kind == "NullTokenizer")
+    if (given := values.get("vocab_size")) not in (None, vocab_size):
+        lines.append(_contradiction(fields["vocab_size"], vocab_size, given, folder))
+    values["vocab_size"] = vocab_size
+
+    divisor = values.get("make_vocab_size_divisible_by", 1)
+    if type(divisor) is int and divisor > 0 and num_rows % divisor:
+        flag = fields["make_vocab_size_divisible_by"].flag
+        expected = f"a divisor of the {num_rows} rows that the embedding in {folder} has"
+        lines.append(f"{flag}: expected {expected}, got {divisor}.")
+        divisor = 1
+    values["make_vocab_size_divisible_by"] = divisor
+    return lines
+
+
+def _contradiction(field: Field, value: Any, given: Any, folder: str) -> str:
+    file = Path(folder) / CONFIG_FILE
+    return f"{field.flag}: expected {shown(value)}, as {file} says, got {shown(given)}."

@@ -1,0 +1,188 @@
+"""A folder of the transformers library as a checkpoint that runs begin with, by one process without
+a model.
+
+Tensors go from file to file: the folder's files are mapped, and no more than one tensor of theirs
+is ever in memory. The checkpoint has fp32 main weights, as a run's own has, and says what a run
+would: the architecture, the tokenizer, and the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    path_of,
+    published_iterations,
+)
+from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
+from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.files import remove_empty_folder
+from megatron.core.models.families.row_map import RowMap
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.arguments import section_from_values
+from megatron.training.checkpoint.hf_files import WeightFiles
+from megatron.training.checkpoint.hf_weights import entries_to_load
+from megatron.training.checkpoint.run_info import FORMAT_VERSION
+from megatron.training.hf_settings import read_folder, take_settings
+from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
+from megatron_hybrid.checkpoint.from_file import publish_entries
+from megatron_hybrid.checkpoint.to_file import Progress
+
+_ITERATION = 0  # nothing has been trained here
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """A folder that has been checked, and where it is to go.
+
+    Attributes:
+        folder: of the transformers library.
+        store: the folder of checkpoints that is to be.
+        model: the GPT, on meta.
+        config: a run's settings that the folder decides, by field name.
+    """
+
+    folder: Path
+    store: Store
+    model: GPTModel
+    config: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the checkpoint's tensors."""
+        return sum(weight.numel() * 4 for weight in self.model.parameters())
+
+    @property
+    def target(self) -> str:
+        """The checkpoint's path."""
+        return path_of(self.store, checkpoint_name(_ITERATION))
+
+
+def check_import(
+    folder: str, root: str, *, tokenizer_model: str | None = None, seq_length: int | None = None
+) -> Import:
+    """Checks the settings of a folder and of where it is to go. Writes nothing.
+
+    Args:
+        folder: with config.json, weights and a tokenizer.
+        root: a folder of checkpoints that holds none, or its URL.
+        tokenizer_model: a tokenizer in the place of the folder's.
+        seq_length: that the model is used with; default: all that it takes.
+
+    Raises:
+        ConfigError: if no GPT here computes what the folder's config.json says, or the tokenizer
+            does not fit.
+        CheckpointError: if `root` holds checkpoints.
+    """
+    place = Path(folder).resolve()
+    values: dict[str, Any] = {}
+    if tokenizer_model is not None:
+        values["tokenizer_model"] = str(Path(tokenizer_model).resolve())
+    if lines := take_settings(values, read_folder(place)):
+        raise ConfigError(" ".join(lines))
+    config = section_from_values(TransformerConfig, values)
+    tokenizer_config = section_from_values(TokenizerConfig, values)
+    num_rows = padded_vocab_size(tokenizer_config, build_tokenizer(tokenizer_config))
+
+    length = config.max_position_embeddings if seq_length is None else seq_length
+    _check_length(length, config.max_position_embeddings)
+
+    store = open_store(root)
+    if published := published_iterations(store):
+        raise CheckpointError(
+            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
+        )
+    with torch.device("meta"):
+        model = GPTModel(config, num_rows)
+    values |= {"seq_length": length, "hf_model": str(place), "ckpt_format": FSDP_DTENSOR}
+    return Import(place, store, model, values)
+
+
+def _check_length(length: int | None, longest: int | None) -> None:
+    if length is None:
+        raise ConfigError("--seq-length: expected a number, since the folder says none, got none.")
+    if length < 1:
+        raise ConfigError(f"--seq-length: expected at least 1, got {length}.")
+    if longest is not None and length > longest:
+        raise ConfigError(f"--seq-length: expected at most {longest}, got {length}.")
+
+
+def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
+    """Writes and publishes the checkpoint. Returns what was done, as plain data.
+
+    Raises:
+        CheckpointError: before anything is written, if the weights are not whole or not those of
+            the model; later, if they cannot be read or written. Nothing is left of it then.
+    """
+    # Enough for --finetune, and for programs that look for a model.
+    train_state = {
+        "format_version": FORMAT_VERSION,
+        "progress": {"iteration": _ITERATION},
+        "config": checked.config,
+    }
+    with ExitStack() as stack:
+        files = WeightFiles.open(checked.folder, stack)
+        entries = [
+            _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
+        ]
+        with _without_remains(checked.store):
+            publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
+    return {
+        "source": str(checked.folder),
+        "target": checked.target,
+        "num_tensors": len(entries),
+        "num_bytes": checked.num_bytes,
+    }
+
+
+@contextmanager
+def _without_remains(store: Store) -> Iterator[None]:
+    """Removes a folder of checkpoints again that was made in vain."""
+    is_new = store.is_rename_atomic and not os.path.lexists(store.root)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            remove_empty_folder(store.root)
+        raise
+
+
+def _of_file(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:
+    """The entry of a model on meta with its values in a folder's files."""
+    values = _FileRows(entry.part_of(entry.values.stored), rows, files)
+    return dataclasses.replace(entry, values=values, first_row=0)
+
+
+class _FileRows(Values):
+    """Rows of a tensor in a mapped file, in fp32."""
+
+    def __init__(self, like: torch.Tensor, rows: RowMap, files: WeightFiles) -> None:
+        """
+        Args:
+            like: what they are to be, on meta.
+        """
+        super().__init__(like)
+        self._rows = rows
+        self._files = files
+
+    def as_stored(self) -> Stored:
+        whole = self._files.mapped(self._rows.name)
+        if whole.dim():
+            runs = self._rows.ranges(0, self.shape[0])
+            parts = [whole.narrow(0, run.start, run.own_stop - run.own_start) for run in runs]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # The product with a scale is made piece by piece, in fp32, while it is written: so other
+        # dtypes are converted without a second tensor. A product with 1 is exact.
+        return Stored(whole, None if whole.dtype == torch.float32 else torch.ones(()))

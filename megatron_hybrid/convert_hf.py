@@ -1,0 +1,91 @@
+"""Models between the transformers library and runs.
+
+    python tools/convert_hf.py import models/qwen3 runs/start
+    python pretrain_gpt.py --hf-model models/qwen3 --load runs/start --finetune ...
+    python tools/convert_hf.py export runs/mine exports/mine --dtype bf16
+
+`import` makes a checkpoint of a folder. A run that begins with the folder needs none
+(`pretrain_gpt.py --hf-model`); a store that all machines see, and tools that look at checkpoints,
+may. `export` is `megatron-hybrid checkpoint export`. One process on the CPU, no process group, no
+model. Exit code: 0, or 2 for errors, which leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.host_memory import format_bytes
+from megatron.core.log import printable
+from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
+from megatron_hybrid.checkpoint.from_hf import check_import, write_import
+from megatron_hybrid.checkpoint.progress import progress_bar
+
+_MAX_LINE = 4000  # characters, of what a folder says of itself
+
+
+def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
+    """Converts; returns the exit code.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    command: Callable[[argparse.Namespace], str] = arguments.command
+    try:
+        line = command(arguments)
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
+        return 2
+    print(printable(line, _MAX_LINE))
+    return 0
+
+
+def import_folder(arguments: argparse.Namespace) -> str:
+    """Makes a checkpoint of a folder of the transformers library."""
+    checked = check_import(
+        arguments.folder,
+        arguments.root,
+        tokenizer_model=arguments.tokenizer_model,
+        seq_length=arguments.seq_length,
+    )
+    with progress_bar("import", checked.num_bytes) as progress:
+        summary = write_import(checked, progress)
+    size = format_bytes(summary["num_bytes"])
+    what = f"{summary['num_tensors']} tensors of {size} in fp32"
+    return f"{summary['target']}: {what}, of {summary['source']}"
+
+
+def export_folder(arguments: argparse.Namespace) -> str:
+    """Makes a folder of the transformers library of a run's model."""
+    return sentence(export_run(arguments))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Converts models between the transformers library and runs."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    imported = commands.add_parser("import", help=import_folder.__doc__)
+    imported.set_defaults(command=import_folder)
+    imported.add_argument("folder", metavar="HF_DIR", help="config.json, weights and a tokenizer")
+    imported.add_argument("root", metavar="ROOT", help="folder of checkpoints, without any yet")
+    imported.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="a tokenizer.json, or the folder of a Hugging Face tokenizer; default: the folder's",
+    )
+    imported.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens of a sample; default: all it takes"
+    )
+
+    exported = commands.add_parser("export", help=export_folder.__doc__)
+    exported.set_defaults(command=export_folder)
+    exported.add_argument("run", metavar="RUN", help="folder of checkpoints, or one checkpoint")
+    exported.add_argument("out", metavar="HF_DIR", help="folder to write, absent or empty")
+    add_export_flags(exported)
+    return parser.parse_args(argv)

@@ -1,0 +1,185 @@
+"""From a model of the transformers library to a run, and from the run to a model of the library."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pretrain_gpt
+from megatron.core.datasets.builder import build_gpt_datasets
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.training.arguments import parse_config
+from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
+from megatron.training.checkpoint.hf_weights import save_hf
+from megatron.training.checkpoint.resume import Resumer
+from megatron.training.tokenizer import build_tokenizer
+from megatron_hybrid import convert_hf, generate
+from tests.functional_tests.helpers.runs import losses, published
+from tests.helpers.hf_models import FAMILIES, save_model
+from tests.helpers.ranks import run_ranks
+
+SETTINGS = (
+    "--seq-length 16 --mock-data --num-workers 0 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 3 --eval-iters 0 --lr 1e-3 --lr-decay-style constant"
+).split()
+OFFLOADED = ["--optimizer-cpu-offload"]
+ENGINES = {
+    "offloaded": ["--bf16", *OFFLOADED],
+    "torch_fsdp2": ["--use-torch-fsdp2"],
+    "unsharded": ["--no-use-megatron-fsdp"],
+}
+
+
+def run(argv: list[str], begun: str | None = None) -> str:
+    """A run on this rank; returns its log.
+
+    Args:
+        begun: a folder to save the weights in that the run begins with, in fp32.
+    """
+    log, load = io.StringIO(), Resumer.load
+
+    def load_and_save(self: Resumer, engine: Any) -> Any:
+        loaded = load(self, engine)
+        if begun is not None:
+            save_hf(engine.model, begun, Device("cpu"), dtype=torch.float32)
+        return loaded
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
+        patch.setattr(Resumer, "load", load_and_save)
+        pretrain_gpt.run(argv)
+    return log.getvalue()
+
+
+def flags(folder: Path, *others: object) -> list[str]:
+    return ["--hf-model", str(folder), *SETTINGS, *map(str, others)]
+
+
+def cross_entropy(transformers: Any, folder: Path) -> float:
+    """What the library computes of a run's first global batch."""
+    config = parse_config(flags(folder), world_size=1)
+    tokens = build_tokenizer(config.tokenizer).vocab_size
+    data = build_gpt_datasets(config.data, (4, 0, 0), tokens, config.training.seed).train
+    assert data is not None
+    batch = {name: torch.stack([data[i][name] for i in range(4)]) for name in data[0]}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With tensors of which several of ours are rows."""
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3_5", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_imported_trained_and_exported_as_one_that_transformers_computes(
+    transformers, tmp_path, family
+):
+    folder, start, runs = (tmp_path / name for name in ("model", "start", "runs"))
+    save_model(folder, family)
+    assert convert_hf.main(["import", str(folder), str(start)]) == 0
+    metrics = tmp_path / "metrics.jsonl"
+    begins = ["--load", start, "--finetune", "--save", runs, "--metrics-jsonl", metrics]
+    run_ranks(2, run, flags(folder, *begins, *OFFLOADED))
+    trained = losses(metrics)
+    assert trained[1] == pytest.approx(cross_entropy(transformers, folder), abs=1e-4)
+    assert len(set(trained.values())) == 3
+
+    out = tmp_path / "out"
+    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not any(report.values())
+    ours, tokenizer, _ = generate.load_model(str(runs), None)
+    tokens = torch.randint(
+        0, tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1)
+    )
+    with torch.no_grad():
+        logits, before = theirs.eval()(tokens).logits, ours(tokens)
+        torch.testing.assert_close(before, logits, rtol=1e-4, atol=1e-4)
+        first = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert not torch.allclose(first(tokens).logits, logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size"),
+    [("offloaded", 1), ("offloaded", 2), ("torch_fsdp2", 2), ("unsharded", 1)],
+)
+def test_a_run_begins_with_the_folders_weights_to_the_bit(
+    transformers, folder, tmp_path, engine, world_size
+):
+    metrics, begun = tmp_path / "metrics.jsonl", tmp_path / "begun"
+    argv = flags(folder, "--metrics-jsonl", metrics, *ENGINES[engine])
+    run_ranks(world_size, run, argv, str(begun))
+    expected, found = load_file(folder / WEIGHTS_FILE), load_file(begun / WEIGHTS_FILE)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tolerance = 0.05 if engine == "offloaded" else 1e-4  # bf16 rounds
+    entropy = cross_entropy(transformers, folder)
+    assert losses(metrics)[1] == pytest.approx(entropy, abs=tolerance)
+
+
+def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
+    moved, runs = tmp_path / "model", tmp_path / "runs"
+    save_model(moved)
+    argv = flags(moved, "--save", runs, "--save-interval", 2, *OFFLOADED)
+    whole = [*argv, "--metrics-jsonl", str(tmp_path / "whole.jsonl")]
+    log = run_ranks(2, run, whole)[0]
+    assert f"loaded weights from {moved}" in log
+    for iteration in (2, 3):  # as if the run had died, and its last checkpoint were lost
+        (runs / f"iter_000000{iteration}").rename(tmp_path / f"iter_000000{iteration}")
+    (runs / "latest_checkpointed_iteration.txt").unlink()
+
+    # A relaunch before there is a checkpoint begins in the same way.
+    again = [*argv, "--metrics-jsonl", str(tmp_path / "again.jsonl")]
+    assert f"loaded weights from {moved}" in run_ranks(2, run, again)[0]
+    assert losses(tmp_path / "again.jsonl") == losses(tmp_path / "whole.jsonl")
+
+    # One that resumes needs no weights of the folder, on another number of ranks either.
+    (moved / WEIGHTS_FILE).unlink()
+    (runs / "iter_0000003").rename(tmp_path / "lost")
+    (runs / "latest_checkpointed_iteration.txt").write_text("2\n")
+    resumed = [*argv, "--metrics-jsonl", str(tmp_path / "resumed.jsonl")]
+    log = run_ranks(2, run, resumed)[0]
+    assert "loaded weights from" not in log
+    assert losses(tmp_path / "resumed.jsonl") == {3: losses(tmp_path / "whole.jsonl")[3]}
+    assert published(runs) == ["iter_0000002", "iter_0000003"]
+
+    # Nor does one that draws its weights, or takes them from a checkpoint.
+    run_ranks(1, run, flags(moved, "--hf-init-random"))
+    run_ranks(1, run, flags(moved, "--load", runs, "--finetune"))
+
+    def fail(argv: list[str]) -> None:
+        with pytest.raises(CheckpointError, match=f"Expected {WEIGHTS_FILE} or .*, got neither"):
+            run(argv)
+
+    run_ranks(2, fail, flags(moved))
+
+
+def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path):
+    """The folder's config.json and weights may be gone; its tokenizer is the run's."""
+    moved, runs = tmp_path / "model", tmp_path / "runs"
+    save_model(moved)
+    run_ranks(1, run, flags(moved, "--save", runs))
+    (moved / "config.json").unlink()
+    (moved / WEIGHTS_FILE).unlink()
+    model, tokenizer, seq_length = generate.load_model(str(runs), None)
+    assert (model.config.num_layers, model.vocab_size, seq_length) == (2, 301, 16)
+    assert tokenizer.vocab_size <= 301
+    assert convert_hf.main(["export", str(runs), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").exists()

@@ -1,0 +1,75 @@
+"""Tiny models as the transformers library saves them, each with a tokenizer of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.tokenizer import train_bpe
+
+VOCAB = 301  # rows that no number of ranks divides, and no multiple of 128
+TEXT = "def main():\n    return the_answer(to=everything)\n"
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 3,
+    "eos_token_id": 0,
+}
+
+
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+# What the config of each says besides the sizes. The first word is the library's name of its class.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, with biases": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    # Queries and gates alternate in one tensor, and the sections of a convolution's follow others.
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "layer_types": [_LINEAR, _FULL],
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "gemma3_text": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 10,
+        "tie_word_embeddings": True,
+        "sliding_window": 5,
+        "layer_types": [_WINDOWED, _FULL],
+    },
+}
+
+
+def save_model(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
+    """Saves such a model with random weights, of which none is as a new model's is."""
+    transformers = pytest.importorskip("transformers")
+    kind, _, _ = family.partition(",")
+    made = transformers.AutoConfig.for_model(kind, **{**_SIZES, **FAMILIES[family], **config})
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.add_(1.0 if parameter.dim() == 1 else 0.0)
+    model.to(dtype).save_pretrained(folder)
+    train_bpe([TEXT * 20], 300, folder / "tokenizer.json")
+    return folder
