@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.device import Device
@@ -25,6 +24,7 @@ from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, state
 from megatron.training import engines
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.fp32_models import (
     LR,
     NUM_IN_FP32,
@@ -83,12 +83,11 @@ def make(
 
 
 class Run(NamedTuple):
-    """What a training came to, every tensor whole."""
+    """What a training came to."""
 
     losses: list[float]
     norms: list[float]
-    weights: dict[str, torch.Tensor]
-    states: dict[str, torch.Tensor]
+    contents: Contents
 
 
 def train(engine: ModuleEngine, steps: range = range(STEPS)) -> Run:
@@ -97,47 +96,21 @@ def train(engine: ModuleEngine, steps: range = range(STEPS)) -> Run:
         result = engine.train_batch(batches(step, dist.get_rank()), forward_step)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    return Run(losses, norms, *contents(engine))
-
-
-def contents(engine: ModuleEngine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Main weights and states."""
-    engine.state.optimizer.synchronize()
-    weights, states = {}, {}
-    for name, parameter in engine.model.named_parameters():
-        weights[name] = whole(parameter)
-        for kind, value in engine.state.optimizer.optimizer.state[parameter].items():
-            if torch.is_tensor(value):
-                states[f"{name}.{kind}"] = whole(value)
-    return weights, states
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return Run(losses, norms, contents_of(engine))
 
 
 def assert_same(run: Run, other: Run) -> None:
     """To the bit, but for the order in which a norm's squares are added."""
     assert run.losses == other.losses
     assert run.norms == pytest.approx(other.norms, rel=1e-6)
-    assert differences(run, other) == []
-
-
-def differences(run: Run, other: Run) -> list[str]:
-    """The names of weights and states that are not the same bits."""
-    found = []
-    for own, theirs in ((run.weights, other.weights), (run.states, other.states)):
-        assert own.keys() == theirs.keys()
-        found += [name for name in own if not torch.equal(own[name], theirs[name])]
-    return found
+    assert differing(run.contents, other.contents) == []
 
 
 def _near(run: Run, weights: dict[str, torch.Tensor], losses: list[float]) -> None:
     assert run.losses == pytest.approx(losses, rel=1e-4)
     for name, weight in weights.items():
         # Adam moves a weight by LR at most: gradients near zero may be rounded to another sign.
-        torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=0.2 * LR)
+        torch.testing.assert_close(run.contents.weights[name], weight, rtol=0, atol=0.2 * LR)
 
 
 # What forward and backward see.
@@ -195,7 +168,7 @@ def test_one_rank_gives_the_bits_of_training_unsharded() -> None:
     assert run.norms == pytest.approx(expected.norms, rel=1e-6)
     assert min(run.norms) > ON_DEVICE.clip_grad
     for name, weight in expected.weights.items():
-        assert torch.equal(run.weights[name], weight), name
+        assert torch.equal(run.contents.weights[name], weight), name
 
     # A gate in bf16 has other numbers, so these do show what it computes in.
     in_bf16 = train_unsharded(STEPS, 1, ON_DEVICE, BF16, fp32_types=())
@@ -290,14 +263,14 @@ def _small(folder: str) -> set[torch.dtype]:
     one.save(meta)
     other = make(STRATEGIES["optim"], model=Scaled)
     other.load(meta)
-    assert differences(Run([], [], *contents(other)), expected) == []
+    assert differing(contents_of(other), expected.contents) == []
 
     options = {"use_precision_aware_optimizer": True, "main_params_dtype": "bf16"}
     parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="bf16")
     on_device = OptimizerConfig(clip_grad=0.05, **options)
     in_bf16 = train(make(parallel, on_device, model=Scaled))
     assert_same(train(make(parallel, offloaded(**options), model=Scaled)), in_bf16)
-    return {weight.dtype for name, weight in in_bf16.weights.items() if "gate" in name}
+    return {weight.dtype for name, weight in in_bf16.contents.weights.items() if "gate" in name}
 
 
 def test_fewer_elements_than_ranks_frozen_ones_and_bf16_main_weights_train_alike(tmp_path):
@@ -319,8 +292,7 @@ def _loss_scales() -> list[float]:
         assert results[0].loss == results[1].loss
         assert results[0].is_skipped == results[1].is_skipped
         scales.append(results[0].loss_scale)
-    runs = [Run([], [], *contents(engine)) for engine in both]
-    assert differences(*runs) == []
+    assert differing(*map(contents_of, both)) == []
     return scales
 
 
@@ -333,12 +305,8 @@ def _fsdp2() -> None:
     run = train(make(FSDP2))
     expected = train_unsharded(STEPS, dist.get_world_size(), ON_DEVICE, BF16)
     _near(run, expected.weights, expected.losses)
-    assert (
-        differences(
-            run, train(make(FSDP2, OptimizerConfig(clip_grad=0.05, optimizer_cpu_offload=True)))
-        )
-        == []
-    )
+    on_host = OptimizerConfig(clip_grad=0.05, optimizer_cpu_offload=True)
+    assert differing(run.contents, train(make(FSDP2, on_host)).contents) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -383,26 +351,24 @@ def test_bytes_are_counted_by_the_dtype_that_they_have(fraction):
 # Checkpoints.
 
 
-def _save(folder: str) -> Run:
+def _save(folder: str) -> Contents:
     engine = make(optimizer=offloaded())
     train(engine, range(2))
     engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
-    saved = contents(engine)
-    return Run([], [], *saved)
+    return contents_of(engine)
 
 
 def _load(folder: str, parallel: DataParallelConfig, optimizer: OptimizerConfig) -> Run:
     engine = make(parallel, optimizer)
     engine.load(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
-    loaded = contents(engine)
-    after = train(engine, range(2, 4))
-    return Run(after.losses, after.norms, *loaded)
+    loaded = contents_of(engine)
+    return train(engine, range(2, 4))._replace(contents=loaded)
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_others_with_other_fractions(tmp_path):
     saved = run_ranks(2, _save, str(tmp_path))[0]
     (again, _) = run_ranks(2, _load, str(tmp_path), ZERO3, offloaded())
-    assert {name for name in again.weights if "gate" in name} == {
+    assert {name for name in again.contents.weights if "gate" in name} == {
         "layers.1.gate.rate",
         "layers.1.gate.shift",
         "gate.rate",
@@ -415,7 +381,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_others_with_other_fractions(tmp_path
         (2, FSDP2, ON_DEVICE),
     ):
         for run in run_ranks(world_size, _load, str(tmp_path), parallel, optimizer):
-            assert differences(run, saved) == []
+            assert differing(run.contents, saved) == []
             if world_size == 2:
                 assert run.losses == pytest.approx(again.losses, rel=1e-4)
 
@@ -428,7 +394,7 @@ def _weights_alone(
     meta = SaveLoadMeta(f"{folder}/{hf_dtype}", weight_format, hf_dtype=hf_dtype)
     one.save(meta)
     other.load(meta)
-    own, theirs = contents(one)[0], contents(other)[0]
+    own, theirs = contents_of(one).weights, contents_of(other).weights
     return [name for name in own if not torch.equal(own[name], theirs[name])]
 
 

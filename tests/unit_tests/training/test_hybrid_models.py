@@ -7,12 +7,10 @@ stays fp32 in a model of bf16: two parameter groups in one layer, one of them ti
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.formats import open_checkpoint
@@ -25,6 +23,7 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.ranks import random_delays, run_ranks
 
 VOCAB, SEQ = 96, 40
@@ -56,13 +55,6 @@ CONFIG = TransformerConfig(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
-
-
-class Contents(NamedTuple):
-    """An engine's weights and states, every tensor whole."""
-
-    weights: dict[str, torch.Tensor]
-    states: dict[str, torch.Tensor]
 
 
 def _engine(strategy: str = "optim_grads_params", fraction: float = 0.0) -> ModuleEngine:
@@ -105,41 +97,18 @@ def _train(engine: ModuleEngine, steps: range) -> list[float]:
     return found
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def _contents(engine: ModuleEngine) -> Contents:
-    engine.state.optimizer.synchronize()
-    weights, states = {}, {}
-    for name, parameter in engine.model.named_parameters():
-        weights[name] = _whole(parameter)
-        for kind, value in engine.state.optimizer.optimizer.state[parameter].items():
-            if torch.is_tensor(value):
-                states[f"{name}.{kind}"] = _whole(value)
-    return Contents(weights, states)
-
-
-def _differences(one: Contents, other: Contents) -> list[str]:
-    assert one.weights.keys() == other.weights.keys()
-    assert one.states.keys() == other.states.keys()
-    pairs = [(one.weights, other.weights), (one.states, other.states)]
-    return [name for a, b in pairs for name in a if not torch.equal(a[name], b[name])]
-
-
 def _trained_alike() -> None:
     on_device = _engine()
-    before = _contents(on_device)
+    before = contents_of(on_device)
     losses = _train(on_device, range(4))
-    after = _contents(on_device)
-    assert len(_differences(before, after)) >= len(after.weights), "everything has changed"
+    after = contents_of(on_device)
+    assert len(differing(before, after)) >= len(after.weights), "everything has changed"
 
     for fraction in (0.4, 1.0):
         with random_delays(seed=3):
             offloaded = _engine(fraction=fraction)
             assert _train(offloaded, range(4)) == losses
-        assert _differences(_contents(offloaded), after) == []
+        assert differing(contents_of(offloaded), after) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -151,13 +120,13 @@ def _save(folder: str) -> Contents:
     engine = _engine(fraction=1.0)
     _train(engine, range(2))
     engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
-    return _contents(engine)
+    return contents_of(engine)
 
 
 def _loaded(folder: str, strategy: str, fraction: float) -> Contents:
     engine = _engine(strategy, fraction)
     engine.load(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
-    return _contents(engine)
+    return contents_of(engine)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +146,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_other_numbers_of_ranks_to_the_bit(
 ) -> None:
     folder, expected = saved
     for contents in run_ranks(world_size, _loaded, folder, strategy, fraction):
-        assert _differences(contents, expected) == []
+        assert differing(contents, expected) == []
 
 
 def test_every_section_stands_in_the_checkpoint_under_a_name_of_its_own(
