@@ -171,15 +171,29 @@ def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
     run_ranks(2, fail, flags(moved))
 
 
-def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path):
-    """The folder's config.json and weights may be gone; its tokenizer is the run's."""
-    moved, runs = tmp_path / "model", tmp_path / "runs"
-    save_model(moved)
-    run_ranks(1, run, flags(moved, "--save", runs))
-    (moved / "config.json").unlink()
-    (moved / WEIGHTS_FILE).unlink()
-    model, tokenizer, seq_length = generate.load_model(str(runs), None)
+def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, monkeypatch):
+    """From any folder, and relative paths are those of the run. The folder's config.json and
+    weights may be gone; its tokenizer is the run's.
+    """
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    save_model(project / "model")
+    elsewhere.mkdir()
+
+    def run_there(argv: list[str]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            run(argv)
+
+    run_ranks(1, run_there, flags(Path("model"), "--save", "runs/mine"))
+    (project / "model" / "config.json").unlink()
+    (project / "model" / WEIGHTS_FILE).unlink()
+
+    monkeypatch.chdir(elsewhere)
+    runs = str(project / "runs" / "mine")
+    model, tokenizer, seq_length = generate.load_model(runs, None)
     assert (model.config.num_layers, model.vocab_size, seq_length) == (2, 301, 16)
     assert tokenizer.vocab_size <= 301
-    assert convert_hf.main(["export", str(runs), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert convert_hf.main(["export", runs, "out"]) == 0
+    own = (project / "model" / "tokenizer.json").read_bytes()
+    assert (elsewhere / "out" / "tokenizer.json").read_bytes() == own
+    assert (elsewhere / "out" / "generation_config.json").exists()

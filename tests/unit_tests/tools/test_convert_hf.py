@@ -95,19 +95,21 @@ def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
     assert "--max-shard-size: expected a size such as 500MB or 5GB" in capsys.readouterr().err
 
 
-def test_the_likeliest_tokens_are_those_of_transformers(transformers, model, tmp_path, capsys):
+@pytest.mark.parametrize("family", ["llama, tied", "qwen3"])
+def test_the_likeliest_tokens_are_those_of_transformers(transformers, tmp_path, capsys, family):
     """In fp32; whatever the text is, both write the same."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    folder = save_model(tmp_path / "model", family, dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.generation_config.eos_token_id = None
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ids = tokenizer(TEXT[:12], return_tensors="pt")["input_ids"]
     written = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    expected = tokenizer.decode(written[0])
     assert len(written[0]) == len(ids[0]) + 12, "nothing ended it"
+    expected = tokenizer.decode(written[0])
 
-    converted("import", model, tmp_path / "runs")
+    converted("import", folder, tmp_path / "runs")
     capsys.readouterr()
-    for place in (model, tmp_path / "runs"):
+    for place in (folder, tmp_path / "runs"):
         asked = ["--prompt", TEXT[:12], "--max-new-tokens", "12", "--temperature", "0"]
         assert generate.main(["--load", str(place), *asked]) == 0
         assert capsys.readouterr().out == f"--- prompt: {TEXT[:12]!r}\n{expected}\n\n"
