@@ -108,13 +108,12 @@ def check(
     in_bf16 = [name for name in names if name in IN_BF16]
     for name in in_bf16[1:]:
         same_course(courses[name], courses[in_bf16[0]])
-    if "zero3 fp32" in names and expected:
-        same_course(courses["zero3 fp32"], expected["zero3 fp32"])
-    # Here the CPU adds gradients up in another order.
-    if "zero1 fp32" in names and expected:
-        assert courses["zero1 fp32"].losses == pytest.approx(
-            expected["zero1 fp32"].losses, rel=1e-6
-        )
+    # The device's attention gets repeated key heads where the CPU's takes grouped ones, and the CPU
+    # adds gradients up in another order: on some processors the last bits differ.
+    for name in ("zero1 fp32", "zero3 fp32"):
+        if name in names and expected:
+            losses = expected[name].losses
+            assert courses[name].losses == pytest.approx(losses, rel=1e-6)
     if expected:
         for name, course in courses.items():
             assert course.losses == pytest.approx(expected[IN_FP32[0]].losses, rel=2e-3), name
