@@ -106,6 +106,7 @@ class Option:
     noun: str | None = None
     requires: str | None = None
     no_effect_unless: tuple[tuple[str, Any], ...] = ()
+    is_pattern: bool = False
     overridden_by: str | None = None
     may_change: bool = False
 
@@ -125,6 +126,7 @@ def option(
     noun: str | None = None,
     requires: str | None = None,
     no_effect_unless: str | Mapping[str, Any] | None = None,
+    is_pattern: bool = False,
     overridden_by: str | None = None,
     may_change: bool = False,
 ) -> Any:
@@ -137,18 +139,17 @@ def option(
         off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
         choices: the only values admitted.
         at_least, more_than, at_most, less_than: bounds of a number.
-        ceiling: a bound of a number that has a lower one, far beyond any use; more would overflow
-            somewhere. It is named only where it is exceeded.
+        ceiling: a bound far beyond any use, named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
         requires: the option that must have a value where this one is given: is not the default.
         no_effect_unless: the switch that must be on where this one is given, since it would change
             nothing otherwise; or the values that other options must have.
+        is_pattern: whether the text may be a list in Python's syntax; one of YAML becomes text.
         overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
         may_change: whether a resumed run may have another value without a line in the log: it says
             where and when something is done, not what is computed.
 
-    The relations may name options of other config classes. `check_options` checks those of the
-    same class, `check_needs` the others.
+    The relations may name options of other config classes: see `check_options`, `check_needs`.
     """
     if isinstance(no_effect_unless, str):
         no_effect_unless = {no_effect_unless: True}
@@ -165,6 +166,7 @@ def option(
         noun=noun,
         requires=requires,
         no_effect_unless=tuple((no_effect_unless or {}).items()),
+        is_pattern=is_pattern,
         overridden_by=overridden_by,
         may_change=may_change,
     )
@@ -229,14 +231,20 @@ class Field:
                 value = value.split()
             items = value if isinstance(value, (list, tuple)) else [value]
             return tuple(self._convert_scalar(one) for item in items for one in self._split(item))
+        if self.option.is_pattern and isinstance(value, (list, tuple)):
+            # Of YAML, which may nest values without end: no other items are written out.
+            if not all(isinstance(item, (int, str)) for item in value):
+                raise self.error(value)
+            value = f"[{','.join(map(str, value))}]"
         return self._convert_scalar(value)
 
     def _split(self, item: Any) -> list[Any]:
-        """The values in an item of a list: numbers may have commas between them and brackets
+        """The values in an item of a list: numbers may have commas between them and parentheses
         around them, as in "(127,0)".
         """
         if isinstance(item, str) and self.scalar in (int, float):
-            return item.strip("()[]").replace(",", " ").split()
+            is_enclosed = item.startswith("(") and item.endswith(")")
+            return (item[1:-1] if is_enclosed else item).split(",")
         return [item]
 
     def _convert_scalar(self, value: Any) -> Any:

@@ -276,8 +276,10 @@ def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
 
 
 def _is_number(word: str) -> bool:
+    """Whether a word is a number, or several with commas between them."""
     try:
-        float(word)
+        for part in word.split(","):
+            float(part)
     except ValueError:
         return False
     return True

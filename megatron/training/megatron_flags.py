@@ -271,6 +271,13 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "Multi-latent attention is not offered.",
     ),
     _remove("--mtp-*", "Multi-token prediction is not offered."),
+    _replace(
+        "--experimental-attention-variant",
+        "--linear-attention-freq N",
+        "It says which layers have gated delta nets, and turns them on.",
+        *("gdn", "gated_delta_net"),
+        unless="linear_attention_freq",
+    ),
     _no_effect(
         "--experimental-attention-variant",
         "--linear-attention-freq says where gated delta nets are.",

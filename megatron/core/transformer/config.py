@@ -66,9 +66,11 @@ class TransformerConfig:
     )
     window_attn_skip_freq: str | None = option(
         None,
-        "every N-th layer attends without the window, or a list with 1 for layers that have it",
+        "N: every N-th layer attends without the window; or a list with 1 for each layer that has "
+        "the window",
         requires="window_size",
         noun=_PATTERN,
+        is_pattern=True,
     )
     softmax_type: str = option(
         Sinks.NONE.value,
@@ -89,9 +91,10 @@ class TransformerConfig:
     )
     linear_attention_freq: str | None = option(
         None,
-        "gated delta nets in place of attention, but for every N-th layer, or as a list with 1 for "
-        "delta nets says",
+        "N: all layers but every N-th have a gated delta net instead of attention; or a list with "
+        "1 for each layer that has one",
         noun=_PATTERN,
+        is_pattern=True,
     )
     linear_conv_kernel_dim: int = option(
         4,
@@ -146,15 +149,20 @@ class TransformerConfig:
     )
     no_rope_freq: str | None = option(
         None,
-        "every N-th layer leaves queries and keys unrotated, or a list with 1 for layers that do",
+        "N: every N-th layer leaves queries and keys unrotated; or a list with 1 for each layer "
+        "that does",
         noun=_PATTERN,
+        is_pattern=True,
     )
     rotary_seq_len_interpolation_factor: float | None = option(
         None, "divide positions by this (linear scaling)", at_least=1.0
     )
     use_rope_scaling: bool = option(False, "stretch long rotary wavelengths as Llama 3.1 does")
     rope_scaling_factor: float = option(
-        8.0, "by how much", at_least=1.0, no_effect_unless="use_rope_scaling"
+        8.0,
+        "by how much --use-rope-scaling stretches them",
+        at_least=1.0,
+        no_effect_unless="use_rope_scaling",
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
@@ -188,13 +196,13 @@ class TransformerConfig:
     )
     yarn_beta_fast: float = option(
         32.0,
-        "wavelengths that turn more often over the original length are kept",
+        "wavelengths that turn more often than this over the original length are kept",
         more_than=0.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_beta_slow: float = option(
         1.0,
-        "wavelengths that turn less often over the original length are stretched in full",
+        "wavelengths that turn less often than this over the original length are stretched in full",
         more_than=0.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
@@ -216,7 +224,9 @@ class TransformerConfig:
         1e-5, "added to the variance before its root is taken", more_than=0.0
     )
     layernorm_zero_centered_gamma: bool = option(
-        False, "store the norms' weights as differences from one", flag="--apply-layernorm-1p"
+        False,
+        "store the weights of norms, but for those inside delta nets, as differences from one",
+        flag="--apply-layernorm-1p",
     )
     post_norm: bool = option(
         False, "normalize what attention and MLP add to the residual stream, too"
@@ -327,7 +337,8 @@ class TransformerConfig:
             expect(
                 len(self.window_size) == 2 and self.window_size[1] == 0,
                 "--window-size",
-                "the number of positions before each one, and 0 for those after it, as in 1023,0",
+                "the number of positions before each one, and 0 for those after it (1023,0 for a "
+                "window of 1024)",
                 self.window_size,
             )
         self.windowed_layers()
@@ -361,6 +372,9 @@ class TransformerConfig:
                 ),
             ):
                 expect(value is not None, flag, "a value with --position-embedding-type yarn", None)
+
+            slow, fast = self.yarn_beta_slow, self.yarn_beta_fast
+            expect(slow < fast, "--yarn-beta-fast", f"more than --yarn-beta-slow {slow}", fast)
 
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         expect(
@@ -435,12 +449,12 @@ class TransformerConfig:
 
     def windowed_layers(self) -> tuple[bool, ...]:
         """For each layer, whether its attention, if it has one, has the window."""
+        found = (True,) * self.num_layers
+        if self.window_attn_skip_freq is not None:
+            found = self._layers("--window-attn-skip-freq", self.window_attn_skip_freq, False)
         # Infinitely many positions before each one are no window.
-        if self.window_size is None or self.window_size[0] == -1:
-            return (False,) * self.num_layers
-        if self.window_attn_skip_freq is None:
-            return (True,) * self.num_layers
-        return self._layers("--window-attn-skip-freq", self.window_attn_skip_freq, False)
+        has_window = self.window_size is not None and self.window_size[0] != -1
+        return found if has_window else (False,) * self.num_layers
 
     def unrotated_layers(self) -> tuple[bool, ...]:
         """For each layer, whether its attention leaves queries and keys unrotated."""

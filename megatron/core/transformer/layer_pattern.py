@@ -29,6 +29,7 @@ def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> 
     Raises:
         ConfigError: for anything else, or for a list that is not `num_layers` long.
     """
+    text = text.strip()
     if text.isascii() and text.isdecimal():
         number = int(text[:20])
         expect(number >= 1, flag, "a number of layers >= 1, or a list of zeros and ones", text)
@@ -38,8 +39,8 @@ def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> 
     expect(
         len(found) == num_layers,
         flag,
-        f"a number, or zeros and ones for --num-layers {num_layers} layers",
-        f"{text}, which has {len(found)}",
+        f"a number, or zeros and ones for --num-layers {num_layers}",
+        len(found),
     )
     return tuple(found)
 
@@ -49,7 +50,7 @@ def _evaluated(flag: str, text: str) -> list[bool]:
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError("too long")
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
         if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > _MOST_OPERATIONS:
             raise ValueError("too many operations")
         return _value_of(tree.body)

@@ -25,6 +25,8 @@ class Example:
     rate: float = option(0.5, "a rate", more_than=0, less_than=1)
     shape: str = option("round", "a shape", choices=("round", "square"))
     paths: tuple[str, ...] | None = option(None, "some paths")
+    sizes: tuple[int, ...] | None = option(None, "some numbers")
+    pattern: str | None = option(None, "a list or a number", is_pattern=True)
     is_loud: bool = option(True, "loud or not", off_flag="--quiet")
     not_an_option: int = 3
 
@@ -36,7 +38,7 @@ FIELDS = {field.name: field for field in options_of(Example)}
 
 
 def test_options_know_their_flags_and_types():
-    assert list(FIELDS) == ["count", "rate", "shape", "paths", "is_loud"]
+    assert list(FIELDS) == ["count", "rate", "shape", "paths", "sizes", "pattern", "is_loud"]
     assert FIELDS["paths"].is_list
     assert FIELDS["paths"].is_optional
     assert FIELDS["is_loud"].flag == "--is-loud"
@@ -79,6 +81,14 @@ def test_values_within_bounds_are_taken():
         ("paths", "a b", ("a", "b")),
         ("paths", [0.5, "a"], ("0.5", "a")),
         ("paths", None, None),
+        ("paths", ["a b", "c,d"], ("a b", "c,d")),
+        ("sizes", "127,0", (127, 0)),
+        ("sizes", ["(127,0)"], (127, 0)),
+        ("sizes", ["-1,0"], (-1, 0)),
+        ("sizes", [127, 0], (127, 0)),
+        ("pattern", "[1,0]*2", "[1,0]*2"),
+        ("pattern", [1, 1, 0], "[1,1,0]"),
+        ("pattern", 4, "4"),
         ("is_loud", "false", False),
     ],
 )
@@ -89,7 +99,16 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("count", "three"), ("count", "1.5"), ("is_loud", "1"), ("rate", [1])]
+    ("name", "given"),
+    [
+        ("count", "three"),
+        ("count", "1.5"),
+        ("is_loud", "1"),
+        ("rate", [1]),
+        ("shape", [1]),
+        ("sizes", ")127,0("),
+        ("sizes", "127,,0"),
+    ],
 )
 def test_text_that_is_not_of_the_fields_type_is_refused(name, given):
     with pytest.raises(ConfigError, match=FIELDS[name].flag):
@@ -135,8 +154,8 @@ BOMBS = {
 @pytest.mark.parametrize("kind", list(BOMBS))
 @pytest.mark.parametrize("name", list(FIELDS))
 def test_a_value_without_measure_is_refused_in_a_line_that_ends(name, kind):
-    if (name, kind) == ("paths", "a long text"):
-        return  # which is a path
+    if name in ("paths", "pattern") and kind == "a long text":
+        return  # which is a path, or for the option's owner to read
     with pytest.raises(ConfigError) as error:
         FIELDS[name].check(FIELDS[name].convert(BOMBS[kind]))
     assert len(str(error.value)) < 1000

@@ -12,6 +12,7 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, shown
 
 _MOST_LAYERS = 2**16  # as TransformerConfig
+_MOST = 2**63 - 1  # of any number, which may become an int64 or a float
 _MOST_SHOWN = 8  # fields in a message
 
 
@@ -43,6 +44,15 @@ class ConfigFile:
         value = self.wanted(name)
         if type(value) is not int or value < 1:
             raise self.error(name, "an integer >= 1", value)
+        if value > _MOST:
+            raise self.error(name, "an integer of at most 63 bits", value)
+        return value
+
+    def positive(self, name: str) -> float:
+        """A positive number. ConfigError for anything else."""
+        value = self.wanted(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+            raise self.error(name, "a number > 0", value)
         return value
 
     def boolean(self, name: str, absent: bool | None = None) -> bool:

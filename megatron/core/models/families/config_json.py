@@ -40,6 +40,7 @@ _HARMLESS = frozenset(
     attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout
     gradient_checkpointing
     id2label label2id num_labels problem_type finetuning_task task_specific_params
+    is_llama_config max_sequence_length transformers.js_config
     return_dict output_attentions output_hidden_states output_scores return_dict_in_generate
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
     num_return_sequences diversity_penalty temperature top_k top_p typical_p repetition_penalty
@@ -112,8 +113,8 @@ def family_of(spec: ModelSpec) -> Family:
         return nearest
 
     flags = ", ".join(difference.flag for difference in differences)
-    expected = ", ".join(f"{difference.flag} {difference.expected}" for difference in differences)
-    got = ", ".join(f"{difference.got}" for difference in differences)
+    expected = ", ".join(difference.expected_flag for difference in differences)
+    got = ", ".join(difference.got_flag for difference in differences)
     raise ConfigError(
         f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
         f"which {nearest.class_name} is the nearest ({expected}), got {got}."

@@ -313,10 +313,7 @@ class QueryScalar(Field):
         return (self.name,)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        value = file.wanted(self.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise file.error(self.name, "a number > 0", value)
-        return {"softmax_scale": 1 / math.sqrt(value)}
+        return {"softmax_scale": 1 / math.sqrt(file.positive(self.name))}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         # transformers takes whole numbers only.

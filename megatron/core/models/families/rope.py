@@ -197,7 +197,7 @@ class Rope(Field):
         share = parameters.pop("partial_rotary_factor", self.absent_share)
         if self.absent_share is not None:
             options["rotary_percent"] = share
-        elif share not in (None, 1):
+        elif isinstance(share, bool) or share not in (None, 1):
             raise file.error("partial_rotary_factor", "1.0", share)
 
         return options | _scaling_options(file, parameters, tuple(_SCALINGS), self.ignored)

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec import (
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
+    RotaryScaling,
     RotarySpec,
     YarnScaling,
 )
@@ -37,7 +38,19 @@ _FLAGS = {
     "mixer.rotary": "--position-embedding-type",
     "mixer.rotary.share": "--rotary-percent",
     "mixer.rotary.base": "--rotary-base",
-    "mixer.rotary.scaling": "--use-rope-scaling",
+    "mixer.rotary.scaling.linear.factor": "--rotary-seq-len-interpolation-factor",
+    "mixer.rotary.scaling.llama3.factor": "--rope-scaling-factor",
+    "mixer.rotary.scaling.llama3.low_freq_factor": "--rope-scaling-low-freq-factor",
+    "mixer.rotary.scaling.llama3.high_freq_factor": "--rope-scaling-high-freq-factor",
+    "mixer.rotary.scaling.llama3.original_length": (
+        "--rope-scaling-original-max-position-embeddings"
+    ),
+    "mixer.rotary.scaling.yarn.factor": "--yarn-rotary-scaling-factor",
+    "mixer.rotary.scaling.yarn.original_length": "--yarn-original-max-position-embeddings",
+    "mixer.rotary.scaling.yarn.beta_fast": "--yarn-beta-fast",
+    "mixer.rotary.scaling.yarn.beta_slow": "--yarn-beta-slow",
+    "mixer.rotary.scaling.yarn.attention_factor": "--yarn-attention-factor",
+    "mixer.rotary.scaling.yarn.rounds_range": "--yarn-correction-range-round-to-int",
     "mixer.window": "--window-size",
     "mixer.sinks": "--softmax-type",
     "mixer.qk_norm": "--qk-layernorm",
@@ -57,7 +70,16 @@ _FLAGS = {
     "feed_forward.has_bias": "--disable-bias-linear",
     "post_norm": "--post-norm",
 }
-# All norms of a model have these alike.
+# Flags that turn off what the spec's value turns on.
+_OFF_FLAGS = ("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--no-rope-freq")
+# The flag for each kind of scaling.
+_SCALING_FLAGS = {
+    "linear": "--rotary-seq-len-interpolation-factor",
+    "llama3": "--use-rope-scaling",
+    "yarn": "--position-embedding-type yarn",
+}
+# All norms of a model have these alike, but for the gated ones of delta nets, which are never
+# zero-centred.
 _NORM_FLAGS = {
     "kind": "--normalization",
     "eps": "--norm-epsilon",
@@ -96,6 +118,31 @@ class Difference(NamedTuple):
     expected: object
     got: object
 
+    @property
+    def expected_flag(self) -> str:
+        """The expected value as a command line gives it."""
+        return _as_given(self.flag, self.expected)
+
+    @property
+    def got_flag(self) -> str:
+        """The value that is there as a command line gives it."""
+        return _as_given(self.flag, self.got)
+
+
+def _as_given(flag: str, value: object) -> str:
+    if flag in _OFF_FLAGS:
+        value = not value
+    if flag in _SCALING_FLAGS.values() and (value is None or value in _SCALING_FLAGS):
+        return _SCALING_FLAGS.get(str(value), "no scaling of rotary")
+    if flag == "--position-embedding-type":
+        value = value or "none"
+    if flag == "--window-size" and isinstance(value, int):
+        value = f"{value - 1},0"  # positions before each one
+
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
+
 
 def spec_differences(
     expected: ModelSpec, got: ModelSpec, ignored: Collection[str] = ()
@@ -114,19 +161,32 @@ def spec_differences(
         for path, difference in _compared(one, other).items():
             by_path.setdefault(path, {})[number] = difference
     for path, by_layer in by_path.items():
-        found[path] = _of_layers(by_layer, len(expected.layers))
+        found[path] = _of_layers(path, by_layer, got.layers)
 
     by_flag = {difference.flag: difference for difference in reversed(found.values())}
     consequences = [name for flag in by_flag for name in _CONSEQUENCES.get(flag, ())]
     return [one for flag, one in reversed(by_flag.items()) if flag not in consequences]
 
 
-def _of_layers(by_layer: dict[int, Difference], num_layers: int) -> Difference:
+def _of_layers(
+    path: str, by_layer: dict[int, Difference], layers: tuple[LayerSpec, ...]
+) -> Difference:
     """A difference of several layers: their common one, or the first one's, with its number."""
     number, first = next(iter(by_layer.items()))
-    if len(by_layer) == num_layers and len(set(by_layer.values())) == 1:
+    if len(by_layer) == len(layers) and len(set(by_layer.values())) == 1:
         return first
-    return first._replace(name=f"{first.name} of layer {number}")
+
+    flag = first.flag
+    windows = {number for number, layer in enumerate(layers) if _has_window(layer)}
+    if path == "mixer.rotary":
+        flag = "--no-rope-freq"
+    elif path == "mixer.rotary.base" and windows.issuperset(by_layer):
+        flag = "--window-rotary-base"
+    return first._replace(flag=flag, name=f"{first.name} of layer {number}")
+
+
+def _has_window(layer: LayerSpec) -> bool:
+    return isinstance(layer.mixer, AttentionSpec) and layer.mixer.window is not None
 
 
 def _compared(
@@ -135,7 +195,12 @@ def _compared(
     """The values that differ, by their paths."""
     one, other = _flattened(expected, "", ignored), _flattened(got, "", ignored)
     return {
-        path: Difference(_flag_of(path), path.removeprefix("mixer."), one[path], other[path])
+        path: Difference(
+            _flag_of(path, one[path], other[path]),
+            path.removeprefix("mixer."),
+            one[path],
+            other[path],
+        )
         # A part that only one of them has is named as such, without what it is made of.
         for path in one
         if path in other and not _are_equal(one[path], other[path])
@@ -150,6 +215,8 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
         return {path: False if path in _PRESENT else value}
 
     found: dict[str, object] = {path: _PARTS.get(type(value), True)} if path else {}
+    if isinstance(value, RotaryScaling):
+        path = f"{path}.{_PARTS[type(value)]}"  # kinds have flags of their own
     for field in dataclasses.fields(value):
         if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
             inner = f"{path}.{field.name}" if path else field.name
@@ -162,11 +229,11 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     return found
 
 
-def _flag_of(path: str) -> str:
+def _flag_of(path: str, expected: object, got: object) -> str:
+    if path == "mixer.rotary.scaling":
+        return _SCALING_FLAGS[str(got or expected)]
     if path in _FLAGS:
         return _FLAGS[path]
-    if path.startswith("mixer.rotary.scaling."):
-        return _FLAGS["mixer.rotary.scaling"]
     return _NORM_FLAGS[path.rpartition(".")[2]]
 
 

@@ -40,6 +40,17 @@ STARCODER2 = Family(
     norms=NORMS,
     attention=ATTENTION,
     dense={"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"},
-    # Versions of before transformers 5 wrote names of the norm and the MLP beside the numbers.
-    harmless=frozenset({"norm_type", "mlp_type"}),
+    # Names of the norm and the MLP, and second names of other values, in files of before
+    # transformers 5. The library reads none of them.
+    harmless=frozenset(
+        {
+            "norm_type",
+            "mlp_type",
+            "activation_function",
+            "layer_norm_epsilon",
+            "attention_softmax_in_fp32",
+            "scale_attention_softmax_in_fp32",
+            "scale_attn_weights",
+        }
+    ),
 )

@@ -70,5 +70,5 @@ def test_anything_else_is_refused_and_nothing_is_run(text: str) -> None:
 
 
 def test_a_list_of_another_length_is_refused_with_both() -> None:
-    with pytest.raises(ConfigError, match=r"--num-layers 4 layers, got .*which has 3"):
+    with pytest.raises(ConfigError, match=r"for --num-layers 4, got 3\."):
         layer_pattern(FLAG, "[1,0,1]", 4, every_nth=False)

@@ -144,6 +144,19 @@ def test_flags_are_megatrons() -> None:
             "--rotary-seq-len-interpolation-factor: expected one scaling of rotary, got --use-",
         ),
         (
+            {"window_size": (-1, 0), "window_attn_skip_freq": "x"},
+            "--window-attn-skip-freq: expected a number, or zeros and ones such as",
+        ),
+        (
+            {
+                "position_embedding_type": "yarn",
+                "yarn_rotary_scaling_factor": 4.0,
+                "yarn_original_max_position_embeddings": 64,
+                "yarn_beta_slow": 32.0,
+            },
+            "--yarn-beta-fast: expected more than --yarn-beta-slow 32.0, got 32.0.",
+        ),
+        (
             {"use_rope_scaling": True, "position_embedding_type": "none"},
             "--use-rope-scaling: expected rotary positions, got --position-embedding-type none.",
         ),

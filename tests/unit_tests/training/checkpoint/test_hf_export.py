@@ -166,7 +166,9 @@ def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
     tmp_path: Path, checkpoint: ReadableCheckpoint
 ) -> None:
     config = other_config(normalization="LayerNorm", kv_channels=6)
-    message = r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got True\."
+    message = (
+        r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got --qk-layernorm\."
+    )
     with pytest.raises(ConfigError, match=message):
         export_hf(checkpoint, tmp_path / "gpt", config, VOCAB)
     assert names_in(tmp_path) == ["runs"]

@@ -112,3 +112,51 @@ def test_defaults_that_follow_from_another_flag_go_without_saying() -> None:
 def test_a_scale_written_as_a_power_is_the_same_scale() -> None:
     assert compared(softmax_scale=(4**-0.5) * (1 + 1e-9)) == []
     assert [one.flag for one in compared(softmax_scale=0.5001)] == ["--softmax-scale"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected", "got"),
+    [
+        ({}, {"qk_layernorm": False}, "--qk-layernorm", "no --qk-layernorm"),
+        (
+            {"add_bias_linear": False},
+            {"add_bias_linear": True},
+            "--disable-bias-linear",
+            "no --disable-bias-linear",
+        ),
+        (
+            {},
+            {"untie_embeddings_and_output_weights": True},
+            "no --untie-embeddings-and-output-weights",
+            "--untie-embeddings-and-output-weights",
+        ),
+        ({}, {"no_rope_freq": "2"}, "no --no-rope-freq", "--no-rope-freq"),
+        ({}, {"window_size": (3, 0)}, "no --window-size", "--window-size 3,0"),
+        (
+            {"linear_attention_freq": "[0,0]", "use_rope_scaling": False},
+            {"linear_attention_freq": "[0,0]", "use_rope_scaling": True},
+            "no scaling of rotary",
+            "--use-rope-scaling",
+        ),
+        (
+            {},
+            {"rope_scaling_factor": 2.0},
+            "--rope-scaling-factor 8.0",
+            "--rope-scaling-factor 2.0",
+        ),
+        (
+            {"linear_attention_freq": "[0,0]", "window_size": (3, 0), "window_attn_skip_freq": "2"}
+            | {"use_rope_scaling": False, "window_rotary_base": 100.0},
+            {"linear_attention_freq": "[0,0]", "window_size": (3, 0), "window_attn_skip_freq": "2"}
+            | {"use_rope_scaling": False, "window_rotary_base": 200.0},
+            "--window-rotary-base 100.0",
+            "--window-rotary-base 200.0",
+        ),
+    ],
+)
+def test_values_are_shown_as_a_command_line_gives_them(
+    here: dict[str, Any], there: dict[str, Any], expected: str, got: str
+) -> None:
+    differences = spec_differences(spec_of(**here), spec_of(**there))
+    shown = [(one.expected_flag, one.got_flag) for one in differences]
+    assert (expected, got) in shown
