@@ -31,6 +31,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.autocast import without_autocast
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
@@ -271,8 +272,11 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
         "batch (group repeat) row dim -> batch group (repeat row) dim",
         group=key.shape[1],
     )
+    # Autocast would multiply in 16 bits, in forward and in the recomputation of backward.
+    with without_autocast(query.device):
+        scores = grouped @ key.float().transpose(-1, -2)
     return rearrange(
-        grouped @ key.float().transpose(-1, -2),
+        scores,
         "batch group (repeat row) key -> batch (group repeat) row key",
         row=query.shape[2],
     )

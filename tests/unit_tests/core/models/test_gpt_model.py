@@ -25,6 +25,15 @@ LLAMA: dict[str, Any] = {
 }
 
 
+DELTA_NETS: dict[str, Any] = {
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
 def _config(**changes: Any) -> TransformerConfig:
     values: dict[str, Any] = {
         "num_layers": 2,
@@ -238,6 +247,24 @@ def test_bf16_model_runs_close_to_fp32(changes: dict[str, Any]) -> None:
         p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all()
         for p in model.parameters()
     )
+
+
+@pytest.mark.parametrize("changes", [DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_autocast_trains_a_model_as_fp32_does_but_for_roundings(changes: dict[str, Any]) -> None:
+    model = _model(_config(**changes))
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses = model(*_batch())
+            losses.mean().backward()
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+
+    exact, narrow = results
+    assert not torch.equal(exact[0], narrow[0]), "something was computed in bf16"
+    for a, b in zip(narrow, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.05 * b.norm() + 1e-5
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

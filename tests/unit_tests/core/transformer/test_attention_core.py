@@ -149,6 +149,14 @@ def test_16_bits_give_the_formula_rounded(spec: AttentionSpec, dtype: torch.dtyp
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_capped_scores_are_fp32_under_autocast() -> None:
+    query, key = (part.detach() for part in _inputs(SOFTCAP, 20)[:2])
+    expected = core._scores(query, key, SOFTCAP.scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (query @ query.mT).dtype == torch.bfloat16
+        assert torch.equal(core._scores(query, key, SOFTCAP.scale), expected)
+
+
 @pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
 @pytest.mark.parametrize("position", [0, 3, 70, 149])
 def test_a_position_reaches_itself_and_those_after_it_within_the_window(
