@@ -222,6 +222,9 @@ def _attend_by_scores(
 ) -> Tensor:
     """Attention whose scores are computed and capped block by block of queries."""
     seq_length = query.shape[2]
+    if seq_length == 0:
+        return query
+
     outputs = []
     for start in range(0, seq_length, _SCORE_ROWS):
         stop = min(start + _SCORE_ROWS, seq_length)

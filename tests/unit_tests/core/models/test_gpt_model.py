@@ -267,6 +267,12 @@ def test_autocast_trains_a_model_as_fp32_does_but_for_roundings(changes: dict[st
         assert (a - b).norm() < 0.05 * b.norm() + 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_no_tokens_give_no_logits(changes: dict[str, Any]) -> None:
+    logits = _model(_config(**changes))(torch.empty(2, 0, dtype=torch.int64))
+    assert logits.shape == (2, 0, VOCAB)
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = _model(_config(max_position_embeddings=12))
     tokens, labels = _batch()
