@@ -242,7 +242,11 @@ def _attend_by_scores(
 
         # Otherwise autograd would keep the weights of every block until backward.
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
+            outputs.append(
+                checkpoint(
+                    _attend_block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
+                )
+            )
         else:
             outputs.append(_attend_block(*inputs))
     return torch.cat(outputs, dim=2)

@@ -236,6 +236,17 @@ def test_backward_computes_capped_scores_again(spec: AttentionSpec) -> None:
     assert all(numel <= inputs[0].numel() for numel in saved)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_generators_state_is_kept_only_for_dropout(
+    monkeypatch: pytest.MonkeyPatch, dropout: float
+) -> None:
+    states: list[Tensor] = []
+    get_state = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: (states.append(get_state()), states[-1])[1])
+    _attend(_inputs(SOFTCAP, 20), SOFTCAP, dropout)
+    assert bool(states) is (dropout > 0)
+
+
 class FusedCalls(TorchFunctionMode):
     """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
     are grouped in it.
