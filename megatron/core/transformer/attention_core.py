@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
+from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
@@ -199,16 +200,27 @@ def _fused(
 
 
 def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype, on this device
-    and under this mask, as they are.
+    """Whether one of PyTorch's fused kernels takes grouped queries, of this size and dtype, on this
+    device and under this mask, as they are.
 
-    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only; the former takes
-    no mask but the causal one. The memory-efficient kernel, the one for fp32 and for masks, takes
-    as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the plain
-    formula, which holds the scores of all pairs of positions; repeated keys and values are far
-    smaller than that. The kernel for the CPU takes grouped queries in any dtype.
+    The kernel for the CPU takes all. On a GPU it is FlashAttention, which knows 16-bit dtypes, the
+    causal mask only and, depending on the GPU, heads of up to 256 channels; those of a sink count,
+    so a head of 256 with a learned sink is too large. The memory-efficient kernel, the one for all
+    else, takes as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the
+    plain formula, which holds the scores of all pairs of positions; repeated keys and values are
+    far smaller than that.
     """
-    return query.device.type == "cpu" or (query.dtype.itemsize == 2 and mask is None)
+    if query.device.type == "cpu":
+        return True
+    has_narrow_dtype = query.dtype.itemsize == 2
+    return has_narrow_dtype and mask is None and query.shape[-1] <= _flash_head_dim(query.device)
+
+
+def _flash_head_dim(device: torch.device) -> int:
+    """The most channels of a head that FlashAttention takes on `device`."""
+    if device.type not in kinds_of_accelerators():
+        return FLASH_HEAD_DIM
+    return driver_of(device.type).flash_head_dim(device.index or 0)
 
 
 def _attend_by_scores(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron.core.transformer.attention_core as core
+from megatron.core.drivers import Driver
 from megatron.core.transformer.attention_core import attend
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
@@ -262,6 +263,13 @@ class FusedCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class OldDriver(Driver):
+    """Of an accelerator for which there is no FlashAttention."""
+
+    def flash_head_dim(self, index: int) -> int:  # noqa: ARG002
+        return 0
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "causal", "masked"),
     [
@@ -283,6 +291,28 @@ def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
         _attend(inputs, BASE)
         _attend(inputs, WINDOW)
     assert calls.seen == [causal, causal, masked]
+
+
+def _is_grouped(spec: AttentionSpec) -> bool:
+    """Whether queries are, in a call on an accelerator."""
+    inputs = [part.detach().to("meta", torch.bfloat16) for part in _inputs(spec, 3, batch=1)]
+    with FusedCalls() as calls:
+        _attend(inputs, spec)
+    [(_, is_grouped)] = calls.seen
+    return is_grouped
+
+
+def test_keys_of_heads_too_large_for_flash_attention_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _is_grouped(replace(BASE, head_dim=256))
+    assert not _is_grouped(replace(BASE, head_dim=264))
+    assert _is_grouped(replace(SINKS, head_dim=248))
+    assert not _is_grouped(replace(SINKS, head_dim=256)), "the sink's channels count"
+
+    monkeypatch.setattr(core, "kinds_of_accelerators", lambda: ["meta"])
+    monkeypatch.setattr(core, "driver_of", OldDriver)
+    assert not _is_grouped(BASE)
 
 
 def _function_names(node: Any) -> set[str]:
