@@ -25,6 +25,8 @@ fp32 for one block of queries at a time, and again in backward.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -46,6 +48,10 @@ _SCORE_ROWS = 256
 # Channels added to each head for a learned sink. One would do, but fused kernels for GPUs need head
 # sizes in multiples of eight, so PyTorch would pad all three inputs again.
 _SINK_CHANNELS = 8
+
+# The largest logit that a query carries for a sink. Its product with the sink's key, which is at
+# most 2^15, stays finite in fp32.
+_LARGEST_LOGIT = 2.0**100
 
 
 def attend(
@@ -88,25 +94,40 @@ def _with_sink(
     """The inputs with the sink as position 0. Its value is zero, so it adds to the softmax's
     denominator only.
 
-    A key of zeros gives every query the logit zero. A learned logit takes one more channel: it is
-    s_h / scale in the queries of head h, one in the sink's key and zero in all other keys. The
-    queries carry the logit because several of their heads share a key head. In 16 bits it is
-    rounded as queries are.
+    A key of zeros gives every query the logit zero. A learned logit takes one more channel, which
+    is zero in all other keys: the queries of head h hold s_h / (scale * factor), and the sink's key
+    holds the factor, a power of two near 1 / scale, so that small scales do not leave the range of
+    fp16. The queries carry the logit because several of their heads share a key head. In 16 bits it
+    is rounded as queries are.
 
     Position 0 gets a query as well, since the causal mask needs as many queries as keys.
     """
+    sink_key = key.new_zeros(key.shape[-1])
     if learned_sinks is not None:
-        logits = (learned_sinks / scale).to(query.dtype)
+        factor = _power_of_two(1.0 / scale)
+        logits = _finite(learned_sinks / (scale * factor), query.dtype)
         channel = logits.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
         query = F.pad(torch.cat((query, channel), dim=-1), (0, _SINK_CHANNELS - 1))
         key, value = F.pad(key, (0, _SINK_CHANNELS)), F.pad(value, (0, _SINK_CHANNELS))
-
-    sink_key = key.new_zeros(key.shape[-1])
-    if learned_sinks is not None:
-        sink_key[-_SINK_CHANNELS] = 1.0
+        sink_key = F.pad(sink_key, (0, _SINK_CHANNELS))
+        sink_key[-_SINK_CHANNELS] = factor
 
     key = torch.cat((sink_key.expand(*key.shape[:2], 1, -1), key), dim=2)
     return F.pad(query, (0, 0, 1, 0)), key, F.pad(value, (0, 0, 1, 0))
+
+
+def _power_of_two(x: float) -> float:
+    """The power of two next below `x`, within the range of normal numbers of all 16-bit dtypes."""
+    _, exponent = math.frexp(x)
+    return math.ldexp(1.0, min(max(exponent - 1, -14), 15))
+
+
+def _finite(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` in `dtype`, those beyond its range at its ends. Infinity, which says that there is
+    no sink, would be nan times the zeros of the other keys.
+    """
+    largest = min(torch.finfo(dtype).max, _LARGEST_LOGIT)
+    return logits.clamp(-largest, largest).to(dtype)
 
 
 def _attend_fused(

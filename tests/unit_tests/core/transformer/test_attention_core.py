@@ -150,6 +150,48 @@ def test_16_bits_give_the_formula_rounded(spec: AttentionSpec, dtype: torch.dtyp
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def _errors_by_sink(
+    sinks: list[float], dtype: torch.dtype, scale: float, softcap: float | None
+) -> Tensor:
+    """The largest difference to the formula of each head, whose scores are near one."""
+    spec = replace(SINKS, scale=scale, softcap=softcap)
+    query, key, value = (part.detach() for part in _inputs(spec, 20)[:3])
+    inputs = [(query * 0.3 / scale).to(dtype), key.to(dtype), value.to(dtype), torch.tensor(sinks)]
+    for part in inputs:
+        part.requires_grad_()
+    expected = _formula(*inputs[:3], spec, inputs[3])
+    output = _attend(inputs, spec)
+    output.float().sum().backward()
+    assert all(part.grad.isfinite().all() for part in inputs)
+    return (output - expected).abs().amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sink_may_be_absent_or_large_in_every_dtype(
+    dtype: torch.dtype, softcap: float | None
+) -> None:
+    bound = 16 * torch.finfo(dtype).eps
+    for sinks in ([-math.inf, -3e38, -6000.0, 1.0], [3e38, 6000.0, 60.0, -60.0]):
+        for scale in (1 / 16, 0.3, 2.0):
+            assert _errors_by_sink(sinks, dtype, scale, softcap).max() < bound
+
+
+@pytest.mark.parametrize("scale", [3e-4, 1e3])
+def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
+    """Divided by the small one, the logits would be beyond the range of fp16."""
+    errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
+    assert errors.max() < 8 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("spec", [BASE, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+def test_no_positions_give_nothing(spec: AttentionSpec) -> None:
+    inputs = _inputs(spec, 0)
+    output = _attend(inputs, spec)
+    output.sum().backward()
+    assert output.shape == inputs[0].grad.shape == (2, 4, 0, 8)
+
+
 def test_capped_scores_are_fp32_under_autocast() -> None:
     query, key = (part.detach() for part in _inputs(SOFTCAP, 20)[:2])
     expected = core._scores(query, key, SOFTCAP.scale)
