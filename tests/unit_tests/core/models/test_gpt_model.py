@@ -217,6 +217,21 @@ def test_outputs_are_no_views() -> None:
     assert not model(_batch()[0])._is_view()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_are_scaled_as_gemmas_are(dtype: torch.dtype) -> None:
+    """Gemma rounds the scale to the dtype of the weights: sqrt(1152) becomes 34 in bf16."""
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    scale = 1152**0.5
+    ours = _model(_config(embedding_multiplier=scale)).to(dtype).embedding
+    theirs = gemma.Gemma3TextScaledWordEmbedding(VOCAB, 32, None, embed_scale=scale).to(dtype)
+    theirs.weight = ours.word_embeddings.weight
+
+    tokens, _ = _batch()
+    assert torch.equal(ours(tokens), theirs(tokens))
+    unrounded = ours.word_embeddings(tokens) * scale
+    assert torch.equal(ours(tokens), unrounded) is (dtype == torch.float32)
+
+
 def test_a_tiny_model_overfits_one_batch() -> None:
     model = _model(_config(**LLAMA))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
