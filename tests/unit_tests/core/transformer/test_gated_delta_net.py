@@ -190,6 +190,23 @@ def test_bf16_weights_train_beside_decays_in_fp32() -> None:
     assert all(p.grad.abs().max() > 0 for p in rounded.parameters())
 
 
+def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    betas: list[Tensor] = []
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        betas.append(beta)
+        return gated_delta_rule(q, k, v, log_decay, beta)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", rule)
+    net = _net().bfloat16()
+    hidden = torch.randn(2, 40, HIDDEN).bfloat16()
+    net(hidden)
+    rows = slice(*net.in_proj.fused.row_range("beta"))
+    (beta,) = betas
+    assert torch.equal(beta, net.in_proj(hidden)[..., rows].float().sigmoid())
+    assert not torch.equal(beta, beta.bfloat16().float())
+
+
 def test_no_position_sees_a_later_one() -> None:
     net = _net()
     hidden = torch.randn(1, 90, HIDDEN)
