@@ -288,6 +288,15 @@ def test_no_tokens_give_no_logits(changes: dict[str, Any]) -> None:
     assert logits.shape == (2, 0, VOCAB)
 
 
+@pytest.mark.parametrize("changes", [DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_a_model_on_meta_runs_forward_and_backward(changes: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = GPTModel(_config(**changes, embedding_multiplier=3.0), VOCAB)
+    tokens, labels = (part.to("meta") for part in _batch())
+    model(tokens, labels).mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     model = _model(_config(max_position_embeddings=12))
     tokens, labels = _batch()
