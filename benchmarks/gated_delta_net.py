@@ -55,10 +55,27 @@ def modules(arguments: argparse.Namespace) -> dict[str, nn.Module]:
     )
     ours = GatedDeltaNet(spec, arguments.hidden, init_std=0.02, output_init_std=0.02)
     theirs: nn.Module = qwen.Qwen3_5GatedDeltaNet(config, layer_idx=0)
-    # Decays that forget at once make subnormal numbers in their arithmetic, and it several times
-    # slower; both begin with ours.
-    theirs.load_state_dict(ours.decay.state_dict(), strict=False)
+    # Equal weights give equal outputs, and equal decays: those that forget at once, with which
+    # theirs begins, make subnormal numbers and its arithmetic several times slower.
+    theirs.load_state_dict(their_weights(ours))
     return {"net": ours, "net, transformers": theirs}
+
+
+def their_weights(net: GatedDeltaNet) -> dict[str, Tensor]:
+    """Our weights by the names of transformers."""
+    rows = {name: slice(*net.in_proj.fused.row_range(name)) for name in net.in_proj.fused.names}
+    weight = net.in_proj.weight.detach()
+    return {
+        "in_proj_qkv.weight": weight[: rows["value"].stop],
+        "in_proj_z.weight": weight[rows["z"]],
+        "in_proj_b.weight": weight[rows["beta"]],
+        "in_proj_a.weight": weight[rows["alpha"]],
+        "conv1d.weight": net.conv1d.weight,
+        "A_log": net.decay.A_log,
+        "dt_bias": net.decay.dt_bias,
+        "norm.weight": net.out_norm.weight,
+        "out_proj.weight": net.out_proj.weight,
+    }
 
 
 def rule_inputs(arguments: argparse.Namespace, net: GatedDeltaNet, length: int) -> list[Tensor]:
@@ -91,6 +108,17 @@ def sides_of(
         "net": lambda: nets["net"](hidden),
         "net, transformers": lambda: nets["net, transformers"](hidden),
     }
+
+
+def check_pairs(sides: dict[str, Callable[[], Tensor]]) -> None:
+    """AssertionError unless both sides of each pair compute the same."""
+    for name, other in PAIRS.items():
+        with torch.no_grad():
+            ours, theirs = sides[name](), sides[other]()
+        tolerance = 1e-4 * theirs.abs().max().item()
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=tolerance, msg=lambda m, n=name: n + m
+        )
 
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
@@ -153,6 +181,7 @@ def main() -> None:
 
     nets = modules(arguments)
     sides = {length: sides_of(arguments, nets, length) for length in LENGTHS}
+    check_pairs(sides[LENGTHS[0]])
     # Lengths are interleaved too: their ratio is one of the results.
     medians = measure(
         {

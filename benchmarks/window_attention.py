@@ -26,13 +26,14 @@ WARM_UP = 1  # rounds that are not counted
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def variants(spec: AttentionSpec, window: int) -> dict[str, Attention]:
+def variants(spec: AttentionSpec, length: int, window: int) -> dict[str, Attention]:
     """Each way to compute attention, by its name."""
+    # Outside of what is timed: a model would share the mask among its layers.
+    positions = torch.arange(length)
+    distance = positions.unsqueeze(1) - positions
+    mask = (distance >= 0) & (distance < window)
 
     def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        positions = torch.arange(query.shape[2])
-        distance = positions.unsqueeze(1) - positions
-        mask = (distance >= 0) & (distance < window)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=spec.scale, enable_gqa=True
         )
@@ -57,7 +58,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, floa
         .requires_grad_()
         for heads in (spec.num_heads, spec.num_key_value_heads, spec.num_key_value_heads)
     ]
-    ways = variants(spec, arguments.window)
+    ways = variants(spec, arguments.length, arguments.window)
     torch.testing.assert_close(
         ways["blocks"](*inputs), ways["mask of all pairs"](*inputs), rtol=2e-2, atol=2e-2
     )

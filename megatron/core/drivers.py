@@ -15,6 +15,9 @@ import torch
 
 from megatron.core.nccl import leave_failures_to_watchdog
 
+# The most channels of a head that PyTorch's FlashAttention takes on any device.
+FLASH_HEAD_DIM = 256
+
 
 class PinError(RuntimeError):
     """Host memory could not be pinned."""
@@ -76,6 +79,12 @@ class Driver:
         """The device's PCI address, as sysfs writes it: `0000:3b:00.0`; None if it is unknown."""
         return None
 
+    def flash_head_dim(self, index: int) -> int:  # noqa: ARG002
+        """The most channels of a head that PyTorch's FlashAttention takes, forward and backward; 0
+        if the device has none.
+        """
+        return FLASH_HEAD_DIM
+
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
 
@@ -119,6 +128,14 @@ class CudaDriver(Driver):
 
     def description(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
+
+    def flash_head_dim(self, index: int) -> int:
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < 8:
+            return 0
+        # Some wider heads have no backward on cards with less shared memory: 8.6, 8.9 and 12.x.
+        has_little_shared_memory = (major == 8 and minor > 0) or major >= 12
+        return 192 if has_little_shared_memory else FLASH_HEAD_DIM
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()

@@ -16,6 +16,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.log",
         "megatron.core.options",
         "megatron.core.dtypes",
+        "megatron.core.autocast",
         "megatron.core.dtensors",
         "megatron.core.rank_waits",
         "megatron.core.files",

@@ -25,12 +25,16 @@ fp32 for one block of queries at a time, and again in backward.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.autocast import without_autocast
+from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
@@ -44,6 +48,10 @@ _SCORE_ROWS = 256
 # Channels added to each head for a learned sink. One would do, but fused kernels for GPUs need head
 # sizes in multiples of eight, so PyTorch would pad all three inputs again.
 _SINK_CHANNELS = 8
+
+# The largest logit that a query carries for a sink. Its product with the sink's key, which is at
+# most 2^15, stays finite in fp32.
+_LARGEST_LOGIT = 2.0**100
 
 
 def attend(
@@ -86,25 +94,40 @@ def _with_sink(
     """The inputs with the sink as position 0. Its value is zero, so it adds to the softmax's
     denominator only.
 
-    A key of zeros gives every query the logit zero. A learned logit takes one more channel: it is
-    s_h / scale in the queries of head h, one in the sink's key and zero in all other keys. The
-    queries carry the logit because several of their heads share a key head. In 16 bits it is
-    rounded as queries are.
+    A key of zeros gives every query the logit zero. A learned logit takes one more channel, which
+    is zero in all other keys: the queries of head h hold s_h / (scale * factor), and the sink's key
+    holds the factor, a power of two near 1 / scale, so that small scales do not leave the range of
+    fp16. The queries carry the logit because several of their heads share a key head. In 16 bits it
+    is rounded as queries are.
 
     Position 0 gets a query as well, since the causal mask needs as many queries as keys.
     """
+    sink_key = key.new_zeros(key.shape[-1])
     if learned_sinks is not None:
-        logits = (learned_sinks / scale).to(query.dtype)
+        factor = _power_of_two(1.0 / scale)
+        logits = _finite(learned_sinks / (scale * factor), query.dtype)
         channel = logits.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
         query = F.pad(torch.cat((query, channel), dim=-1), (0, _SINK_CHANNELS - 1))
         key, value = F.pad(key, (0, _SINK_CHANNELS)), F.pad(value, (0, _SINK_CHANNELS))
-
-    sink_key = key.new_zeros(key.shape[-1])
-    if learned_sinks is not None:
-        sink_key[-_SINK_CHANNELS] = 1.0
+        sink_key = F.pad(sink_key, (0, _SINK_CHANNELS))
+        sink_key[-_SINK_CHANNELS] = factor
 
     key = torch.cat((sink_key.expand(*key.shape[:2], 1, -1), key), dim=2)
     return F.pad(query, (0, 0, 1, 0)), key, F.pad(value, (0, 0, 1, 0))
+
+
+def _power_of_two(x: float) -> float:
+    """The power of two next below `x`, within the range of normal numbers of all 16-bit dtypes."""
+    _, exponent = math.frexp(x)
+    return math.ldexp(1.0, min(max(exponent - 1, -14), 15))
+
+
+def _finite(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` in `dtype`, those beyond its range at its ends. Infinity, which says that there is
+    no sink, would be nan times the zeros of the other keys.
+    """
+    largest = min(torch.finfo(dtype).max, _LARGEST_LOGIT)
+    return logits.clamp(-largest, largest).to(dtype)
 
 
 def _attend_fused(
@@ -198,16 +221,27 @@ def _fused(
 
 
 def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether one of PyTorch's fused kernels takes grouped queries, of this dtype, on this device
-    and under this mask, as they are.
+    """Whether one of PyTorch's fused kernels takes grouped queries, of this size and dtype, on this
+    device and under this mask, as they are.
 
-    On a GPU those are FlashAttention's and cuDNN's, which know 16-bit dtypes only; the former takes
-    no mask but the causal one. The memory-efficient kernel, the one for fp32 and for masks, takes
-    as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the plain
-    formula, which holds the scores of all pairs of positions; repeated keys and values are far
-    smaller than that. The kernel for the CPU takes grouped queries in any dtype.
+    The kernel for the CPU takes all. On a GPU it is FlashAttention, which knows 16-bit dtypes, the
+    causal mask only and, depending on the GPU, heads of up to 256 channels; those of a sink count,
+    so a head of 256 with a learned sink is too large. The memory-efficient kernel, the one for all
+    else, takes as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the
+    plain formula, which holds the scores of all pairs of positions; repeated keys and values are
+    far smaller than that.
     """
-    return query.device.type == "cpu" or (query.dtype.itemsize == 2 and mask is None)
+    if query.device.type == "cpu":
+        return True
+    has_narrow_dtype = query.dtype.itemsize == 2
+    return has_narrow_dtype and mask is None and query.shape[-1] <= _flash_head_dim(query.device)
+
+
+def _flash_head_dim(device: torch.device) -> int:
+    """The most channels of a head that FlashAttention takes on `device`."""
+    if device.type not in kinds_of_accelerators():
+        return FLASH_HEAD_DIM
+    return driver_of(device.type).flash_head_dim(device.index or 0)
 
 
 def _attend_by_scores(
@@ -221,6 +255,9 @@ def _attend_by_scores(
 ) -> Tensor:
     """Attention whose scores are computed and capped block by block of queries."""
     seq_length = query.shape[2]
+    if seq_length == 0:
+        return query
+
     outputs = []
     for start in range(0, seq_length, _SCORE_ROWS):
         stop = min(start + _SCORE_ROWS, seq_length)
@@ -238,7 +275,11 @@ def _attend_by_scores(
 
         # Otherwise autograd would keep the weights of every block until backward.
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(_attend_block, *inputs, use_reentrant=False))
+            outputs.append(
+                checkpoint(
+                    _attend_block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
+                )
+            )
         else:
             outputs.append(_attend_block(*inputs))
     return torch.cat(outputs, dim=2)
@@ -271,8 +312,11 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
         "batch (group repeat) row dim -> batch group (repeat row) dim",
         group=key.shape[1],
     )
+    # Autocast would multiply in 16 bits, in forward and in the recomputation of backward.
+    with without_autocast(query.device):
+        scores = grouped @ key.float().transpose(-1, -2)
     return rearrange(
-        grouped @ key.float().transpose(-1, -2),
+        scores,
         "batch group (repeat row) key -> batch (group repeat) row key",
         row=query.shape[2],
     )

@@ -46,6 +46,9 @@ class CausalConv1d(nn.Module):
 
 def causal_conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:
     """What CausalConv1d computes, by PyTorch's convolution."""
+    if x.shape[1] == 0:  # the convolution wants at least one position
+        return x
+
     channels, _, kernel = weight.shape
     channels_first = F.pad(x.mT, (kernel - 1, 0))
     return F.silu(F.conv1d(channels_first, weight, groups=channels)).mT

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.autocast import without_autocast
 from megatron.core.transformer.delta_rule_segment import (
     Segment,
     prepare_segment,
@@ -55,9 +56,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """The outputs of the recurrence above, from a state of zeros, for each sequence of the batch.
 
-    The arithmetic is fp32 (fp64 for values in fp64), sums of log decays are fp64. Inputs of 16 bits
-    are exact in fp32, so what they add is the rounding of the output and of the gradients: in bf16,
-    no element is further from the recurrence in fp64 than 2^-8 of the largest.
+    The arithmetic is fp32 (fp64 for values in fp64), under autocast too; sums of log decays are
+    fp64. Inputs of 16 bits are exact in fp32, so what they add is the rounding of the output and of
+    the gradients: in bf16, no element is further from the recurrence in fp64 than 2^-8 of the
+    largest.
 
     Args:
         query, key: [batch, seq, key_heads, key_dim], any floating dtype; they are divided by their
@@ -177,12 +179,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         state = torch.zeros(state_shape, dtype=rows.dtype, device=value.device)
         starts = state.new_empty(len(spans), *state_shape)
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
-        for i, span in enumerate(spans):
-            starts[i] = state
-            segment = _segment(rows, span, *inputs)
-            scan = scan_segment(segment, state)
-            rows.write(segment_output(segment, scan), output[:, span])
-            state = scan.end
+        with without_autocast(value.device):
+            for i, span in enumerate(spans):
+                starts[i] = state
+                segment = _segment(rows, span, *inputs)
+                scan = scan_segment(segment, state)
+                rows.write(segment_output(segment, scan), output[:, span])
+                state = scan.end
 
         ctx.save_for_backward(*inputs, starts)
         ctx.rows, ctx.spans = rows, spans
@@ -196,24 +199,25 @@ class _GatedDeltaRule(torch.autograd.Function):
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         grad_state = starts.new_zeros(starts.shape[1:])
 
-        for start, span in zip(reversed(starts), reversed(ctx.spans), strict=True):
-            segment = _segment(rows, span, *inputs)
-            scan = scan_segment(segment, start)
-            found = segment_gradients(segment, scan, rows.of(grad_output[:, span]), grad_state)
-            grad_state = found.state
+        with without_autocast(starts.device):
+            for start, span in zip(reversed(starts), reversed(ctx.spans), strict=True):
+                segment = _segment(rows, span, *inputs)
+                scan = scan_segment(segment, start)
+                found = segment_gradients(segment, scan, rows.of(grad_output[:, span]), grad_state)
+                grad_state = found.state
 
-            query, key = (rows.of(x[:, span]) for x in inputs[:2])
-            grad_query = rows.add_repeats(found.query).mul_(_scale(key))
-            grad_key = rows.add_repeats(found.key)
-            by_input = (
-                _normalize_backward(query, grad_query),
-                _normalize_backward(key, grad_key),
-                found.value,
-                found.log_decay,
-                found.beta,
-            )
-            for grad, found_rows in zip(grads, by_input, strict=True):
-                rows.write(found_rows, _with_dim(grad[:, span]))
+                query, key = (rows.of(x[:, span]) for x in inputs[:2])
+                grad_query = rows.add_repeats(found.query).mul_(_scale(key))
+                grad_key = rows.add_repeats(found.key)
+                by_input = (
+                    _normalize_backward(query, grad_query),
+                    _normalize_backward(key, grad_key),
+                    found.value,
+                    found.log_decay,
+                    found.beta,
+                )
+                for grad, found_rows in zip(grads, by_input, strict=True):
+                    rows.write(found_rows, _with_dim(grad[:, span]))
         return *grads, None
 
 

@@ -8,7 +8,11 @@ over any distance.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,21 +21,14 @@ from torch import Tensor, nn
 
 from megatron.core.drivers import driver_of, kinds_of_accelerators
 from megatron.core.fp32_module import Fp32Module
+from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 
-# flash-linear-attention, which is no dependency. It imports Triton, which a machine without an
-# accelerator has no use for.
-if torch.accelerator.is_available():
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_kernel
-    except ImportError:
-        fla_kernel = None
-else:
-    fla_kernel = None
+logger = logging.getLogger(__name__)
 
 # The most channels of a key head that fla's kernels take.
 FLA_MAX_KEY_DIM = 256
@@ -173,9 +170,30 @@ def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
 ) -> Tensor:
     """`gated_delta_rule`, by flash-linear-attention where it is installed and takes the tensors."""
-    if fla_kernel is not None and _suits_fla(query):
-        return _fla_delta_rule(query, key, value, log_decay, beta)
-    return gated_delta_rule(query, key, value, log_decay, beta)
+    kernel = _fla_kernel() if _suits_fla(query) else None
+    if kernel is None:
+        return gated_delta_rule(query, key, value, log_decay, beta)
+    return _fla_delta_rule(kernel, query, key, value, log_decay, beta)
+
+
+@cache
+def _fla_kernel() -> Callable[..., tuple[Tensor, Any]] | None:
+    """flash-linear-attention's kernel, or None.
+
+    It is imported when it is first needed, not with this file: it imports Triton, which a machine
+    without an accelerator has no use for, and looks at devices, which a process that forks later
+    must not.
+    """
+    try:
+        module = importlib.import_module("fla.ops.gated_delta_rule")
+        kernel: Callable[..., tuple[Tensor, Any]] = module.chunk_gated_delta_rule
+    except Exception as error:  # a release that does not fit torch or Triton fails in any way
+        logger.info(
+            "Gated delta nets are computed by PyTorch: flash-linear-attention cannot be used (%s).",
+            printable(f"{type(error).__name__}: {error}"),
+        )
+        return None
+    return kernel
 
 
 def _suits_fla(query: Tensor) -> bool:
@@ -192,7 +210,12 @@ def _suits_fla(query: Tensor) -> bool:
 
 
 def _fla_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+    kernel: Callable[..., tuple[Tensor, Any]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
 ) -> Tensor:
     """The same by flash-linear-attention >= 0.2. Written by its documentation; it has not been run
     on a GPU.
@@ -203,8 +226,6 @@ def _fla_delta_rule(
         query = query.repeat_interleave(num_repeats, dim=2)
         key = key.repeat_interleave(num_repeats, dim=2)
 
-    kernel: Any = fla_kernel
-    output: Tensor
     output, _ = kernel(
         q=query,
         k=key,

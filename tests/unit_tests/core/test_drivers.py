@@ -112,6 +112,15 @@ def test_a_gpu_is_found_in_sysfs_by_its_place_on_the_bus(monkeypatch):
     assert CudaDriver().pci_address(0) is None, "what torch does not tell"
 
 
+@pytest.mark.parametrize(
+    ("capability", "head_dim"),
+    [((7, 5), 0), ((8, 0), 256), ((8, 6), 192), ((9, 0), 256), ((10, 0), 256), ((12, 0), 192)],
+)
+def test_flash_attention_takes_heads_by_the_gpus_generation(monkeypatch, capability, head_dim):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert CudaDriver().flash_head_dim(0) == head_dim
+
+
 def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
     """CUDA keeps the last error until somebody asks for it, and every launch does."""
     left = ["out of memory"]

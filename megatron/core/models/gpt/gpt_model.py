@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,9 +44,17 @@ class LanguageModelEmbedding(nn.Module):
         """[batch, seq] int64 -> [batch, seq, hidden]."""
         hidden = self.word_embeddings(tokens)
         if self.scale != 1.0:
-            # Rounded to the compute dtype, as the models that have a scale were trained.
-            hidden = hidden * hidden.new_tensor(self.scale)
+            hidden = hidden * _rounded(self.scale, hidden.dtype)
         return F.dropout(hidden, self.dropout, self.training)
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """`scale` as `dtype` has it, which is how the models that have a scale were trained.
+
+    A number, not a tensor: an accelerator would wait for the copy of the tensor in each forward.
+    """
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
 class TransformerBlock(nn.Module):

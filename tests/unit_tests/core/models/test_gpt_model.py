@@ -25,6 +25,15 @@ LLAMA: dict[str, Any] = {
 }
 
 
+DELTA_NETS: dict[str, Any] = {
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
 def _config(**changes: Any) -> TransformerConfig:
     values: dict[str, Any] = {
         "num_layers": 2,
@@ -208,6 +217,21 @@ def test_outputs_are_no_views() -> None:
     assert not model(_batch()[0])._is_view()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_are_scaled_as_gemmas_are(dtype: torch.dtype) -> None:
+    """Gemma rounds the scale to the dtype of the weights: sqrt(1152) becomes 34 in bf16."""
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    scale = 1152**0.5
+    ours = _model(_config(embedding_multiplier=scale)).to(dtype).embedding
+    theirs = gemma.Gemma3TextScaledWordEmbedding(VOCAB, 32, None, embed_scale=scale).to(dtype)
+    theirs.weight = ours.word_embeddings.weight
+
+    tokens, _ = _batch()
+    assert torch.equal(ours(tokens), theirs(tokens))
+    unrounded = ours.word_embeddings(tokens) * scale
+    assert torch.equal(ours(tokens), unrounded) is (dtype == torch.float32)
+
+
 def test_a_tiny_model_overfits_one_batch() -> None:
     model = _model(_config(**LLAMA))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -238,6 +262,39 @@ def test_bf16_model_runs_close_to_fp32(changes: dict[str, Any]) -> None:
         p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all()
         for p in model.parameters()
     )
+
+
+@pytest.mark.parametrize("changes", [DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_autocast_trains_a_model_as_fp32_does_but_for_roundings(changes: dict[str, Any]) -> None:
+    model = _model(_config(**changes))
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses = model(*_batch())
+            losses.mean().backward()
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+
+    exact, narrow = results
+    assert not torch.equal(exact[0], narrow[0]), "something was computed in bf16"
+    for a, b in zip(narrow, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.05 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_no_tokens_give_no_logits(changes: dict[str, Any]) -> None:
+    logits = _model(_config(**changes))(torch.empty(2, 0, dtype=torch.int64))
+    assert logits.shape == (2, 0, VOCAB)
+
+
+@pytest.mark.parametrize("changes", [DELTA_NETS, {"attn_logit_softcapping": 5.0}])
+def test_a_model_on_meta_runs_forward_and_backward(changes: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = GPTModel(_config(**changes, embedding_multiplier=3.0), VOCAB)
+    tokens, labels = (part.to("meta") for part in _batch())
+    model(tokens, labels).mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:

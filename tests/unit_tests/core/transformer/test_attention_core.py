@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron.core.transformer.attention_core as core
+from megatron.core.drivers import Driver
 from megatron.core.transformer.attention_core import attend
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
@@ -149,6 +150,56 @@ def test_16_bits_give_the_formula_rounded(spec: AttentionSpec, dtype: torch.dtyp
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def _errors_by_sink(
+    sinks: list[float], dtype: torch.dtype, scale: float, softcap: float | None
+) -> Tensor:
+    """The largest difference to the formula of each head, whose scores are near one."""
+    spec = replace(SINKS, scale=scale, softcap=softcap)
+    query, key, value = (part.detach() for part in _inputs(spec, 20)[:3])
+    inputs = [(query * 0.3 / scale).to(dtype), key.to(dtype), value.to(dtype), torch.tensor(sinks)]
+    for part in inputs:
+        part.requires_grad_()
+    expected = _formula(*inputs[:3], spec, inputs[3])
+    output = _attend(inputs, spec)
+    output.float().sum().backward()
+    assert all(part.grad.isfinite().all() for part in inputs)
+    return (output - expected).abs().amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sink_may_be_absent_or_large_in_every_dtype(
+    dtype: torch.dtype, softcap: float | None
+) -> None:
+    bound = 16 * torch.finfo(dtype).eps
+    for sinks in ([-math.inf, -3e38, -6000.0, 1.0], [3e38, 6000.0, 60.0, -60.0]):
+        for scale in (1 / 16, 0.3, 2.0):
+            assert _errors_by_sink(sinks, dtype, scale, softcap).max() < bound
+
+
+@pytest.mark.parametrize("scale", [3e-4, 1e3])
+def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
+    """Divided by the small one, the logits would be beyond the range of fp16."""
+    errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
+    assert errors.max() < 8 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("spec", [BASE, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+def test_no_positions_give_nothing(spec: AttentionSpec) -> None:
+    inputs = _inputs(spec, 0)
+    output = _attend(inputs, spec)
+    output.sum().backward()
+    assert output.shape == inputs[0].grad.shape == (2, 4, 0, 8)
+
+
+def test_capped_scores_are_fp32_under_autocast() -> None:
+    query, key = (part.detach() for part in _inputs(SOFTCAP, 20)[:2])
+    expected = core._scores(query, key, SOFTCAP.scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (query @ query.mT).dtype == torch.bfloat16
+        assert torch.equal(core._scores(query, key, SOFTCAP.scale), expected)
+
+
 @pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
 @pytest.mark.parametrize("position", [0, 3, 70, 149])
 def test_a_position_reaches_itself_and_those_after_it_within_the_window(
@@ -228,6 +279,17 @@ def test_backward_computes_capped_scores_again(spec: AttentionSpec) -> None:
     assert all(numel <= inputs[0].numel() for numel in saved)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_generators_state_is_kept_only_for_dropout(
+    monkeypatch: pytest.MonkeyPatch, dropout: float
+) -> None:
+    states: list[Tensor] = []
+    get_state = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: (states.append(get_state()), states[-1])[1])
+    _attend(_inputs(SOFTCAP, 20), SOFTCAP, dropout)
+    assert bool(states) is (dropout > 0)
+
+
 class FusedCalls(TorchFunctionMode):
     """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
     are grouped in it.
@@ -241,6 +303,13 @@ class FusedCalls(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
         return func(*args, **(kwargs or {}))
+
+
+class OldDriver(Driver):
+    """Of an accelerator for which there is no FlashAttention."""
+
+    def flash_head_dim(self, index: int) -> int:  # noqa: ARG002
+        return 0
 
 
 @pytest.mark.parametrize(
@@ -264,6 +333,28 @@ def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
         _attend(inputs, BASE)
         _attend(inputs, WINDOW)
     assert calls.seen == [causal, causal, masked]
+
+
+def _is_grouped(spec: AttentionSpec) -> bool:
+    """Whether queries are, in a call on an accelerator."""
+    inputs = [part.detach().to("meta", torch.bfloat16) for part in _inputs(spec, 3, batch=1)]
+    with FusedCalls() as calls:
+        _attend(inputs, spec)
+    [(_, is_grouped)] = calls.seen
+    return is_grouped
+
+
+def test_keys_of_heads_too_large_for_flash_attention_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _is_grouped(replace(BASE, head_dim=256))
+    assert not _is_grouped(replace(BASE, head_dim=264))
+    assert _is_grouped(replace(SINKS, head_dim=248))
+    assert not _is_grouped(replace(SINKS, head_dim=256)), "the sink's channels count"
+
+    monkeypatch.setattr(core, "kinds_of_accelerators", lambda: ["meta"])
+    monkeypatch.setattr(core, "driver_of", OldDriver)
+    assert not _is_grouped(BASE)
 
 
 def _function_names(node: Any) -> set[str]:

@@ -167,6 +167,17 @@ def test_values_alone_may_be_of_another_dtype() -> None:
     assert [x.grad.dtype for x in leaves] == [torch.bfloat16] * 3 + [torch.float32] * 2
 
 
+def test_autocast_changes_no_bit_forward_or_backward() -> None:
+    inputs = [x.requires_grad_() for x in _inputs(5, 70)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = gated_delta_rule(*inputs)
+            results.append([output, *torch.autograd.grad(output.sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def _saved_for_backward(length: int) -> list[Tensor]:
     """What forward keeps besides its inputs."""
     inputs = [x.bfloat16().requires_grad_() for x in _inputs(0, length)]

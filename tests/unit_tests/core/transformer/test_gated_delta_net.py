@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +195,23 @@ def test_bf16_weights_train_beside_decays_in_fp32() -> None:
     assert all(p.grad.abs().max() > 0 for p in rounded.parameters())
 
 
+def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    betas: list[Tensor] = []
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        betas.append(beta)
+        return gated_delta_rule(q, k, v, log_decay, beta)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", rule)
+    net = _net().bfloat16()
+    hidden = torch.randn(2, 40, HIDDEN).bfloat16()
+    net(hidden)
+    rows = slice(*net.in_proj.fused.row_range("beta"))
+    (beta,) = betas
+    assert torch.equal(beta, net.in_proj(hidden)[..., rows].float().sigmoid())
+    assert not torch.equal(beta, beta.bfloat16().float())
+
+
 def test_no_position_sees_a_later_one() -> None:
     net = _net()
     hidden = torch.randn(1, 90, HIDDEN)
@@ -236,22 +258,42 @@ class TritonDriver(Driver):
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
-    """As if fla were installed, and Triton compiled for the CPU."""
-    fake = FakeKernel()
-    monkeypatch.setattr(gated_delta_net, "fla_kernel", fake)
+def fla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Installs an fla with this source, as if Triton compiled for the CPU."""
+
+    def install(source: str) -> None:
+        folder = tmp_path / "fla" / "ops"
+        folder.mkdir(parents=True)
+        (folder / "gated_delta_rule.py").write_text(source)
+
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", lambda: ["cpu"])
     monkeypatch.setattr(gated_delta_net, "driver_of", TritonDriver)
+    gated_delta_net._fla_kernel.cache_clear()
+    yield install
+    gated_delta_net._fla_kernel.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def kernel(fla: Callable[[str], None]) -> FakeKernel:
+    """The kernel of an fla that can be imported."""
+    fla("chunk_gated_delta_rule = None")
+    fake = FakeKernel()
+    importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule = fake
     return fake
 
 
-def test_flash_linear_attention_is_used_where_it_is_installed(kernel: FakeKernel) -> None:
+def test_flash_linear_attention_is_used_where_it_is_installed(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = _net().bfloat16()
     hidden = torch.randn(2, 40, HIDDEN).bfloat16()
     output = net(hidden)
     assert len(kernel.calls) == 1
     assert kernel.calls[0]["q"].shape == (2, 40, 6, 8)
-    gated_delta_net.fla_kernel = None
+    monkeypatch.setattr(gated_delta_net, "_suits_fla", lambda _: False)
     expected = net(hidden)
     assert len(kernel.calls) == 1
     # Only beta is rounded for the kernel.
@@ -269,3 +311,39 @@ def test_what_its_kernels_do_not_take_is_computed_here(
     monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", list)
     _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
     assert kernel.calls == []
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('needs another Triton\\n')", r"RuntimeError: needs another Triton\n"),
+        ("", "AttributeError: module 'fla.ops.gated_delta_rule' has no"),
+        (None, "ModuleNotFoundError: No module named 'fla"),
+    ],
+)
+def test_one_line_says_why_it_is_not_used(
+    fla: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    source: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    if source is None:
+        monkeypatch.setitem(sys.modules, "fla", None)
+    else:
+        fla(source)
+    net = _net().bfloat16()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            net(torch.randn(1, 5, HIDDEN).bfloat16())
+    [message] = caplog.messages
+    assert reason in message
+
+
+def test_it_is_not_imported_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(gated_delta_net, "_fla_kernel", fail)
+    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())

@@ -33,6 +33,7 @@ from tests.unit_tests.core.models.families.helpers.published import (
     QWEN3_5_27B_TEXT,
     QWEN3_8B,
     SMOLLM3_3B,
+    STABLELM_2_1_6B,
     STARCODER2_3B,
 )
 
@@ -183,6 +184,22 @@ def test_smollm_3_leaves_every_fourth_layer_unrotated() -> None:
     rotated = [attention(spec_of(SMOLLM3_3B), layer).rotary is not None for layer in range(36)]
     assert rotated == [True, True, True, False] * 9
     assert spec_of(SMOLLM3_3B, no_rope_layers=None) == spec_of(SMOLLM3_3B)
+
+
+def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels() -> None:
+    """30 / 44, as a floating-point number, is less than 30 of 44 channels."""
+    assert int(44 * (30 / 44)) == 29
+    config, vocab_size = read_config(
+        STABLELM_2_1_6B
+        | {"hidden_size": 88, "num_attention_heads": 2, "num_key_value_heads": 2}
+        | {"partial_rotary_factor": 0.69},
+        "config.json",
+    )
+    assert attention(model_spec(config), 0).rotary == RotarySpec(30, 1e4)
+
+    written = hf_config(config, vocab_size)
+    assert int(44 * written["partial_rotary_factor"]) == 30
+    assert spec_of(written) == model_spec(config)
 
 
 def test_starcoder_2_has_a_window_in_all_layers() -> None:
