@@ -296,6 +296,9 @@ REFUSED = [
         "rope_type in c.json to be one of default, got 'linear'",
     ),
     (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, "no_rope_layers .* 0 or 1 for each of 36"),
+    (GEMMA_3_1B, {"query_pre_attn_scalar": 10**400}, "query_pre_attn_scalar .* a number > 0"),
+    (GEMMA_3_1B, {"hidden_size": 10**400}, "hidden_size .* an integer of at most 63 bits"),
+    (LLAMA_3_2_1B, {"partial_rotary_factor": True}, "partial_rotary_factor .* 1.0, got True"),
     (STARCODER2_3B, {"use_bias": None}, "use_bias in c.json to be a value, got None"),
 ]
 
