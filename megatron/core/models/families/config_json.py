@@ -65,8 +65,9 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
     kind = file.wanted("model_type")
     families = {family.model_type: family for family in FAMILIES}
     if not isinstance(kind, str) or kind not in families:
+        why = ", a model of more than text" if file.get("text_config") else ""
         raise ConfigError(
-            f"Expected a model_type of {', '.join(families)} in {source}, got {shown(kind)}."
+            f"Expected a model_type of {', '.join(families)} in {source}, got {shown(kind)}{why}."
         )
     family = families[kind]
 

@@ -211,6 +211,11 @@ def test_starcoder_2_has_a_window_in_all_layers() -> None:
 
 REFUSED = [
     (LLAMA_3_2_1B, {"model_type": "gpt2"}, "model_type of llama, .* got 'gpt2'"),
+    (
+        LLAMA_3_2_1B,
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
+        "model_type of llama, .* got .qwen3_5., a model of more than text",
+    ),
     (LLAMA_3_2_1B, {"hidden_act": "relu"}, "hidden_act in c.json to be one of silu, .* got 'relu'"),
     (LLAMA_3_2_1B, {"hidden_act": None}, "hidden_act in c.json .* got None"),
     (LLAMA_3_2_1B, {"mlp_bias": True}, "biases none or everywhere .* mlp_bias True"),
