@@ -33,7 +33,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
+from megatron.core.dist_checkpointing.agreement import (
+    on_all_ranks,
+    on_first_rank,
+    sum_of_ranks,
+)
 from megatron.core.dist_checkpointing.errors import (
     CheckpointError,
     few,
@@ -71,7 +75,12 @@ from megatron.training.checkpoint.hf_layout import (
     row_boxes,
     tensors_of_parts,
 )
-from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
+from megatron.training.checkpoint.hf_row_writer import (
+    RowPlan,
+    check_files,
+    make_files,
+    write_own_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +117,9 @@ def save_hf(
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or a rank
-            does not see what rank 0 writes; and for extras that cannot be written.
+        CheckpointError: on all ranks, if `folder` holds something or cannot be written, a rank does
+            not see what rank 0 writes, ranks were called with different models, dtypes or shard
+            sizes, or some rows are on no rank; and for extras that cannot be written.
         ValueError: for a URL, shards that hold nothing, or a dtype that is no float or that
             safetensors does not have.
     """
@@ -124,14 +134,18 @@ def save_hf(
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
     plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
-    token = on_first_rank(
-        lambda: prepare_target(folder), f"Expected to write into {folder.parent}, got"
+    token, fingerprint = on_first_rank(
+        lambda: [prepare_target(folder), plan.layout.fingerprint],
+        f"Expected to write into {folder.parent}, got",
     )
+    # Nobody learns of other offsets later: rows would end among those of other ranks.
+    on_all_ranks(lambda: _expect_same_layout(plan.layout, fingerprint))
 
     draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
     try:
         on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
-        on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        num_bytes = on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        _expect_all_bytes(sum_of_ranks(num_bytes), plan.layout)
         on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
     finally:
         if _rank() == 0:
@@ -237,6 +251,26 @@ def _file_dtypes(
     }
 
 
+def _expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
+    if layout.fingerprint != fingerprint:
+        raise CheckpointError(
+            "Expected the same tensors, dtypes and shard size on all ranks, got "
+            f"{layout.fingerprint} here and {fingerprint} on rank 0."
+        )
+
+
+def _expect_all_bytes(written: int, layout: FolderLayout) -> None:
+    """CheckpointError unless the ranks have written as much as the tensors take: rows that no rank
+    holds would be zeros.
+    """
+    expected = sum(tensor.nbytes for tensor in layout.tensors)
+    if written != expected:
+        raise CheckpointError(
+            f"Expected the ranks to write {expected} bytes of weights, got {written}: some rows "
+            "are on no rank, or on several."
+        )
+
+
 def _make_draft(draft: Path, layout: FolderLayout) -> None:
     """Rank 0: makes the files of weights, for the rows of all ranks."""
     draft.mkdir()
@@ -254,6 +288,7 @@ def _finish(
     extras.copy_missing(draft)
 
     sync_files(draft)
+    check_files(draft, layout)
     publish_draft(draft, folder)
 
 

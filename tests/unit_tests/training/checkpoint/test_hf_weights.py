@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.plan.chunks import shares
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
@@ -30,7 +32,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_weights
+from megatron.training.checkpoint import hf_row_writer, hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -667,6 +669,45 @@ def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_pat
         for error in run_ranks(2, save, failing, number):
             assert "No space left on device" in error
         assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
+        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
+    ],
+)
+def test_ranks_that_were_asked_for_different_files_refuse_to_write_any(tmp_path, options, others):
+    def save() -> str:
+        asked = options if dist.get_rank() == 0 else others
+        with pytest.raises(CheckpointError) as caught:
+            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU, **asked)
+        return str(caught.value)
+
+    for error in run_ranks(2, save):
+        assert "the same tensors, dtypes and shard size on all ranks, got " in error
+        assert " bytes (" in error
+    assert names_in(tmp_path) == []
+
+
+def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
+    def save() -> str:
+        def without_the_first(*arguments: Any) -> Any:
+            found = shares(*arguments)
+            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
+
+        with (
+            mock.patch.object(hf_row_writer, "shares", without_the_first),
+            pytest.raises(CheckpointError) as caught,
+        ):
+            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    one, two = run_ranks(2, save)
+    assert one == two
+    assert "bytes of weights, got" in one
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
