@@ -38,11 +38,7 @@ from megatron.core.dist_checkpointing.agreement import (
     on_first_rank,
     sum_of_ranks,
 )
-from megatron.core.dist_checkpointing.errors import (
-    CheckpointError,
-    few,
-    other_model,
-)
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
@@ -86,6 +82,9 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
+# Constants that follow from config.json. Old versions of the transformers library saved them as
+# buffers, and it ignores them by now.
+_DERIVED = (".rotary_emb.inv_freq",)
 
 
 def save_hf(
@@ -338,6 +337,8 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
+    if isinstance(model, GPTModel):
+        unexpected = {name for name in unexpected if not name.endswith(_DERIVED)}
     for tensor, entries in _tensors(contents, _rows_of(model, contents)):
         name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
@@ -349,14 +350,11 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
         sources[name] = there[0]
         for other in there:
             problems += _differences(files, other, tensor)
-        # Tied weights must be equal, unless the config ties them: then the first one counts.
-        if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
+        if not problems:
             differing = [
                 other for other in there[1:] if not _are_equal(files, there[0], other, entries)
             ]
-            problems += [
-                f"{other} is not {there[0]}, with which it is tied here" for other in differing
-            ]
+            problems += [_untied(other, there[0], files.config) for other in differing]
 
     if missing:
         problems.append(f"it lacks {few(missing)}")
@@ -401,6 +399,16 @@ def _other_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: others for first, *others in names.values() if others}
+
+
+def _untied(name: str, first: str, config: Mapping[str, Any]) -> str:
+    # The transformers library, too, trusts the weights rather than such a config, and unties them.
+    if config.get("tie_word_embeddings"):
+        return (
+            f"{name} is not {first}, with which {CONFIG_FILE} ties it; set tie_word_embeddings to "
+            "false"
+        )
+    return f"{name} is not {first}, with which it is tied here"
 
 
 def _differences(files: WeightFiles, name: str, own: FileTensor) -> list[str]:

@@ -144,8 +144,9 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def shard_without_an_entry(folder: Path) -> None:
-    names = sorted(load_file(folder / WEIGHTS))
-    index = {"weight_map": dict.fromkeys(names[1:], WEIGHTS)}
+    names, shard = sorted(load_file(folder / WEIGHTS)), "model-00001-of-00001.safetensors"
+    (folder / WEIGHTS).rename(folder / shard)
+    index = {"weight_map": dict.fromkeys(names[1:], shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -175,7 +176,14 @@ def shard_without_an_entry(folder: Path) -> None:
         (lambda folder: change_config(folder, attn_surprise=2.0), "got attn_surprise 2.0"),
         (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in "),
         (lambda folder: (folder / "tokenizer.json").unlink(), "--tokenizer-model: expected"),
-        (lambda folder: change_config(folder, vocab_size=200), "--vocab-size: expected at least"),
+        (
+            lambda folder: change_config(folder, vocab_size=200),
+            "--tokenizer-model: expected at most 200 ids, as many as the embedding in ",
+        ),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "Expected a local folder with config.json, got ",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(

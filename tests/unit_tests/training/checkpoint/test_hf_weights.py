@@ -392,12 +392,15 @@ def shard_without_a_file(folder: Path) -> None:
 
 
 def list_what_is_not_there(folder: Path) -> None:
-    weight_map = {"model.norm.weight": "model.safetensors", "more": "model.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    file = "model-00001-of-00001.safetensors"
+    weight_map = {"model.norm.weight": file, "more": file}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def list_another_folder(folder: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "../gpt/model.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../gpt/model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -419,7 +422,7 @@ def list_another_folder(folder: Path) -> None:
             ),
             "model.norm.weight is torch.int32 where the model has torch.float32",
         ),
-        (truncate, "Expected a whole safetensors file at"),
+        (truncate, r"Expected a whole safetensors file at .*, got: \d+ of \d+ bytes\."),
         (shard_without_a_file, "Expected the safetensors file .*, got none"),
         (
             list_what_is_not_there,
@@ -437,6 +440,10 @@ def list_another_folder(folder: Path) -> None:
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             "Expected model.safetensors or model.*, got neither",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "got pytorch_model.bin, which would have to be unpickled. If you trust it, convert it",
         ),
         (
             lambda folder: change_config(folder, num_key_value_heads=4),
@@ -472,6 +479,15 @@ def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
     assert loss_of(model) == loss_of(plain_gpt())
 
 
+def test_constants_that_old_folders_hold_are_ignored(saved):
+    path = saved / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(path) | old, path)
+    model = plain_gpt(seed=1)
+    load_hf(model, saved)
+    assert loss_of(model) == loss_of(plain_gpt())
+
+
 def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     model = plain_gpt(seed=1)
     same = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
@@ -480,10 +496,11 @@ def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     change_tensors(saved, lm_head__weight=same)
     load_hf(model, saved)
     assert loss_of(model) == loss_of(plain_gpt())
-    # A config that ties the two says that the embedding counts.
+    # A config that ties the two does not make them equal: transformers unties them.
     change_tensors(saved, lm_head__weight=other)
-    load_hf(model, saved)
-    assert loss_of(model) == loss_of(plain_gpt())
+    ties = r"with which config.json ties it; set tie_word_embeddings to false"
+    with pytest.raises(CheckpointError, match=rf"lm_head.weight is not model.embed_.*, {ties}"):
+        load_hf(model, saved)
     change_config(saved, tie_word_embeddings=False)
     with pytest.raises(
         CheckpointError,
