@@ -143,6 +143,8 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
         entries = [
             _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
         ]
+        # There is no checkpoint yet, so drafts are what killed imports have left.
+        checked.store.sweep()
         with _without_remains(checked.store):
             publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
     return {

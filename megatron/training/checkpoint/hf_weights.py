@@ -284,7 +284,7 @@ def _finish(
         write_json(draft / INDEX_FILE, layout.index)
     ids = extras.save(draft)
     _save_config(model, draft, main_dtype(layout.tensors), ids)
-    extras.copy_missing(draft)
+    extras.copy_missing(draft, ids)
 
     sync_files(draft)
     check_files(draft, layout)

@@ -538,7 +538,8 @@ def test_a_folder_that_is_there_is_left_alone(saved):
 
     def save() -> None:
         with pytest.raises(
-            CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"
+            CheckpointError,
+            match=r"an absent or empty folder at .*gpt, got one that holds config.json",
         ):
             save_exactly(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
 
