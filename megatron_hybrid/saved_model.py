@@ -114,15 +114,12 @@ def find_model(
         got = reprlib.repr(seq_length)
         raise CheckpointError(f"Expected seq_length in {where} to be an integer >= 1, got {got}.")
 
+    base_model = _path_of_run(store, values, "hf_model")
     if tokenizer_model is not None:
         kind = "HuggingFaceTokenizer"
         values = {**values, "tokenizer_type": kind, "tokenizer_model": tokenizer_model}
     elif config is None:
-        tokenizer_model = _path_of_run(store, values, "tokenizer_model")
-        values = {**values, "tokenizer_model": tokenizer_model}
-
-    base_model = _path_of_run(store, values, "hf_model")
-    _expect_tokenizer_there(values.get("tokenizer_model"), base_model)
+        values = {**values, "tokenizer_model": _tokenizer_of_run(store, values, base_model)}
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
     return SavedModel(
@@ -138,13 +135,17 @@ def find_model(
     )
 
 
-def _expect_tokenizer_there(path: object, base_model: str | None) -> None:
-    """ConfigError if the tokenizer is that of the model that training began with, which is gone."""
-    if base_model is not None and path == base_model and not os.path.lexists(base_model):
+def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | None) -> str | None:
+    """Where a run's tokenizer is. ConfigError if that is the folder of the model that training
+    began with, which is gone.
+    """
+    path = _path_of_run(store, values, "tokenizer_model")
+    if path is not None and path == base_model and not os.path.lexists(path):
         raise ConfigError(
             f"--tokenizer-model: expected the tokenizer in {shown(path)}, the folder that training "
             "began with, got no such folder. Name the tokenizer's place by --tokenizer-model."
         )
+    return path
 
 
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:

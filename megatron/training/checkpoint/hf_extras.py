@@ -58,7 +58,8 @@ class FolderExtras(NamedTuple):
         processor: anything with `save_pretrained(folder)`.
         base_model_path: the folder of the model that training began with. Files that the save does
             not write itself are copied from there: configs, the code they name, and, where neither
-            a tokenizer nor a processor is given, the tokenizer's.
+            a tokenizer nor a processor is given, the tokenizer's. With a tokenizer, the generation
+            config gets its ids.
     """
 
     tokenizer: Any = None

@@ -145,6 +145,27 @@ def check_files(folder: Path, layout: FolderLayout) -> None:
             raise CheckpointError(f"Expected {path} to begin with its header, got other bytes.")
 
 
+def expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
+    """CheckpointError unless rank 0 has the same layout, which its fingerprint tells."""
+    if layout.fingerprint != fingerprint:
+        raise CheckpointError(
+            "Expected the same tensors, dtypes and shard size on all ranks, got "
+            f"{layout.fingerprint} here and {fingerprint} on rank 0."
+        )
+
+
+def expect_all_bytes(written: int, layout: FolderLayout) -> None:
+    """CheckpointError unless the ranks have written as much as the tensors take: rows that no rank
+    holds would be zeros.
+    """
+    expected = sum(tensor.nbytes for tensor in layout.tensors)
+    if written != expected:
+        raise CheckpointError(
+            f"Expected the ranks to write {expected} bytes of weights, got {written}: some rows "
+            "are on no rank, or on several."
+        )
+
+
 def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> int:
     """Writes this rank's rows into the files, and brings them to disk. Returns the number of bytes.
 

@@ -74,6 +74,8 @@ from megatron.training.checkpoint.hf_layout import (
 from megatron.training.checkpoint.hf_row_writer import (
     RowPlan,
     check_files,
+    expect_all_bytes,
+    expect_same_layout,
     make_files,
     write_own_rows,
 )
@@ -133,22 +135,7 @@ def save_hf(
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
     plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
-    token, fingerprint = on_first_rank(
-        lambda: [prepare_target(folder), plan.layout.fingerprint],
-        f"Expected to write into {folder.parent}, got",
-    )
-    # Nobody learns of other offsets later: rows would end among those of other ranks.
-    on_all_ranks(lambda: _expect_same_layout(plan.layout, fingerprint))
-
-    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
-    try:
-        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
-        num_bytes = on_all_ranks(lambda: write_own_rows(draft, plan, device))
-        _expect_all_bytes(sum_of_ranks(num_bytes), plan.layout)
-        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
-    finally:
-        if _rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+    _write(model, folder, device, plan, extras)
 
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
@@ -250,24 +237,26 @@ def _file_dtypes(
     }
 
 
-def _expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
-    if layout.fingerprint != fingerprint:
-        raise CheckpointError(
-            "Expected the same tensors, dtypes and shard size on all ranks, got "
-            f"{layout.fingerprint} here and {fingerprint} on rank 0."
-        )
+def _write(
+    model: nn.Module, folder: Path, device: Device, plan: RowPlan, extras: FolderExtras
+) -> None:
+    """All ranks: writes the folder, see [Note: no tensor is gathered]."""
+    token, fingerprint = on_first_rank(
+        lambda: [prepare_target(folder), plan.layout.fingerprint],
+        f"Expected to write into {folder.parent}, got",
+    )
+    # Nobody learns of other offsets later: rows would end among those of other ranks.
+    on_all_ranks(lambda: expect_same_layout(plan.layout, fingerprint))
 
-
-def _expect_all_bytes(written: int, layout: FolderLayout) -> None:
-    """CheckpointError unless the ranks have written as much as the tensors take: rows that no rank
-    holds would be zeros.
-    """
-    expected = sum(tensor.nbytes for tensor in layout.tensors)
-    if written != expected:
-        raise CheckpointError(
-            f"Expected the ranks to write {expected} bytes of weights, got {written}: some rows "
-            "are on no rank, or on several."
-        )
+    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
+    try:
+        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
+        num_bytes = on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        expect_all_bytes(sum_of_ranks(num_bytes), plan.layout)
+        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
+    finally:
+        if _rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _make_draft(draft: Path, layout: FolderLayout) -> None:
