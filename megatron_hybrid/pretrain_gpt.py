@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> Outcome:
     log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
 
     def model_provider(config: RunConfig) -> nn.Module:

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, lates
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.options import ConfigError
+from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
 from megatron.training.checkpoint.hf_files import CONFIG_FILE
@@ -56,7 +56,7 @@ class SavedModel(NamedTuple):
     load_into: Callable[[nn.Module], None]  # loads its weights into such a model, in place
     checkpoint: tuple[Store, str] | None  # None: a folder of the transformers library
     tokenizer_path: str | None = None  # None: a tokenizer without files
-    base_model: str | None = None  # the Hugging Face folder that training began with, if it exists
+    base_model: str | None = None  # the Hugging Face folder that training began with; may be gone
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,16 +114,14 @@ def find_model(
         got = reprlib.repr(seq_length)
         raise CheckpointError(f"Expected seq_length in {where} to be an integer >= 1, got {got}.")
 
+    base_model = _path_of_run(store, values, "hf_model")
     if tokenizer_model is not None:
         kind = "HuggingFaceTokenizer"
         values = {**values, "tokenizer_type": kind, "tokenizer_model": tokenizer_model}
     elif config is None:
-        tokenizer_model = _path_of_run(store, values, "tokenizer_model")
-        values = {**values, "tokenizer_model": tokenizer_model}
-
+        values = {**values, "tokenizer_model": _tokenizer_of_run(store, values, base_model)}
     tokenizer_config = section_from_values(TokenizerConfig, values)
     tokenizer = build_tokenizer(tokenizer_config)
-    base_model = _path_of_run(store, values, "hf_model")
     return SavedModel(
         path=path_of(store, name),
         config=section_from_values(TransformerConfig, values),
@@ -133,8 +131,21 @@ def find_model(
         load_into=lambda model: load_weights(store, name, model),
         checkpoint=(store, name),
         tokenizer_path=tokenizer_config.tokenizer_model,
-        base_model=base_model if base_model is not None and Path(base_model).is_dir() else None,
+        base_model=base_model,
     )
+
+
+def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | None) -> str | None:
+    """Where a run's tokenizer is. ConfigError if that is the folder of the model that training
+    began with, which is gone.
+    """
+    path = _path_of_run(store, values, "tokenizer_model")
+    if path is not None and path == base_model and not os.path.lexists(path):
+        raise ConfigError(
+            f"--tokenizer-model: expected the tokenizer in {shown(path)}, the folder that training "
+            "began with, got no such folder. Name the tokenizer's place by --tokenizer-model."
+        )
+    return path
 
 
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:

@@ -239,7 +239,8 @@ class _Settings:
             self.errors += lines
             self.spoken_of |= {line.split(":")[0] for line in lines}
         except ConfigError as error:
-            self.errors.append(f"--hf-model: {error}")
+            if folder:  # the option itself says what is wrong with an empty one
+                self.errors.append(f"--hf-model: {error}")
             # What the folder would have said is not missed setting by setting.
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}

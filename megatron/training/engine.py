@@ -39,8 +39,9 @@ class SaveLoadMeta:
         tokenizer, processor: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
         base_model_path: with `hf`, the folder of the model that training began with. Files that the
             save does not write itself are copied from there, weights excepted.
-        hf_dtype: with `hf`, of all weights in the files; None: bf16 for those whose main weights
-            are fp32. `torch.float32` keeps these to the bit, for `load` to bring back.
+        hf_dtype: with `hf`, of all weights in the files but for fp32 parameters of an `Fp32Module`,
+            which stay fp32; None: bf16 for those whose main weights are fp32. `torch.float32` keeps
+            these to the bit, for `load` to bring back.
 
     Raises:
         ValueError: for another format, what `hf` does not hold, and other dtypes.

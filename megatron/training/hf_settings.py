@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.log import printable
 from megatron.core.models.gpt.hugging_face import config_from_hf
 from megatron.core.options import ConfigError, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -23,6 +25,9 @@ from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
 from megatron.training.tokenizer import TokenizerConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # the owner and the model
 
 # They change how a model is trained, and not what its weights compute.
 _OF_TRAINING = ("attention_dropout", "hidden_dropout", "init_method_std", "recompute_granularity")
@@ -42,8 +47,9 @@ def read_folder(folder: str | Path) -> FolderModel:
     """The GPT that a folder's config.json describes.
 
     Raises:
-        ConfigError: if there is no such file, or no GPT here computes the same.
+        ConfigError: as `expect_model_folder`, or if no GPT here computes the same.
     """
+    expect_model_folder(folder)
     file = Path(folder) / CONFIG_FILE
     try:
         content = read_json(file)
@@ -51,6 +57,29 @@ def read_folder(folder: str | Path) -> FolderModel:
         raise ConfigError(str(error)) from error
     config, num_rows = config_from_hf(content, str(file))
     return FolderModel(str(folder), config, num_rows)
+
+
+def expect_model_folder(folder: str | Path) -> None:
+    """ConfigError if there is no folder with a config.json, with what to do instead."""
+    path = Path(folder)
+    if os.path.lexists(path / CONFIG_FILE):
+        return
+
+    got = shown(str(folder))
+    if os.path.lexists(path) and not path.is_dir():
+        got += ", which is a file. Give the folder that it is in"
+    elif path.is_dir():
+        got += ", which has none"
+        # What the Hub's client keeps of a model, under the name of its commit.
+        snapshots = sorted(path.glob(f"snapshots/*/{CONFIG_FILE}"))
+        if snapshots:
+            got += f". Give the folder inside it: {printable(str(snapshots[-1].parent))}"
+    else:
+        got += ", where there is none"
+        if _HUB_NAME.fullmatch(str(folder)):
+            command = f"hf download {folder} --local-dir models/{path.name}"
+            got += f". Models of the Hub are downloaded first: `{command}`"
+    raise ConfigError(f"Expected a local folder with {CONFIG_FILE}, got {got}.")
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -93,15 +122,20 @@ def _decided(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list[str]:
-    """Adds the tokenizer, unless the user names one, and the rows of the embedding, which are the
-    folder's to the row. Returns a line for each contradiction.
+    """Adds the tokenizer, unless the user names one, and the number of rows of the embedding, which
+    is the folder's and is not padded. Returns a line for each contradiction.
     """
     kind = values.get("tokenizer_type", "HuggingFaceTokenizer")
     if kind == "HuggingFaceTokenizer" and values.get("tokenizer_model") is None:
         if not has_tokenizer(folder):
+            got = "none"
+            if os.path.lexists(Path(folder) / _SENTENCEPIECE_FILE):
+                got = (
+                    f"{_SENTENCEPIECE_FILE} alone, which must be converted to tokenizer.json first"
+                )
             return [
                 f"--tokenizer-model: expected a tokenizer's files in {folder}, or another "
-                "tokenizer, got none."
+                f"tokenizer, got {got}."
             ]
         values["tokenizer_model"] = folder
 

@@ -190,8 +190,12 @@ class NullTokenizer:
         return " ".join(str(token) for token in ids)
 
 
-def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig, *, rows_of: str | None = None) -> Tokenizer:
     """The tokenizer the configuration names.
+
+    Args:
+        rows_of: the model's folder that `--vocab-size` was taken from, for messages; None: the
+            user has set it.
 
     Raises:
         ConfigError: it cannot be loaded, or has more ids than `--vocab-size` says.
@@ -205,7 +209,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     else:
         assert config.tokenizer_model is not None, "checked by the config"
         tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
-    _check_vocab_size(config, tokenizer)
+    _check_vocab_size(config, tokenizer, rows_of)
     return tokenizer
 
 
@@ -223,7 +227,9 @@ def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
     return -(-num_rows // divisor) * divisor
 
 
-def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
+def _check_vocab_size(
+    config: TokenizerConfig, tokenizer: Tokenizer, rows_of: str | None = None
+) -> None:
     """ConfigError where --vocab-size has no room for the tokenizer's ids, and for ids out of all
     proportion.
 
@@ -236,6 +242,11 @@ def _check_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
     if config.tokenizer_type == "NullTokenizer":
         return
 
+    if config.vocab_size is not None and rows_of is not None and size > config.vocab_size:
+        raise ConfigError(
+            f"--tokenizer-model: expected at most {config.vocab_size} ids, as many as the "
+            f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}."
+        )
     if config.vocab_size is not None:
         expected = f"at least the {size} ids of {tokenizer.name}"
         expect(config.vocab_size >= size, "--vocab-size", expected, config.vocab_size)

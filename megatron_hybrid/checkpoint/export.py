@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, nbytes_of, open_checkpoint
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
+from megatron.core.log import printable
 from megatron.core.models.gpt.hugging_face import hf_config
-from megatron.training.checkpoint.hf_export import MAX_SHARD_BYTES, export_hf
+from megatron.training.checkpoint.hf_export import MAX_SHARD_BYTES, bytes_to_export, export_hf
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import Progress
 from megatron_hybrid.saved_model import SavedModel, add_model_flags, find_model
@@ -27,13 +29,6 @@ class Source(NamedTuple):
 
     model: SavedModel
     checkpoint: ReadableCheckpoint
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the weights."""
-        tensors = tensors_of(self.checkpoint.metadata)
-        others = ("optim", "rng")
-        return sum(nbytes_of(entry) for key, entry in tensors.items() if not key.startswith(others))
 
 
 def find_source(arguments: argparse.Namespace) -> Source:
@@ -57,8 +52,9 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of an export but for the run and the folder to write."""
     parser.add_argument(
         "--dtype",
-        choices=("bf16", "fp32"),
-        help="of the weights; default: bf16 for those in fp32, and others as they are",
+        choices=("bf16", "fp16", "fp32"),
+        help="of the weights; default: bf16 for those in fp32, and others as they are. fp16 has no "
+        "values beyond 65504",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -85,8 +81,18 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
         CheckpointError, ConfigError: as `find_source` and `export_hf`.
     """
     source = find_source(arguments)
-    with progress_bar("export", source.num_bytes) as progress:
+    model = source.model
+    num_bytes = bytes_to_export(source.checkpoint, model.config, model.vocab_size)
+    with progress_bar("export", num_bytes) as progress:
         return _write(source, arguments, progress)
+
+
+def _is_of_folder(tokenizer_path: str | None, folder: str) -> bool:
+    """Whether a tokenizer is that of a model's folder, however either is spelled."""
+    if tokenizer_path is None:
+        return False
+    path = Path(tokenizer_path)
+    return (path.parent if path.name == "tokenizer.json" else path).samefile(folder)
 
 
 def sentence(summary: dict[str, Any]) -> str:
@@ -102,15 +108,23 @@ def _write(source: Source, arguments: argparse.Namespace, progress: Progress) ->
         # Other programs want a length, and would otherwise take their own default for it.
         config = dataclasses.replace(config, max_position_embeddings=model.seq_length)
 
+    base_model = model.base_model
+    if base_model is not None and not Path(base_model).is_dir():
+        print(
+            f"export: {printable(base_model)}, which training began with, is not there any more: "
+            "the export has no generation config, and no special tokens but the end of a document",
+            file=sys.stderr,
+        )
+        base_model = None
     # The files of the folder's own tokenizer say more than what is read of them here.
-    is_folders = model.base_model is not None and model.tokenizer_path == model.base_model
+    is_folders = base_model is not None and _is_of_folder(model.tokenizer_path, base_model)
     exported = export_hf(
         source.checkpoint,
         arguments.out,
         config,
         model.vocab_size,
         tokenizer=None if is_folders else model.tokenizer,
-        base_model_path=model.base_model,
+        base_model_path=base_model,
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
         max_shard_bytes=arguments.max_shard_size,
         progress=progress,

@@ -35,7 +35,11 @@ from megatron.training.arguments import section_from_values
 from megatron.training.checkpoint.hf_files import WeightFiles
 from megatron.training.checkpoint.hf_weights import entries_to_load
 from megatron.training.checkpoint.run_info import FORMAT_VERSION
-from megatron.training.hf_settings import read_folder, take_settings
+from megatron.training.hf_settings import (
+    expect_model_folder,
+    read_folder,
+    take_settings,
+)
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
 from megatron_hybrid.checkpoint.from_file import publish_entries
 from megatron_hybrid.checkpoint.to_file import Progress
@@ -86,6 +90,7 @@ def check_import(
             does not fit.
         CheckpointError: if `root` holds checkpoints.
     """
+    expect_model_folder(folder)  # as it was given: the path of a missing one says nothing
     place = Path(folder).resolve()
     values: dict[str, Any] = {}
     if tokenizer_model is not None:
@@ -94,7 +99,8 @@ def check_import(
         raise ConfigError(" ".join(lines))
     config = section_from_values(TransformerConfig, values)
     tokenizer_config = section_from_values(TokenizerConfig, values)
-    num_rows = padded_vocab_size(tokenizer_config, build_tokenizer(tokenizer_config))
+    tokenizer = build_tokenizer(tokenizer_config, rows_of=str(place))
+    num_rows = padded_vocab_size(tokenizer_config, tokenizer)
 
     length = config.max_position_embeddings if seq_length is None else seq_length
     _check_length(length, config.max_position_embeddings)
@@ -137,6 +143,8 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
         entries = [
             _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
         ]
+        # There is no checkpoint yet, so drafts are what killed imports have left.
+        checked.store.sweep()
         with _without_remains(checked.store):
             publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
     return {

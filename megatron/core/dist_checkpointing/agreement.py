@@ -2,7 +2,8 @@
 
 Ranks exchange JSON of bounded size. `broadcast_object_list` and its like would send pickles, with
 which anybody who can write to the connection of two ranks could run code on a rank. Saving needs no
-agreement: see [Note: saving] in save/manager.py.
+agreement: see [Note: saving] in save/manager.py. The exception are weights for the transformers
+library, which all ranks write into the same files (`hf_weights.save_hf`).
 """
 
 from __future__ import annotations
@@ -107,6 +108,16 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     if isinstance(first, ConfigError):
         raise first
     raise type(first)(f"rank {rank}: {first}") from error
+
+
+def sum_of_ranks(value: int) -> int:
+    """The sum of a number over the default process group, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.int64, device=_device_of_group())
+    with issuing("all-reduce of a number", total):
+        dist.all_reduce(total)
+    return int(total)
 
 
 def _checked_plain(value: T) -> T:

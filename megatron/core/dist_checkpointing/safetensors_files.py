@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.files import open_regular
+from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 
 _LENGTH_BYTES = 8
@@ -55,12 +56,33 @@ def open_safetensors(path: Path) -> Iterator[Safetensors]:
     try:
         opened = safe_open(path, framework="pt")
     except SafetensorError as error:
+        whole = _size_by_header(path, length)
+        if whole is not None and whole > num_bytes:
+            raise _not_whole(path, f"{num_bytes} of {whole} bytes") from error
         raise _not_whole(path, printable(str(error))) from error
     except MemoryError:
         got = f"{num_bytes} bytes, which this process has no room to map"
         raise _not_whole(path, got) from None
     with opened as reader:
         yield Safetensors(reader, num_bytes)
+
+
+def _size_by_header(path: Path, length: int) -> int | None:
+    """The bytes that a file has if its header is right; None for a header that says nothing."""
+    with open_regular(path, "a safetensors file") as stream:
+        stream.seek(_LENGTH_BYTES)
+        text = stream.read(length)
+    try:
+        header = parse_json(text, max_depth=4)
+    except ValueError:
+        return None
+
+    ends = []
+    for entry in header.values() if isinstance(header, dict) else ():
+        match entry:
+            case {"data_offsets": [int(), int(end)]}:
+                ends.append(end)
+    return _LENGTH_BYTES + length + max(ends) if ends else None
 
 
 def _not_whole(path: Path, got: str) -> CheckpointDamagedError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import remove_empty_folder
+from megatron.core.log import printable
 
 
 def draft_path(folder: Path, token: str) -> Path:
@@ -23,12 +24,7 @@ def draft_path(folder: Path, token: str) -> Path:
     return folder.parent / f".{folder.name}.{token}.writing"
 
 
-def new_token() -> str:
-    """For a draft's name."""
-    return secrets.token_hex(4)
-
-
-def sweep_drafts(folder: Path) -> None:
+def _sweep_drafts(folder: Path) -> None:
     """Deletes what killed saves to a folder have left."""
     pattern = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.writing")
     for name in LocalStore(folder.parent).folders():
@@ -50,8 +46,8 @@ def prepare_target(folder: Path) -> str:
     remove_empty_folder(folder)
     _expect_nothing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    sweep_drafts(folder)
-    return new_token()
+    _sweep_drafts(folder)
+    return secrets.token_hex(4)
 
 
 def publish_draft(draft: Path, folder: Path) -> None:
@@ -61,7 +57,15 @@ def publish_draft(draft: Path, folder: Path) -> None:
 
 
 def _expect_nothing(folder: Path) -> None:
-    if os.path.lexists(folder):
-        raise CheckpointError(
-            f"Expected nothing yet at {folder}, got what is there. Weights are never overwritten."
-        )
+    if not os.path.lexists(folder):
+        return
+
+    got = "a file" if folder.exists() else "a link to nothing"
+    if folder.is_dir():
+        inside = next(iter(sorted(folder.iterdir())), None)
+        got = "an empty one that cannot be replaced"
+        if inside is not None:
+            got = f"one that holds {printable(inside.name)}"
+    raise CheckpointError(
+        f"Expected an absent or empty folder at {folder}, got {got}. Weights are never overwritten."
+    )

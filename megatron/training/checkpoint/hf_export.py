@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_pi
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
-from megatron.core.files import sync_folder
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
@@ -36,7 +34,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows, section_names
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
-from megatron.training.checkpoint.hf_draft import draft_path, new_token, sweep_drafts
+from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
     sync_files,
@@ -51,7 +49,12 @@ from megatron.training.checkpoint.hf_layout import (
     main_dtype,
     tensors_of_parts,
 )
-from megatron.training.checkpoint.hf_row_writer import RowFile, make_files, write_rows
+from megatron.training.checkpoint.hf_row_writer import (
+    RowFile,
+    check_files,
+    make_files,
+    write_rows,
+)
 
 MAX_SHARD_BYTES = 5 * 10**9
 _PIECE_BYTES = 8 << 20  # of a tensor that are in memory at once, in the checkpoint's dtype
@@ -87,7 +90,8 @@ def export_hf(
         config, vocab_size: of the GPT; `vocab_size` is the number of rows of its embedding.
         tokenizer, base_model_path, dtype: as for `save_hf`.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-        progress: called with each number of bytes of the checkpoint's tensors that are done.
+        progress: called with each number of bytes of the checkpoint's tensors that are done;
+            `bytes_to_export` says how many there are.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
@@ -102,23 +106,33 @@ def export_hf(
     extras.check()
     tensors = _tensors(checkpoint, config, vocab_size, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
-    with _system_errors(target), _draft_of(target) as draft:
-        write_weights(draft, checkpoint, tensors, layout, progress)
-        ids = extras.save(draft)
-        written_dtype = main_dtype(layout.tensors)
-        write_gpt_config(draft, config, vocab_size, written_dtype, ids)
-        extras.copy_missing(draft)
-        sync_files(draft)
-        sync_folder(draft)
+    written_dtype = main_dtype(layout.tensors)
+    with _system_errors(target):
+        draft = draft_path(target, prepare_target(target))
+        try:
+            draft.mkdir()
+            write_weights(draft, checkpoint, tensors, layout, progress)
+            ids = extras.save(draft)
+            write_gpt_config(draft, config, vocab_size, written_dtype, ids)
+            extras.copy_missing(draft, ids)
 
-        _expect_free(target)
-        # Onto an empty folder, too. One that is filled meanwhile makes it fail.
-        draft.rename(target)
-        sync_folder(target.parent)
+            sync_files(draft)
+            check_files(draft, layout)
+            publish_draft(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     return Exported(
         len(layout.tensors), sum(tensor.nbytes for tensor in layout.tensors), written_dtype
     )
+
+
+def bytes_to_export(
+    checkpoint: ReadableCheckpoint, config: TransformerConfig, vocab_size: int
+) -> int:
+    """Of the checkpoint's tensors that `export_hf` reads. CheckpointError for another model's."""
+    tensors = _tensors(checkpoint, config, vocab_size, None)
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 class StoredTensor(NamedTuple):
@@ -285,30 +299,3 @@ def _system_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"Expected to write {target}, got {error}.") from error
-
-
-@contextlib.contextmanager
-def _draft_of(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target`, which is deleted in the end unless it was renamed."""
-    _expect_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    sweep_drafts(target)
-
-    draft = draft_path(target, new_token())
-    draft.mkdir()
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _expect_free(target: Path) -> None:
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"Expected an absent or empty folder at {target}, got a file.")
-    if (inside := next(iter(sorted(target.iterdir())), None)) is not None:
-        raise CheckpointError(
-            f"Expected an absent or empty folder at {target}, got one that holds "
-            f"{printable(inside.name)}. Weights are never overwritten."
-        )

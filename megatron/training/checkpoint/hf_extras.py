@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,25 @@ from megatron.training.checkpoint.hf_files import (
     check_tokenizer,
     read_json,
     save_tokenizer,
+    write_json,
 )
 from megatron.training.checkpoint.hf_layout import INDEX_FILE
 
 # Of the model that training began with: texts and tokenizers, never weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.py", "*.txt")
-_NOT_COPIED = ("*.index.json", INDEX_FILE)
+_NOT_COPIED = (
+    "*.index.json",
+    INDEX_FILE,
+    # How the model came about, and adapters: not what it is now.
+    "adapter_config.json",
+    "trainer_state.json",
+    "training_args*",
+    "*_results.json",
+    "requirements*.txt",
+)
+_GENERATION_FILE = "generation_config.json"
+# Its settings that name tokens, and so mean another tokenizer's.
+_OF_TOKENS = ("*token_id*", "*suppress_tokens", "*_ids", "sequence_bias")
 # One tokenizer's files among another's would be a third one.
 _TOKENIZER = (
     "tokenizer*",
@@ -44,7 +58,8 @@ class FolderExtras(NamedTuple):
         processor: anything with `save_pretrained(folder)`.
         base_model_path: the folder of the model that training began with. Files that the save does
             not write itself are copied from there: configs, the code they name, and, where neither
-            a tokenizer nor a processor is given, the tokenizer's.
+            a tokenizer nor a processor is given, the tokenizer's. With a tokenizer, the generation
+            config gets its ids.
     """
 
     tokenizer: Any = None
@@ -84,10 +99,15 @@ class FolderExtras(NamedTuple):
             ids = {name: content[name] for name in TOKEN_IDS if name in content}
         return ids
 
-    def copy_missing(self, folder: Path) -> None:
+    def copy_missing(self, folder: Path, ids: Mapping[str, Any]) -> None:
         """Copies what the base model's folder has and this one lacks.
 
-        OSError if a file cannot be read, or is not a regular one.
+        Args:
+            ids: what `save` returned. The generation config gets them with a tokenizer.
+
+        Raises:
+            CheckpointDamagedError: for a generation config that is no JSON object.
+            OSError: if a file cannot be read, or is not a regular one.
         """
         if self.base_model_path is None:
             return
@@ -97,9 +117,19 @@ class FolderExtras(NamedTuple):
             is_wanted = _matches(path.name, _COPIED) and not _matches(path.name, _NOT_COPIED)
             if is_taken and _matches(path.name, _TOKENIZER):
                 continue
-            if is_wanted and not (folder / path.name).exists() and not path.is_dir():
+            if not is_wanted or (folder / path.name).exists() or path.is_dir():
+                continue
+            if path.name == _GENERATION_FILE and self.tokenizer is not None:
+                write_json(folder / path.name, _with_ids(read_json(path), ids))
+            else:
                 with open_regular(path) as source, (folder / path.name).open("xb") as target:
                     shutil.copyfileobj(source, target)
+
+
+def _with_ids(generation: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """A generation config for another tokenizer."""
+    kept = {name: value for name, value in generation.items() if not _matches(name, _OF_TOKENS)}
+    return kept | {name: value for name, value in ids.items() if value is not None}
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

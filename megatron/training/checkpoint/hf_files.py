@@ -126,14 +126,13 @@ class WeightFiles:
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
         """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
-        # The tensors of each file; None: any.
+        # The tensors of each file; None: any. As in the transformers library, the single file goes
+        # before an index beside it.
         listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}
-        if os.path.lexists(folder / INDEX_FILE):
+        if not os.path.lexists(folder / WEIGHTS_FILE):
+            if not os.path.lexists(folder / INDEX_FILE):
+                raise _no_weights(folder)
             listed = _read_index(folder / INDEX_FILE)
-        elif not os.path.lexists(folder / WEIGHTS_FILE):
-            raise CheckpointError(
-                f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither."
-            )
 
         found: dict[str, WeightFile] = {}
         for file, wanted in listed.items():
@@ -176,6 +175,17 @@ class WeightFiles:
             raise CheckpointError(
                 f"Expected to read {name} from {self.folder}, got {error}."
             ) from error
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not pickles:
+        return CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")
+    return CheckpointError(
+        f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got {printable(few(pickles))}, "
+        "which would have to be unpickled. If you trust it, convert it: "
+        "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR)."
+    )
 
 
 def _read_index(path: Path) -> dict[str, list[str] | None]:

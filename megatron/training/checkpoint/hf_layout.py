@@ -14,6 +14,7 @@ its rows go (`megatron/core/models/families/row_map.py`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -209,6 +210,17 @@ class FolderLayout:
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all names, shapes, dtypes and offsets; for messages, too."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(file.header)
+        num_files, short = len(self.files), digest.hexdigest()[:16]
+        return (
+            f"{num_files} {'file' if num_files == 1 else 'files'} of {self.nbytes} bytes ({short})"
+        )
 
     @property
     def index(self) -> dict[str, Any] | None:

@@ -130,8 +130,44 @@ def make_files(folder: Path, layout: FolderLayout) -> None:
             stream.truncate(file.nbytes)
 
 
-def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> None:
-    """Writes this rank's rows into the files, and brings them to disk.
+def check_files(folder: Path, layout: FolderLayout) -> None:
+    """CheckpointError if a file has another size or header than `make_files` gave it.
+
+    A file system that is not shared properly may lose either while several machines write.
+    """
+    for file in layout.files:
+        path = folder / file.name
+        with path.open("rb") as stream:
+            header, size = stream.read(len(file.header)), os.fstat(stream.fileno()).st_size
+        if size != file.nbytes:
+            raise CheckpointError(f"Expected {path} to have {file.nbytes} bytes, got {size}.")
+        if header != file.header:
+            raise CheckpointError(f"Expected {path} to begin with its header, got other bytes.")
+
+
+def expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
+    """CheckpointError unless rank 0 has the same layout, which its fingerprint tells."""
+    if layout.fingerprint != fingerprint:
+        raise CheckpointError(
+            "Expected the same tensors, dtypes and shard size on all ranks, got "
+            f"{layout.fingerprint} here and {fingerprint} on rank 0."
+        )
+
+
+def expect_all_bytes(written: int, layout: FolderLayout) -> None:
+    """CheckpointError unless the ranks have written as much as the tensors take: rows that no rank
+    holds would be zeros.
+    """
+    expected = sum(tensor.nbytes for tensor in layout.tensors)
+    if written != expected:
+        raise CheckpointError(
+            f"Expected the ranks to write {expected} bytes of weights, got {written}: some rows "
+            "are on no rank, or on several."
+        )
+
+
+def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> int:
+    """Writes this rank's rows into the files, and brings them to disk. Returns the number of bytes.
 
     Args:
         folder: of `make_files`, on a file system that all ranks see.
@@ -150,6 +186,7 @@ def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> None:
                 _stage(own, files[own.place.file], staging)
         for file in files.values():
             file.sync()
+        return sum(file.num_written for file in files.values())
 
 
 def _stage(own: OwnRows, file: RowFile, staging: _Staging) -> None:
@@ -192,10 +229,15 @@ def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: mem
 
 
 class RowFile:
-    """One file of weights, in which other ranks write other rows."""
+    """One file of weights, in which other ranks write other rows.
+
+    Attributes:
+        num_written: bytes so far.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.num_written = 0
         try:
             # Not for reading, too: then an NFS client may fetch a page before it writes a part of
             # it, and later send back all of it, over the rows that another rank has written there.
@@ -219,6 +261,7 @@ class RowFile:
             while rest:
                 written = os.pwrite(self._descriptor, rest, offset)
                 offset, rest = offset + written, rest[written:]
+                self.num_written += written
 
         # Begin to write them now, rather than all at once in `sync`. Not for a few bytes of a page:
         # the next ones would wait until it is on disk.

@@ -33,12 +33,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.errors import (
-    CheckpointError,
-    few,
-    other_model,
+from megatron.core.dist_checkpointing.agreement import (
+    on_all_ranks,
+    on_first_rank,
+    sum_of_ranks,
 )
+from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
@@ -71,12 +71,22 @@ from megatron.training.checkpoint.hf_layout import (
     row_boxes,
     tensors_of_parts,
 )
-from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
+from megatron.training.checkpoint.hf_row_writer import (
+    RowPlan,
+    check_files,
+    expect_all_bytes,
+    expect_same_layout,
+    make_files,
+    write_own_rows,
+)
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
+# Constants that follow from config.json. Old versions of the transformers library saved them as
+# buffers, and it ignores them by now.
+_DERIVED = (".rotary_emb.inv_freq",)
 
 
 def save_hf(
@@ -108,8 +118,9 @@ def save_hf(
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: on all ranks, if `folder` holds something or cannot be written, or a rank
-            does not see what rank 0 writes; and for extras that cannot be written.
+        CheckpointError: on all ranks, if `folder` holds something or cannot be written, a rank does
+            not see what rank 0 writes, ranks were called with different models, dtypes or shard
+            sizes, or some rows are on no rank; and for extras that cannot be written.
         ValueError: for a URL, shards that hold nothing, or a dtype that is no float or that
             safetensors does not have.
     """
@@ -124,18 +135,7 @@ def save_hf(
     on_all_ranks(extras.check)
     contents = on_all_ranks(lambda: _collect(model))
     plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
-    token = on_first_rank(
-        lambda: prepare_target(folder), f"Expected to write into {folder.parent}, got"
-    )
-
-    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
-    try:
-        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
-        on_all_ranks(lambda: write_own_rows(draft, plan, device))
-        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
-    finally:
-        if _rank() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+    _write(model, folder, device, plan, extras)
 
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
@@ -237,6 +237,28 @@ def _file_dtypes(
     }
 
 
+def _write(
+    model: nn.Module, folder: Path, device: Device, plan: RowPlan, extras: FolderExtras
+) -> None:
+    """All ranks: writes the folder, see [Note: no tensor is gathered]."""
+    token, fingerprint = on_first_rank(
+        lambda: [prepare_target(folder), plan.layout.fingerprint],
+        f"Expected to write into {folder.parent}, got",
+    )
+    # Nobody learns of other offsets later: rows would end among those of other ranks.
+    on_all_ranks(lambda: expect_same_layout(plan.layout, fingerprint))
+
+    draft, failure = draft_path(folder, token), f"Expected {folder} to be written, got"
+    try:
+        on_first_rank(lambda: _make_draft(draft, plan.layout), failure)
+        num_bytes = on_all_ranks(lambda: write_own_rows(draft, plan, device))
+        expect_all_bytes(sum_of_ranks(num_bytes), plan.layout)
+        on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
+    finally:
+        if _rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
 def _make_draft(draft: Path, layout: FolderLayout) -> None:
     """Rank 0: makes the files of weights, for the rows of all ranks."""
     draft.mkdir()
@@ -251,9 +273,10 @@ def _finish(
         write_json(draft / INDEX_FILE, layout.index)
     ids = extras.save(draft)
     _save_config(model, draft, main_dtype(layout.tensors), ids)
-    extras.copy_missing(draft)
+    extras.copy_missing(draft, ids)
 
     sync_files(draft)
+    check_files(draft, layout)
     publish_draft(draft, folder)
 
 
@@ -303,6 +326,8 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
+    if isinstance(model, GPTModel):
+        unexpected = {name for name in unexpected if not name.endswith(_DERIVED)}
     for tensor, entries in _tensors(contents, _rows_of(model, contents)):
         name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
@@ -314,14 +339,11 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
         sources[name] = there[0]
         for other in there:
             problems += _differences(files, other, tensor)
-        # Tied weights must be equal, unless the config ties them: then the first one counts.
-        if not problems and len(there) > 1 and not files.config.get("tie_word_embeddings"):
+        if not problems:
             differing = [
                 other for other in there[1:] if not _are_equal(files, there[0], other, entries)
             ]
-            problems += [
-                f"{other} is not {there[0]}, with which it is tied here" for other in differing
-            ]
+            problems += [_untied(other, there[0], files.config) for other in differing]
 
     if missing:
         problems.append(f"it lacks {few(missing)}")
@@ -366,6 +388,16 @@ def _other_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: others for first, *others in names.values() if others}
+
+
+def _untied(name: str, first: str, config: Mapping[str, Any]) -> str:
+    # The transformers library, too, trusts the weights rather than such a config, and unties them.
+    if config.get("tie_word_embeddings"):
+        return (
+            f"{name} is not {first}, with which {CONFIG_FILE} ties it; set tie_word_embeddings to "
+            "false"
+        )
+    return f"{name} is not {first}, with which it is tied here"
 
 
 def _differences(files: WeightFiles, name: str, own: FileTensor) -> list[str]:

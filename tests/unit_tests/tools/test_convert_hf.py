@@ -74,6 +74,45 @@ def test_an_import_comes_back_as_it_was_to_the_bit(model, tmp_path, capsys):
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, 0)
 
 
+def test_the_folders_tokenizer_is_known_however_its_path_is_spelled(model, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(model)
+    converted("import", f"{model}/", tmp_path / "runs")
+    for number, path in enumerate((f"{tmp_path}/link/", f"{model}/tokenizer.json")):
+        out = tmp_path / f"out{number}"
+        converted("export", tmp_path / "runs", out, "--tokenizer-model", path, "--dtype", "fp16")
+        assert " in float16, of " in capsys.readouterr().out
+        assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+        generation = json.loads((out / "generation_config.json").read_text())
+        assert generation["bos_token_id"] == 3
+        assert not (out / "tokenizer_config.json").exists(), "none of ours beside theirs"
+
+
+def test_an_export_does_not_need_the_folder_that_the_run_began_with(folder, tmp_path, capsys):
+    converted("import", folder, tmp_path / "runs")
+    folder.rename(tmp_path / "moved")
+    capsys.readouterr()
+    line = refused(capsys, "export", tmp_path / "runs", tmp_path / "out")
+    assert f"expected the tokenizer in '{folder}', the folder that training began with" in line
+    named = ("--tokenizer-model", tmp_path / "moved")
+    converted("export", tmp_path / "runs", tmp_path / "out", *named)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"export: {folder}, which training began with, is not there any more")
+    assert names_in(tmp_path / "out") == [
+        "config.json",
+        WEIGHTS,
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
+    left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"
+    left.mkdir(parents=True)
+    converted("import", model, tmp_path / "runs")
+    assert not left.exists()
+    assert "iter_0000000" in names_in(tmp_path / "runs")
+
+
 def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
     converted("import", model, tmp_path / "runs")
     flags = ("--dtype", "fp32", "--max-shard-size", "20KB")
@@ -144,8 +183,9 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def shard_without_an_entry(folder: Path) -> None:
-    names = sorted(load_file(folder / WEIGHTS))
-    index = {"weight_map": dict.fromkeys(names[1:], WEIGHTS)}
+    names, shard = sorted(load_file(folder / WEIGHTS)), "model-00001-of-00001.safetensors"
+    (folder / WEIGHTS).rename(folder / shard)
+    index = {"weight_map": dict.fromkeys(names[1:], shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -175,7 +215,14 @@ def shard_without_an_entry(folder: Path) -> None:
         (lambda folder: change_config(folder, attn_surprise=2.0), "got attn_surprise 2.0"),
         (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in "),
         (lambda folder: (folder / "tokenizer.json").unlink(), "--tokenizer-model: expected"),
-        (lambda folder: change_config(folder, vocab_size=200), "--vocab-size: expected at least"),
+        (
+            lambda folder: change_config(folder, vocab_size=200),
+            "--tokenizer-model: expected at most 200 ids, as many as the embedding in ",
+        ),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "Expected a local folder with config.json, got ",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(

@@ -81,11 +81,12 @@ def test_an_empty_folder_that_exists_is_saved_into(
         full = SaveLoadMeta(f"{tmp_path}/full", weight_format)
         on_first(Path(full.path).mkdir)
         on_first((Path(full.path) / "notes.txt").touch)
-        with pytest.raises(CheckpointError, match="Expected nothing"):
+        message = "Expected nothing|an absent or empty folder at .*full, got one that holds notes"
+        with pytest.raises(CheckpointError, match=message):
             made.save(full)
         on_first(lambda: Path(f"{tmp_path}/link").symlink_to(tmp_path / "nowhere"))
         if weight_format == "hf":
-            with pytest.raises(CheckpointError, match="Expected nothing"):
+            with pytest.raises(CheckpointError, match="link, got a link to nothing"):
                 made.save(SaveLoadMeta(f"{tmp_path}/link", weight_format))
         dist.barrier()
         assert names(full.path) == ["notes.txt"]
@@ -121,6 +122,16 @@ def base_model(folder: Path) -> Path:
     (folder / "config.json").symlink_to(folder / "blob")
     for name in ("generation_config.json", "tokenizer.json", "vocab.txt", "modeling_theirs.py"):
         (folder / name).write_text(f"{name} of the base")
+    generation = {
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+        "eos_token_id": [7, 8],
+        "pad_token_id": 9,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    # Of how it came about.
+    for name in ("trainer_state.json", "eval_results.json", "requirements.txt"):
+        (folder / name).write_text("{}")
     for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
         (folder / name).write_text("weights")
     (folder / "folder.json").mkdir()
@@ -164,7 +175,10 @@ def test_processor_and_tokenizer_are_beside_the_weights_and_their_files_are_not_
     assert json.loads((folder / "preprocessor_config.json").read_text()) == {"size": 224}
     # The tokenizer that was given by itself, not the processor's.
     assert "tokenizer_class" in json.loads((folder / "tokenizer_config.json").read_text())
-    assert (folder / "generation_config.json").exists()
+    # The ids are those of the tokenizer that was given.
+    generation = json.loads((folder / "generation_config.json").read_text())
+    eod = ByteTokenizer().eod
+    assert generation == {"temperature": 0.5, "max_new_tokens": 9, "eos_token_id": eod}
 
 
 def test_extras_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:

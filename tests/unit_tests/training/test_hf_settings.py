@@ -103,6 +103,21 @@ def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_pa
     (line,) = refused(bare)
     assert line.startswith(f"--tokenizer-model: expected a tokenizer's files in {bare}")
     assert config_of(bare, "--tokenizer-type", "ByteTokenizer").model.num_layers == 2
+    (bare / "tokenizer.model").touch()
+    (line,) = refused(bare)
+    assert line.endswith(
+        "got tokenizer.model alone, which must be converted to tokenizer.json first."
+    )
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder, tmp_path):
+    small = config_of(changed(folder, tmp_path / "small", vocab_size=200)).tokenizer
+    message = "--tokenizer-model: expected at most 200 ids, as many as the embedding in small has "
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(small, rows_of="small")
+    for flags in ((), ("--tokenizer-type", "ByteTokenizer"), ("--tokenizer-type", "NullTokenizer")):
+        config = config_of(folder, *flags)
+        build_tokenizer(config.tokenizer, rows_of=str(folder))
 
 
 def test_a_sequence_is_no_longer_than_the_folder_says(folder, tmp_path):
@@ -130,9 +145,26 @@ def test_a_folder_that_no_gpt_here_computes_is_one_line(folder, tmp_path, change
 
 
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
-    (line,) = refused(tmp_path / "none")
-    assert line.startswith("--hf-model: ")
-    assert "none/config.json" in line
+    (line,) = refused(Path("meta-llama/Llama-3.2-1B"))
+    expected = "--hf-model: Expected a local folder with config.json, got "
+    assert line.startswith(f"{expected}'meta-llama/Llama-3.2-1B', where there is none. Models of ")
+    assert "`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`" in line
+
+    file, snapshot = tmp_path / "model.gguf", tmp_path / "hub" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in (file, snapshot / "config.json"):
+        path.touch()
+    for path, got in (
+        (tmp_path / "none", "where there is none."),
+        (file, "which is a file. Give the folder that it is in."),
+        (tmp_path / "hub", f"which has none. Give the folder inside it: {snapshot}."),
+    ):
+        (line,) = refused(path)
+        assert line == f"{expected}'{path}', {got}"
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--hf-model", "", *REST], world_size=1)
+    assert caught.value.lines == ("--hf-model: expected a non-empty string, got ''.",)
     (tmp_path / "config.json").write_text("[")
     (line,) = refused(tmp_path)
     assert "Expected a JSON object" in line

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import agreement
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
+from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank, sum_of_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.options import ConfigError
 from tests.helpers.ranks import run_ranks
@@ -53,6 +53,11 @@ def test_what_fails_on_one_rank_fails_on_all_in_the_same_way(error):
 
 def _succeeding() -> int:
     return on_all_ranks(dist.get_rank)
+
+
+def test_numbers_of_all_ranks_are_summed_on_each():
+    assert run_ranks(2, lambda: sum_of_ranks(2**40 + dist.get_rank())) == [2**41 + 1] * 2
+    assert sum_of_ranks(5) == 5
 
 
 def test_without_a_failure_every_rank_has_its_own_result():

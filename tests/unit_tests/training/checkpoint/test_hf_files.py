@@ -70,11 +70,22 @@ def test_whole_files_are_opened(folder: Path) -> None:
     assert names_in(folder) == ["a", "b"]
 
 
+def test_the_single_file_goes_before_an_index_as_in_transformers(folder: Path) -> None:
+    save_file({"c": torch.ones(1)}, folder / "model-1.safetensors")
+    index = {"weight_map": {"c": "model-1.safetensors"}}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    assert names_in(folder) == ["a", "b"]
+    (folder / WEIGHTS_FILE).unlink()
+    assert names_in(folder) == ["c"]
+
+
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE])
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
 def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     path.unlink(missing_ok=True)
+    if name == INDEX_FILE:
+        (folder / WEIGHTS_FILE).unlink()
     SPECIAL_FILES[kind](path)
     with at_most(30), pytest.raises(CheckpointDamagedError, match=rf"{name}.* got {kind}"):
         names_in(folder)
@@ -87,8 +98,9 @@ def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> No
 def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
     folder: Path, file: object
 ) -> None:
+    (folder / WEIGHTS_FILE).unlink()
     (folder / INDEX_FILE).write_text(
-        json.dumps({"weight_map": {"a": WEIGHTS_FILE, "the.weight": file}})
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "the.weight": file}})
     )
     with pytest.raises(CheckpointDamagedError) as error:
         names_in(folder)
@@ -98,6 +110,7 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
 
 
 def test_an_index_of_many_files_is_read_in_time_that_grows_with_it(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
     weight_map = {f"weight.{number}": f"file-{number}" for number in range(30_000)}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     with (
@@ -139,6 +152,8 @@ def test_an_index_of_many_files_is_read_in_time_that_grows_with_it(folder: Path)
 def test_what_files_claim_is_held_against_what_they_are(
     folder: Path, name: str, content: bytes, message: str
 ) -> None:
+    if name == INDEX_FILE:
+        (folder / WEIGHTS_FILE).unlink()
     (folder / name).write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match=message) as error:
         names_in(folder)

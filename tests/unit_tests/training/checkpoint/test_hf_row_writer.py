@@ -31,8 +31,13 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
-from megatron.training.checkpoint.hf_layout import file_dtype
-from megatron.training.checkpoint.hf_row_writer import RowPlan, make_files, write_own_rows
+from megatron.training.checkpoint.hf_layout import FileTensor, FolderLayout, file_dtype
+from megatron.training.checkpoint.hf_row_writer import (
+    RowPlan,
+    check_files,
+    make_files,
+    write_own_rows,
+)
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
@@ -239,7 +244,7 @@ def test_rows_go_where_their_map_says(tmp_path: Path, dtype: torch.dtype) -> Non
                 assert found[name].dtype == tensor.dtype
 
 
-def test_what_all_ranks_hold_each_of_them_writes_a_part_of() -> None:
+def test_each_of_the_ranks_that_hold_the_same_rows_writes_a_part_of_them() -> None:
     model = nn.Linear(8, 300, bias=False)
     rows = {"model.weight": RowMap("weight")}
     numels = []
@@ -251,6 +256,22 @@ def test_what_all_ranks_hold_each_of_them_writes_a_part_of() -> None:
 
 
 # What cannot be done
+
+
+def test_files_that_lost_their_size_or_header_meanwhile_are_found(tmp_path: Path) -> None:
+    layout = FolderLayout.of([FileTensor("a", (3,), torch.float32)], 10**9)
+    make_files(tmp_path, layout)
+    check_files(tmp_path, layout)
+
+    path, (file,) = tmp_path / layout.files[0].name, layout.files
+    os.truncate(path, file.nbytes - 1)
+    with pytest.raises(
+        CheckpointError, match=f"to have {file.nbytes} bytes, got {file.nbytes - 1}"
+    ):
+        check_files(tmp_path, layout)
+    path.write_bytes(bytes(file.nbytes))
+    with pytest.raises(CheckpointError, match="to begin with its header, got other bytes"):
+        check_files(tmp_path, layout)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.plan.chunks import shares
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
@@ -30,7 +32,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_weights
+from megatron.training.checkpoint import hf_row_writer, hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -390,12 +392,15 @@ def shard_without_a_file(folder: Path) -> None:
 
 
 def list_what_is_not_there(folder: Path) -> None:
-    weight_map = {"model.norm.weight": "model.safetensors", "more": "model.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    file = "model-00001-of-00001.safetensors"
+    weight_map = {"model.norm.weight": file, "more": file}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def list_another_folder(folder: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "../gpt/model.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../gpt/model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -417,7 +422,7 @@ def list_another_folder(folder: Path) -> None:
             ),
             "model.norm.weight is torch.int32 where the model has torch.float32",
         ),
-        (truncate, "Expected a whole safetensors file at"),
+        (truncate, r"Expected a whole safetensors file at .*, got: \d+ of \d+ bytes\."),
         (shard_without_a_file, "Expected the safetensors file .*, got none"),
         (
             list_what_is_not_there,
@@ -435,6 +440,10 @@ def list_another_folder(folder: Path) -> None:
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             "Expected model.safetensors or model.*, got neither",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "got pytorch_model.bin, which would have to be unpickled. If you trust it, convert it",
         ),
         (
             lambda folder: change_config(folder, num_key_value_heads=4),
@@ -470,6 +479,15 @@ def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
     assert loss_of(model) == loss_of(plain_gpt())
 
 
+def test_constants_that_old_folders_hold_are_ignored(saved):
+    path = saved / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(path) | old, path)
+    model = plain_gpt(seed=1)
+    load_hf(model, saved)
+    assert loss_of(model) == loss_of(plain_gpt())
+
+
 def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     model = plain_gpt(seed=1)
     same = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
@@ -478,10 +496,11 @@ def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     change_tensors(saved, lm_head__weight=same)
     load_hf(model, saved)
     assert loss_of(model) == loss_of(plain_gpt())
-    # A config that ties the two says that the embedding counts.
+    # A config that ties the two does not make them equal: transformers unties them.
     change_tensors(saved, lm_head__weight=other)
-    load_hf(model, saved)
-    assert loss_of(model) == loss_of(plain_gpt())
+    ties = r"with which config.json ties it; set tie_word_embeddings to false"
+    with pytest.raises(CheckpointError, match=rf"lm_head.weight is not model.embed_.*, {ties}"):
+        load_hf(model, saved)
     change_config(saved, tie_word_embeddings=False)
     with pytest.raises(
         CheckpointError,
@@ -519,7 +538,8 @@ def test_a_folder_that_is_there_is_left_alone(saved):
 
     def save() -> None:
         with pytest.raises(
-            CheckpointError, match=r"Expected nothing yet at .*gpt, got what is there"
+            CheckpointError,
+            match=r"an absent or empty folder at .*gpt, got one that holds config.json",
         ):
             save_exactly(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
 
@@ -667,6 +687,45 @@ def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_pat
         for error in run_ranks(2, save, failing, number):
             assert "No space left on device" in error
         assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
+        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
+    ],
+)
+def test_ranks_that_were_asked_for_different_files_refuse_to_write_any(tmp_path, options, others):
+    def save() -> str:
+        asked = options if dist.get_rank() == 0 else others
+        with pytest.raises(CheckpointError) as caught:
+            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU, **asked)
+        return str(caught.value)
+
+    for error in run_ranks(2, save):
+        assert "the same tensors, dtypes and shard size on all ranks, got " in error
+        assert " bytes (" in error
+    assert names_in(tmp_path) == []
+
+
+def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
+    def save() -> str:
+        def without_the_first(*arguments: Any) -> Any:
+            found = shares(*arguments)
+            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
+
+        with (
+            mock.patch.object(hf_row_writer, "shares", without_the_first),
+            pytest.raises(CheckpointError) as caught,
+        ):
+            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    one, two = run_ranks(2, save)
+    assert one == two
+    assert "bytes of weights, got" in one
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
