@@ -274,6 +274,10 @@ class TransformerConfig:
         self._check_window()
         self._check_delta_nets()
         self._check_rotation()
+        # Lists of layers are read here, too, so that a wrong one is refused with the other options.
+        self.windowed_layers()
+        self.linear_layers()
+        self.unrotated_layers()
 
     def _resolve_attention(self) -> None:
         heads = self.num_attention_heads
@@ -341,7 +345,6 @@ class TransformerConfig:
                 "window of 1024)",
                 self.window_size,
             )
-        self.windowed_layers()
 
     def _check_delta_nets(self) -> None:
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
@@ -352,7 +355,6 @@ class TransformerConfig:
                 f"a multiple of --linear-num-key-heads ({keys})",
                 values,
             )
-        self.linear_layers()
 
     def _check_rotation(self) -> None:
         if self.position_embedding_type != "none":
@@ -384,7 +386,6 @@ class TransformerConfig:
             high,
         )
         self._check_one_scaling()
-        self.unrotated_layers()
 
     def _check_one_scaling(self) -> None:
         """Wavelengths are scaled in one way, and only where something is rotated."""

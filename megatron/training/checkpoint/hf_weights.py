@@ -161,24 +161,19 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     contents = on_all_ranks(lambda: _collect(model))
     with ExitStack() as stack:
         files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
-        sources = on_all_ranks(lambda: _sources(model, contents, files))
-        on_all_ranks(lambda: _load(files, contents, _rows_of(model, contents), sources))
+        placed = on_all_ranks(lambda: _found(model, contents, files))
+        on_all_ranks(lambda: _load(files, placed))
     logger.info("loaded weights from %s", folder)
 
 
-def entries_to_load(model: nn.Module, files: WeightFiles) -> list[tuple[Entry, RowMap]]:
+def entries_to_load(model: nn.Module, files: WeightFiles) -> Sequence[tuple[Entry, RowMap]]:
     """What a model is loaded from: its weights, which may be on meta, and the rows of a folder's
     tensors that each of them is.
 
     Raises:
         ConfigError, CheckpointError: as `load_hf`.
     """
-    contents = _collect(model)
-    rows, sources = _rows_of(model, contents), _sources(model, contents, files)
-    return [
-        (entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
-        for entry in contents.entries
-    ]
+    return _found(model, _collect(model), files)
 
 
 def _rank() -> int:
@@ -319,7 +314,26 @@ def _original_class(model: nn.Module) -> type[nn.Module]:
 # Loading
 
 
-def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[str, str]:
+class _Placed(NamedTuple):
+    """An entry, and where its rows lie."""
+
+    entry: Entry
+    rows: RowMap
+
+
+def _found(model: nn.Module, contents: Contents, files: WeightFiles) -> list[_Placed]:
+    """Every entry with its rows in the files. CheckpointError for weights of another model."""
+    rows = _rows_of(model, contents)
+    sources = _sources(model, contents, files, rows)
+    return [
+        _Placed(entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
+        for entry in contents.entries
+    ]
+
+
+def _sources(
+    model: nn.Module, contents: Contents, files: WeightFiles, rows: Mapping[str, RowMap]
+) -> dict[str, str]:
     """The tensor in the files to read, by the name of the one that we would write. CheckpointError
     for weights of another model.
     """
@@ -328,7 +342,7 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     unexpected = set(files.names)
     if isinstance(model, GPTModel):
         unexpected = {name for name in unexpected if not name.endswith(_DERIVED)}
-    for tensor, entries in _tensors(contents, _rows_of(model, contents)):
+    for tensor, entries in _tensors(contents, rows):
         name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
         unexpected.difference_update(there)
@@ -352,13 +366,6 @@ def _sources(model: nn.Module, contents: Contents, files: WeightFiles) -> dict[s
     if problems:
         raise other_model(str(files.folder), problems)
     return sources
-
-
-class _Placed(NamedTuple):
-    """An entry, and where its rows lie."""
-
-    entry: Entry
-    rows: RowMap
 
 
 def _tensors(
@@ -437,20 +444,15 @@ def _pieces(placed: _Placed) -> Iterator[tuple[Box, Box]]:
 
 
 @torch.no_grad()
-def _load(
-    files: WeightFiles,
-    contents: Contents,
-    rows: Mapping[str, RowMap],
-    sources: Mapping[str, str],
-) -> None:
+def _load(files: WeightFiles, found: Sequence[_Placed]) -> None:
     """Reads this rank's parts, in place. Autograd must see the writes: they make the compute
     weights follow.
     """
-    for entry in contents.entries:
-        part, placed = entry.part_of(entry.values.target()), _Placed(entry, rows[entry.key])
-        source = sources[placed.rows.name]
+    for placed in found:
+        entry, rows = placed
+        part = entry.part_of(entry.values.target())
         for box, there in _pieces(placed):
-            part[box.within(entry.offsets).slices()].copy_(files.read(source, there))
+            part[box.within(entry.offsets).slices()].copy_(files.read(rows.name, there))
         entry.values.install()
 
 
