@@ -51,6 +51,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from helpers import report
+from helpers.models import swiglu_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -75,7 +76,6 @@ from megatron.core.optimizer.distrib_optimizer import (
     offloaded_modules,
     plan_offload,
 )
-from megatron.core.transformer.config import TransformerConfig
 
 OFFLOADED = OptimizerConfig(
     optimizer_cpu_offload=True,
@@ -120,16 +120,7 @@ class State:
         self, arguments: argparse.Namespace, device: Device, rank: int, world_size: int
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        config = TransformerConfig(
-            num_layers=arguments.layers,
-            hidden_size=arguments.hidden,
-            num_attention_heads=arguments.hidden // 64,
-            normalization="RMSNorm",
-            swiglu=True,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-        )
+        config = swiglu_config(arguments.layers, arguments.hidden)
         with torch.device("meta"):
             self.model = GPTModel(config, arguments.vocabulary)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())

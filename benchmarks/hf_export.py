@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import report
+from helpers.models import swiglu_config
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.formats import open_checkpoint
@@ -42,7 +43,6 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
 
@@ -59,16 +59,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folders: dict[str, Path], rank: int) -> None:
         self.folders = folders
         self.rank = rank
-        self.config = TransformerConfig(
-            num_layers=arguments.layers,
-            hidden_size=arguments.hidden,
-            num_attention_heads=arguments.hidden // 64,
-            normalization="RMSNorm",
-            swiglu=True,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-        )
+        self.config = swiglu_config(arguments.layers, arguments.hidden)
         with torch.device("meta"):
             self.model = GPTModel(self.config, VOCABULARY)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
