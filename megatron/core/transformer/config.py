@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.options import ConfigError, check_options, expect, option, resolve_default
 from megatron.core.transformer.layer_pattern import layer_pattern
+from megatron.core.transformer.moe_config import MoeOptions
 from megatron.core.transformer.spec import Activation, Sinks
 
 # Bounds far beyond any model, within which the number of elements of a weight is an int64.
@@ -18,7 +19,7 @@ _PATTERN = 'a number, or zeros and ones such as "([1]*3+[0])*6"'
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(MoeOptions):
     """The model's options, under Megatron's names and, where it has them, with its defaults.
 
     Options left at None are derived from the others once, at construction; `dataclasses.replace`
@@ -274,10 +275,12 @@ class TransformerConfig:
         self._check_window()
         self._check_delta_nets()
         self._check_rotation()
+        self._check_moe()
         # Lists of layers are read here, too, so that a wrong one is refused with the other options.
         self.windowed_layers()
         self.linear_layers()
         self.unrotated_layers()
+        self.expert_layers()
 
     def _resolve_attention(self) -> None:
         heads = self.num_attention_heads
@@ -462,6 +465,20 @@ class TransformerConfig:
         if self.position_embedding_type == "none":
             return (True,) * self.num_layers
         return self._layers("--no-rope-freq", self.no_rope_freq, True)
+
+    def expert_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has a mixture of experts."""
+        text = self.moe_layer_freq
+        if self.num_experts is None or text is None:
+            return (self.num_experts is not None,) * self.num_layers
+        if not text.strip().isdecimal():
+            return self._layers("--moe-layer-freq", text, True)
+
+        # Every N-th layer as Megatron counts them: the first one is one.
+        last_first = layer_pattern("--moe-layer-freq", text, self.num_layers, every_nth=True)
+        interval = int(text)
+        assert len(last_first) == self.num_layers
+        return tuple(index % interval == 0 for index in range(self.num_layers))
 
     def _layers(self, flag: str, text: str | None, every_nth: bool) -> tuple[bool, ...]:
         if text is None:

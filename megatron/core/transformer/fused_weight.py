@@ -78,6 +78,14 @@ class FusedWeight:
         raise ValueError(f"Expected one of the sections {self.names}, got {name!r}.")
 
 
+class HasSections:
+    """A mixin of modules whose parameters are fused."""
+
+    def sections_of(self, parameter: str) -> FusedWeight:
+        """The sections of one of the module's own parameters, by its name in the module."""
+        raise NotImplementedError
+
+
 class Linear(nn.Linear):
     """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are
     zero.
@@ -104,7 +112,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class FusedLinear(Linear):
+class FusedLinear(HasSections, Linear):
     """A linear layer whose output features are the sections of a `FusedWeight`, still fused.
 
     Attributes:
@@ -127,6 +135,9 @@ class FusedLinear(Linear):
         )
         self.fused = fused
 
+    def sections_of(self, parameter: str) -> FusedWeight:  # noqa: ARG002  the same for both
+        return self.fused
+
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """Views of the forward's output [..., fused.num_rows], one per section: [...,
         section.num_rows].
@@ -136,12 +147,11 @@ class FusedLinear(Linear):
 
 
 def fused_weights(model: nn.Module) -> dict[str, FusedWeight]:
-    """The sections of every parameter, weight or bias, that a `FusedLinear` of `model` owns, by
-    qualified name.
-    """
+    """The sections of every parameter that a module of `model` has declared, by qualified name."""
     found = {}
     for module_fqn, module in model.named_modules():
-        if isinstance(module, FusedLinear):
+        if isinstance(module, HasSections):
+            assert isinstance(module, nn.Module), "a mixin of modules"
             for name, _ in module.named_parameters(prefix=module_fqn, recurse=False):
-                found[name] = module.fused
+                found[name] = module.sections_of(name.rpartition(".")[2])
     return found

@@ -10,16 +10,18 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles
-from megatron.core.transformer.spec import AttentionSpec, LayerSpec, Mixer
+from megatron.core.transformer.router import RouterReport
+from megatron.core.transformer.spec import AttentionSpec, FeedForward, LayerSpec, Mixer, MoeSpec
 
 
 class TransformerLayer(nn.Module):
-    """A mixer and an MLP. Each reads the normalized residual stream, and its output, normalized
-    once more where the spec says so, is added to the stream after dropout.
+    """A mixer and a feed-forward network. Each reads the normalized residual stream, and its
+    output, normalized once more where the spec says so, is added to the stream after dropout.
 
-    The mixer is `self_attention` whatever it is, as in Megatron.
+    The mixer is `self_attention` and the other `mlp`, whatever they are, as in Megatron.
 
     Args:
         recompute_granularity: see TransformerConfig.
@@ -50,15 +52,19 @@ class TransformerLayer(nn.Module):
             None if spec.post_norm is None else build_norm(spec.post_norm, hidden_size)
         )
         self.pre_mlp_layernorm = build_norm(spec.norm, hidden_size)
-        self.mlp = MLP(
+        self.mlp = _build_feed_forward(
             spec.feed_forward, hidden_size, init_std=init_std, output_init_std=output_init_std
         )
         self.post_mlp_layernorm = (
             None if spec.post_norm is None else build_norm(spec.post_norm, hidden_size)
         )
 
-    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden], same dtype.
+    def forward(
+        self, hidden: Tensor, rotary: RotaryAngles | None = None
+    ) -> Tensor | tuple[Tensor, RouterReport]:
+        """[batch, seq, hidden] -> [batch, seq, hidden], same dtype; a layer with experts gives
+        their router's report besides. It is an output, not a note on the side, so that backward
+        finds this layer's weights gathered, and recomputation counts no token twice.
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.
@@ -66,22 +72,38 @@ class TransformerLayer(nn.Module):
         if self.recomputes_all and self.training and torch.is_grad_enabled():
             # Inside forward, so the hooks that gather and release this module's weights are not
             # rerun.
-            recomputed: Tensor = checkpoint(self._body, hidden, rotary, use_reentrant=False)
+            recomputed: Tensor | tuple[Tensor, RouterReport] = checkpoint(
+                self._body, hidden, rotary, use_reentrant=False
+            )
             return recomputed
 
         return self._body(hidden, rotary)
 
-    def _body(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:
+    def _body(
+        self, hidden: Tensor, rotary: RotaryAngles | None
+    ) -> Tensor | tuple[Tensor, RouterReport]:
         mixed = self.self_attention(self.input_layernorm(hidden), rotary)
         hidden = hidden + self._branch(mixed, self.post_self_attn_layernorm)
         output = self.mlp(self.pre_mlp_layernorm(hidden))
-        return hidden + self._branch(output, self.post_mlp_layernorm)
+        if not isinstance(self.mlp, MoELayer):
+            return hidden + self._branch(output, self.post_mlp_layernorm)
+
+        output, report = output
+        return hidden + self._branch(output, self.post_mlp_layernorm), report
 
     def _branch(self, output: Tensor, norm: nn.Module | None) -> Tensor:
         """What is added to the residual stream."""
         if norm is not None:
             output = norm(output)
         return F.dropout(output, self.spec.dropout, self.training)
+
+
+def _build_feed_forward(
+    spec: FeedForward, hidden_size: int, *, init_std: float, output_init_std: float
+) -> MLP | MoELayer:
+    if isinstance(spec, MoeSpec):
+        return MoELayer(spec, hidden_size, init_std=init_std, output_init_std=output_init_std)
+    return MLP(spec, hidden_size, init_std=init_std, output_init_std=output_init_std)
 
 
 def _build_mixer(

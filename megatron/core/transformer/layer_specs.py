@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.spec import (
     AttentionSpec,
+    Balancing,
     DenseSpec,
+    DropPolicy,
     GatedDeltaNetSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
+    MoeSpec,
     NormKind,
     NormSpec,
     RotaryScaling,
     RotarySpec,
+    RouterSpec,
+    Scores,
     Sinks,
     YarnScaling,
 )
@@ -27,27 +33,32 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
     norm = NormSpec(
         NormKind(config.normalization), config.norm_epsilon, config.layernorm_zero_centered_gamma
     )
-    feed_forward = DenseSpec(
+    dense = DenseSpec(
         size=config.ffn_size,
         activation=config.activation,
         is_gated=config.is_gated,
         has_bias=config.add_bias_linear,
     )
+    mixture = None if config.num_experts is None else _mixture(config, dense, config.num_experts)
 
     kinds = zip(
-        config.linear_layers(), config.windowed_layers(), config.unrotated_layers(), strict=True
+        config.linear_layers(),
+        config.windowed_layers(),
+        config.unrotated_layers(),
+        config.expert_layers(),
+        strict=True,
     )
     layers = tuple(
         LayerSpec(
             mixer=_delta_net(config)
             if is_linear
             else _attention(config, norm, has_window, is_unrotated),
-            feed_forward=feed_forward,
+            feed_forward=mixture if has_experts and mixture is not None else dense,
             norm=norm,
             post_norm=norm if config.post_norm else None,
             dropout=config.hidden_dropout,
         )
-        for is_linear, has_window, is_unrotated in kinds
+        for is_linear, has_window, is_unrotated, has_experts in kinds
     )
 
     return ModelSpec(
@@ -63,6 +74,39 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
         # Two projections of each layer write into the residual stream; the variance of their sum
         # over the depth is that of one (GPT-2, Radford et al. 2019).
         output_init_std=config.init_method_std / math.sqrt(2 * config.num_layers),
+    )
+
+
+def _mixture(config: TransformerConfig, dense: DenseSpec, num_experts: int) -> MoeSpec:
+    scores = Scores(config.moe_router_score_function)
+    is_scored_first = config.moe_router_pre_softmax or scores is Scores.SIGMOID
+    router = RouterSpec(
+        num_experts=num_experts,
+        top_k=config.moe_router_topk,
+        scores=scores,
+        is_scored_first=is_scored_first,
+        # A softmax over the chosen ones adds up to one already.
+        is_normalized=is_scored_first and config.moe_router_norm_topk,
+        scale=config.moe_router_topk_scaling_factor or 1.0,
+        num_groups=config.moe_router_num_groups or 1,
+        top_groups=config.moe_router_group_topk or 1,
+        has_bias=config.add_bias_linear,
+        has_expert_bias=config.moe_router_enable_expert_bias,
+        bias_update_rate=config.moe_router_bias_update_rate,
+        dtype=config.moe_router_dtype,
+        balancing=Balancing(config.moe_router_load_balancing_type),
+        balance_coeff=config.moe_aux_loss_coeff,
+        z_coeff=config.moe_z_loss_coeff or 0.0,
+    )
+    shared_size = config.moe_shared_expert_intermediate_size
+    return MoeSpec(
+        router=router,
+        expert=replace(dense, size=config.moe_ffn_hidden_size or dense.size),
+        shared=None if shared_size is None else replace(dense, size=shared_size),
+        has_shared_gate=config.moe_shared_expert_gate,
+        capacity_factor=config.moe_expert_capacity_factor,
+        drop_policy=DropPolicy(config.moe_token_drop_policy),
+        rows_are_inputs=config.moe_expert_rows == "inputs",
     )
 
 

@@ -27,6 +27,11 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_of(spec: DenseSpec) -> Callable[[Tensor], Tensor]:
+    """The function between the two linear layers."""
+    return _ACTIVATIONS[spec.activation]
+
+
 class MLP(nn.Module):
     """An activation between two linear layers, or a gated one: fc2(activation(gate) * up) (Shazeer
     2020, arXiv:2002.05202).
@@ -45,7 +50,7 @@ class MLP(nn.Module):
             self.linear_fc1 = FusedLinear(hidden_size, sections, bias, init_std=init_std)
         else:
             self.linear_fc1 = Linear(hidden_size, spec.size, bias, init_std=init_std)
-        self.activation = _ACTIVATIONS[spec.activation]
+        self.activation = activation_of(spec)
         self.linear_fc2 = Linear(spec.size, hidden_size, bias, init_std=output_init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -43,6 +43,28 @@ class Sinks(enum.Enum):
     LEARNED = "learnable"  # exp of a learned logit
 
 
+class Scores(enum.Enum):
+    """How a router's logits become scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class Balancing(enum.Enum):
+    """Over which tokens an auxiliary loss balances the experts."""
+
+    NONE = "none"
+    MICROBATCH = "aux_loss"  # all tokens of a rank's microbatch together
+    SEQUENCE = "seq_aux_loss"  # those of each sequence by itself
+
+
+class DropPolicy(enum.Enum):
+    """Which tokens an expert keeps that has more than its capacity."""
+
+    PROBS = "probs"  # those with the largest weights
+    POSITION = "position"  # the first ones
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """A normalization over the last dim.
@@ -207,8 +229,73 @@ class DenseSpec:
     has_bias: bool
 
 
+@dataclass(frozen=True)
+class RouterSpec:
+    """What chooses experts for each token, and weighs what they give.
+
+    Attributes:
+        top_k: experts of each token.
+        scores: how logits become scores.
+        is_scored_first: scores are taken over all experts, and the largest are chosen; else the
+            largest logits are chosen, and scores are taken over these. Sigmoids are the same both
+            ways.
+        is_normalized: a token's weights are divided by their sum.
+        scale: what they are multiplied by then.
+        num_groups, top_groups: experts in groups, of which a token chooses the `top_groups` with
+            the largest sums of their two best scores, and experts in these only.
+        has_bias: of the logits; learned.
+        has_expert_bias: a bias of the scores that counts in the choice only; not learned but moved
+            by `bias_update_rate` in each step, up for experts with less than the mean load.
+        dtype: "fp32" or "fp64", in which logits and scores are computed; None: logits in the
+            compute dtype, scores in fp32.
+        balancing, balance_coeff: the auxiliary loss.
+        z_coeff: weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022,
+            arXiv:2202.08906); 0: no such loss.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores
+    is_scored_first: bool
+    is_normalized: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    has_bias: bool = False
+    has_expert_bias: bool = False
+    bias_update_rate: float = 0.0
+    dtype: str | None = None
+    balancing: Balancing = Balancing.NONE
+    balance_coeff: float = 0.0
+    z_coeff: float = 0.0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: dense networks, of which a router chooses some for each token.
+
+    Attributes:
+        expert: one of them.
+        shared: a network besides that computes every token.
+        has_shared_gate: its output is multiplied by the sigmoid of a projection of the token.
+        capacity_factor: an expert takes at most this times an even share of the tokens; None: all.
+        drop_policy: which ones it takes.
+        rows_are_inputs: the rows of an expert's stored matrices are its input channels, and in the
+            columns of the first one gate and up alternate; else rows are output channels, those of
+            the gate before those of up.
+    """
+
+    router: RouterSpec
+    expert: DenseSpec
+    shared: DenseSpec | None = None
+    has_shared_gate: bool = False
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = DropPolicy.PROBS
+    rows_are_inputs: bool = False
+
+
 Mixer = AttentionSpec | GatedDeltaNetSpec
-FeedForward = DenseSpec
+FeedForward = DenseSpec | MoeSpec
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megatron.core.transformer.spec import (
     DenseSpec,
     GatedDeltaNetSpec,
     ModelSpec,
+    MoeSpec,
 )
 
 REQUIRED = object()  # the value of `absent` for a field that must be in the file
@@ -77,8 +78,9 @@ def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
 
 
 def dense_of(spec: ModelSpec) -> DenseSpec:
-    """The first layer's feed-forward network."""
-    return spec.layers[0].feed_forward
+    """The first layer's dense network, or one of its experts."""
+    first = spec.layers[0].feed_forward
+    return first.expert if isinstance(first, MoeSpec) else first
 
 
 @dataclass(frozen=True)

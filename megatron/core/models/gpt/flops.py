@@ -7,6 +7,7 @@ from __future__ import annotations
 from megatron.core.transformer.spec import (
     AttentionSpec,
     DenseSpec,
+    FeedForward,
     GatedDeltaNetSpec,
     Mixer,
     ModelSpec,
@@ -32,7 +33,7 @@ def num_floating_point_operations(
     """
     forward = sum(
         _mixer_forward(layer.mixer, spec.hidden_size, seq_length)
-        + seq_length * _dense_forward(layer.feed_forward, spec.hidden_size)
+        + seq_length * _feed_forward(layer.feed_forward, spec.hidden_size)
         for layer in spec.layers
     )
     forward += 2 * spec.hidden_size * vocab_size * seq_length
@@ -64,6 +65,19 @@ def _delta_net_products(spec: GatedDeltaNetSpec, hidden_size: int) -> int:
     convolution = spec.conv_kernel * (2 * spec.key_size + spec.value_size)
     recurrence = 4 * heads * spec.key_head_dim * spec.value_head_dim
     return projections + convolution + recurrence
+
+
+def _feed_forward(spec: FeedForward, hidden_size: int) -> int:
+    """Forward operations of one feed-forward network for one token."""
+    if isinstance(spec, DenseSpec):
+        return _dense_forward(spec, hidden_size)
+
+    router = spec.router
+    total = 2 * hidden_size * router.num_experts
+    total += router.top_k * _dense_forward(spec.expert, hidden_size)
+    if spec.shared is not None:
+        total += _dense_forward(spec.shared, hidden_size)
+    return total + (2 * hidden_size if spec.has_shared_gate else 0)
 
 
 def _dense_forward(spec: DenseSpec, hidden_size: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import rotary_angles
+from megatron.core.transformer.router import RouterReport
 from megatron.core.transformer.spec import AttentionSpec, Mixer, ModelSpec, RotarySpec
 
 
@@ -57,6 +60,28 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
+class RoutingReport(NamedTuple):
+    """What all routers of a model report about one microbatch.
+
+    Attributes:
+        balance_loss, z_loss: sums over the layers with experts, times their coefficients; scalars,
+            fp32, differentiable. Add them to the loss to train with them.
+        load: tokens that chose each expert: [layers with experts, experts] int64.
+    """
+
+    balance_loss: Tensor
+    z_loss: Tensor
+    load: Tensor
+
+    @classmethod
+    def of(cls, reports: Sequence[RouterReport]) -> RoutingReport | None:
+        """From the reports of the layers, first to last; None if there are none."""
+        if not reports:
+            return None
+        balance, z, loads = zip(*reports, strict=True)
+        return cls(torch.stack(balance).sum(), torch.stack(z).sum(), torch.stack(loads))
+
+
 class TransformerBlock(nn.Module):
     """The stack of layers and the normalization after them."""
 
@@ -75,18 +100,23 @@ class TransformerBlock(nn.Module):
         self._rotaries = [_rotary_of(layer.mixer) for layer in spec.layers]
         self.final_layernorm = build_norm(spec.final_norm, spec.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden], same dtype."""
+    def forward(self, hidden: Tensor) -> tuple[Tensor, RoutingReport | None]:
+        """[batch, seq, hidden] -> the same, and what the routers report, if there are any."""
         # Layers that turn their heads alike share the angles.
         angles = {
             rotary: rotary_angles(rotary, hidden.shape[1], hidden.device)
             for rotary in dict.fromkeys(self._rotaries)
             if rotary is not None
         }
+        reports: list[RouterReport] = []
         for layer, rotary in zip(self.layers, self._rotaries, strict=True):
-            hidden = layer(hidden, None if rotary is None else angles[rotary])
-        normalized: Tensor = self.final_layernorm(hidden)
-        return normalized
+            output = layer(hidden, None if rotary is None else angles[rotary])
+            if isinstance(output, tuple):
+                hidden, report = output
+                reports.append(report)
+            else:
+                hidden = output
+        return self.final_layernorm(hidden), RoutingReport.of(reports)
 
 
 def _rotary_of(mixer: Mixer) -> RotarySpec | None:
@@ -120,26 +150,31 @@ class GPTModel(nn.Module):
             else Linear(spec.hidden_size, vocab_size, bias=False, init_std=spec.init_std)
         )
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, *, with_routing: bool = False
+    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
         """The model's logits, or its losses against `labels`.
 
         Args:
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64, the token that follows each.
+            with_routing: whether to return what the routers of mixtures of experts report, too.
 
         Returns:
             losses [batch, seq] fp32 where there are labels, else logits [batch, seq, vocab] in the
-            compute dtype.
+            compute dtype. With `with_routing` a pair: these, and the report, None in a model
+            without experts.
 
         Raises:
             ValueError: tokens are not [batch, seq], labels have another shape, or the sequence is
                 longer than max_position_embeddings.
         """
         self._check_inputs(tokens, labels)
-        logits = self._logits(self.decoder(self.embedding(tokens)))
-        if labels is None:
-            return logits
-        return vocab_cross_entropy(logits, labels)
+        hidden, report = self.decoder(self.embedding(tokens))
+        output = self._logits(hidden)
+        if labels is not None:
+            output = vocab_cross_entropy(output, labels)
+        return (output, report) if with_routing else output
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, vocab]."""

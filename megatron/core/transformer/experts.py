@@ -1,0 +1,133 @@
+"""The experts of a mixture: many dense networks of one shape, whose weights are one parameter each.
+
+An expert's matrix is consecutive rows of a parameter [experts x rows, columns], which the forward
+views as [experts, rows, columns]. Stored so, a parameter is cut between rows like any other, into
+as many parts as there are ranks: see docs/decisions/0037. Each expert's rows are sections of the
+parameter, so checkpoints store every expert under a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.fused_weight import FusedWeight, HasSections
+from megatron.core.transformer.mlp import activation_of
+from megatron.core.transformer.spec import MoeSpec
+
+
+class ExpertLinear(HasSections, nn.Module):
+    """One linear layer of every expert.
+
+    Attributes:
+        weight: [experts x rows, columns], where rows are output channels, or input channels if
+            `rows_are_inputs`. A rank that holds some experts only has the rows of these.
+        bias: [experts x out_features], or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[tuple[str, int]],
+        *,
+        bias: bool,
+        rows_are_inputs: bool,
+        num_experts: int,
+        init_std: float,
+    ) -> None:
+        """
+        Args:
+            parts: the matrices that an expert's is made of, each with its output channels.
+        """
+        super().__init__()
+        out_features = sum(size for _, size in parts)
+        self.rows_are_inputs = rows_are_inputs
+        self.init_std = init_std
+
+        rows, columns = out_features, in_features
+        sections = {"weight": parts, "bias": parts}
+        if rows_are_inputs:
+            rows, columns = in_features, out_features
+            # Parts that alternate in the columns are one section.
+            name = parts[0][0] if len(parts) == 1 else "linear_fc1"
+            sections = {"weight": [(name, rows)], "bias": [(name, out_features)]}
+        self._sections = {
+            name: FusedWeight(
+                [(f"{n}.{part}", size) for n in range(num_experts) for part, size in own]
+            )
+            for name, own in sections.items()
+        }
+
+        self.weight = nn.Parameter(torch.empty(num_experts * rows, columns))
+        self.bias = nn.Parameter(torch.empty(num_experts * out_features)) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the initial weights from the default generator of their device."""
+        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def sections_of(self, parameter: str) -> FusedWeight:
+        """Each expert's rows, or the parts of these."""
+        return self._sections[parameter]
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features].
+
+        Args:
+            tokens: those of the first expert, then those of the second, ...
+            counts: tokens of each expert whose weights are here: [experts here] int64.
+        """
+        matrices = self.weight.unflatten(0, (len(counts), -1))
+        if not self.rows_are_inputs:
+            matrices = matrices.mT
+        parts = tokens.split(counts.tolist())
+        output = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+        if self.bias is not None:
+            biases = self.bias.unflatten(0, (len(counts), -1))
+            output = output + biases.repeat_interleave(counts, dim=0, output_size=len(output))
+        return output
+
+
+class Experts(nn.Module):
+    """All experts of a mixture, or those that this rank holds."""
+
+    def __init__(
+        self, spec: MoeSpec, hidden_size: int, *, init_std: float, output_init_std: float
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        expert = spec.expert
+        build = partial(
+            ExpertLinear,
+            bias=expert.has_bias,
+            rows_are_inputs=spec.rows_are_inputs,
+            num_experts=spec.router.num_experts,
+        )
+        first = [("gate", expert.size), ("up", expert.size)]
+        if not expert.is_gated:
+            first = [("linear_fc1", expert.size)]
+        self.linear_fc1 = build(hidden_size, first, init_std=init_std)
+        self.linear_fc2 = build(
+            expert.size, [("linear_fc2", hidden_size)], init_std=output_init_std
+        )
+        self.activation = activation_of(expert)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; for the arguments see `ExpertLinear.forward`."""
+        inner = self.linear_fc1(tokens, counts)
+        if self.spec.expert.is_gated:
+            if self.spec.rows_are_inputs:
+                gate, up = inner[..., ::2], inner[..., 1::2]
+            else:
+                gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        output: Tensor = self.linear_fc2(inner, counts)
+        return output

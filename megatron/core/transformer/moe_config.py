@@ -1,0 +1,185 @@
+"""MoeOptions: what decides the mixtures of experts of a model, as a part of its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.options import expect, option
+from megatron.core.transformer.spec import Balancing, DropPolicy, Scores
+
+_MOST_EXPERTS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeOptions:
+    """The options of mixtures of experts, under Megatron's names and, where it has them, with its
+    defaults. A base of `TransformerConfig`, which checks them.
+    """
+
+    num_experts: int | None = option(
+        None,
+        "experts of each mixture (default: the model has none)",
+        at_least=1,
+        ceiling=_MOST_EXPERTS,
+    )
+    moe_layer_freq: str | None = option(
+        None,
+        "N: every N-th layer, from the first on, has experts in place of its MLP; or a list with 1 "
+        "for each layer that does (default: all layers)",
+        requires="num_experts",
+        noun='a number, or zeros and ones such as "[0]*3+[1]*24"',
+        is_pattern=True,
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None,
+        "width inside an expert (default: --ffn-hidden-size)",
+        at_least=1,
+        ceiling=2**26,
+        requires="num_experts",
+    )
+    moe_router_topk: int = option(
+        2, "experts that compute each token", at_least=1, requires="num_experts"
+    )
+    moe_router_score_function: str = option(
+        Scores.SOFTMAX.value,
+        "how a router's logits become the weights of experts",
+        choices=tuple(kind.value for kind in Scores),
+        requires="num_experts",
+    )
+    moe_router_pre_softmax: bool = option(
+        False,
+        "take the softmax over all experts before the choice, not over the chosen ones after it",
+        requires="num_experts",
+    )
+    moe_router_norm_topk: bool = option(
+        True,
+        "divide a token's weights by their sum, where the softmax after the choice has not done so "
+        "already",
+        off_flag="--moe-router-no-norm-topk",
+        requires="num_experts",
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "multiply a token's weights by this", more_than=0.0, requires="num_experts"
+    )
+    moe_router_num_groups: int | None = option(
+        None,
+        "divide the experts into so many groups, of which each token first chooses some",
+        at_least=1,
+        requires="num_experts",
+    )
+    moe_router_group_topk: int | None = option(
+        None, "groups that each token chooses", at_least=1, requires="moe_router_num_groups"
+    )
+    moe_router_dtype: str | None = option(
+        None,
+        "dtype in which routers compute (default: the compute dtype)",
+        choices=("fp32", "fp64"),
+        requires="num_experts",
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "balance experts by a bias that counts in their choice only, moved after each step without "
+        "gradients",
+        requires="num_experts",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3,
+        "by how much that bias moves in a step",
+        at_least=0.0,
+        no_effect_unless="moe_router_enable_expert_bias",
+    )
+    moe_router_load_balancing_type: str = option(
+        Balancing.MICROBATCH.value,
+        "over which tokens the auxiliary loss balances experts: a rank's microbatch, or each "
+        "sequence by itself",
+        choices=tuple(kind.value for kind in Balancing),
+        requires="num_experts",
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        "weight of the auxiliary loss that balances experts",
+        at_least=0.0,
+        requires="num_experts",
+    )
+    moe_z_loss_coeff: float | None = option(
+        None,
+        "weight of the loss that keeps a router's logits small",
+        more_than=0.0,
+        requires="num_experts",
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None,
+        "width inside the shared experts, together, which compute every token",
+        at_least=1,
+        ceiling=2**26,
+        requires="num_experts",
+    )
+    moe_shared_expert_gate: bool = option(
+        False,
+        "multiply what shared experts give by the sigmoid of a projection of the token",
+        requires="moe_shared_expert_intermediate_size",
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "bound of an expert's tokens in a rank's microbatch, in units of an even share; those "
+        "beyond it are dropped (default: no token is)",
+        more_than=0.0,
+        requires="num_experts",
+    )
+    moe_token_drop_policy: str = option(
+        DropPolicy.PROBS.value,
+        "which tokens an expert keeps: those with the largest weights, or the first ones",
+        choices=tuple(kind.value for kind in DropPolicy),
+        requires="moe_expert_capacity_factor",
+    )
+    moe_expert_rows: str = option(
+        "outputs",
+        "what the rows of an expert's stored matrices are: its output channels, or its input "
+        "channels, with columns in which gate and up alternate",
+        choices=("outputs", "inputs"),
+        requires="num_experts",
+    )
+
+    def _check_moe(self) -> None:
+        """ConfigError for options of a mixture that contradict each other."""
+        num_experts = self.num_experts
+        if num_experts is None:
+            return
+
+        expect(
+            self.moe_router_topk <= num_experts,
+            "--moe-router-topk",
+            f"at most --num-experts {num_experts}",
+            self.moe_router_topk,
+        )
+        if self.moe_router_num_groups is not None:
+            self._check_moe_groups(num_experts, self.moe_router_num_groups)
+
+    def _check_moe_groups(self, num_experts: int, num_groups: int) -> None:
+        expect(
+            num_experts % num_groups == 0,
+            "--moe-router-num-groups",
+            f"a divisor of --num-experts {num_experts}",
+            num_groups,
+        )
+        chosen = self.moe_router_group_topk
+        expect(
+            chosen is not None,
+            "--moe-router-num-groups",
+            "--moe-router-group-topk beside it",
+            None,
+        )
+        assert chosen is not None
+        expect(
+            chosen <= num_groups,
+            "--moe-router-group-topk",
+            f"at most --moe-router-num-groups {num_groups}",
+            chosen,
+        )
+        expect(
+            self.moe_router_topk <= chosen * (num_experts // num_groups),
+            "--moe-router-topk",
+            f"at most the {chosen * (num_experts // num_groups)} experts of "
+            f"--moe-router-group-topk {chosen} groups",
+            self.moe_router_topk,
+        )

@@ -1,0 +1,107 @@
+"""MoELayer: a mixture of experts as the feed-forward network of a layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.experts import Experts
+from megatron.core.transformer.fused_weight import Linear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.router import Router, RouterReport
+from megatron.core.transformer.spec import MoeSpec
+
+
+class Sent(NamedTuple):
+    """Tokens where their experts are.
+
+    Attributes:
+        tokens: [tokens here, hidden], sorted by expert.
+        counts: of each expert whose weights are here: [experts here] int64, on the tokens' device.
+        way_back: what `TokenExchange.bring_back` needs.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    way_back: Any
+
+
+class TokenExchange(Protocol):
+    """How tokens get to the ranks that hold their experts, and back. Differentiable."""
+
+    def send(self, tokens: Tensor, counts: Tensor) -> Sent:
+        """Sends tokens to their experts.
+
+        Args:
+            tokens: [tokens, hidden], sorted by expert.
+            counts: tokens of each expert: [all experts] int64.
+        """
+
+    def bring_back(self, outputs: Tensor, sent: Sent) -> Tensor:
+        """What experts made of `sent.tokens`, in the order of the tokens given to `send`."""
+
+
+class NoExchange:
+    """The exchange of a rank that holds all experts."""
+
+    def send(self, tokens: Tensor, counts: Tensor) -> Sent:
+        return Sent(tokens, counts, None)
+
+    def bring_back(self, outputs: Tensor, sent: Sent) -> Tensor:  # noqa: ARG002  a TokenExchange
+        return outputs
+
+
+class MoELayer(nn.Module):
+    """A router, the experts it chooses from, and a network that computes every token besides.
+
+    Attributes:
+        exchange: how tokens get to experts; whoever divides the experts over ranks replaces it.
+    """
+
+    exchange: TokenExchange
+
+    def __init__(
+        self, spec: MoeSpec, hidden_size: int, *, init_std: float, output_init_std: float
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.exchange = NoExchange()
+        self.router = Router(spec.router, hidden_size, init_std=init_std)
+        self.experts = Experts(
+            spec, hidden_size, init_std=init_std, output_init_std=output_init_std
+        )
+        self.shared_experts = (
+            None
+            if spec.shared is None
+            else MLP(spec.shared, hidden_size, init_std=init_std, output_init_std=output_init_std)
+        )
+        self.shared_gate = (
+            Linear(hidden_size, 1, bias=False, init_std=init_std) if spec.has_shared_gate else None
+        )
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, RouterReport]:
+        """[batch, seq, hidden] -> the same, and what the router reports."""
+        routing = self.router(hidden)
+        tokens = hidden.flatten(0, 1)
+        top_k = self.spec.router.top_k
+
+        # Each token as often as it has experts, in the order of these: `order` holds places in the
+        # flattened choices.
+        order = routing.experts.flatten().argsort(stable=True)
+        sent = self.exchange.send(tokens[order // top_k], routing.report.load)
+        outputs = self.exchange.bring_back(self.experts(sent.tokens, sent.counts), sent)
+
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        chosen = outputs[back].unflatten(0, (-1, top_k))
+        weights = routing.weights.to(chosen.dtype)
+        output = (chosen * weights[..., None]).sum(dim=1).view_as(hidden)
+        if self.shared_experts is not None:
+            output = output + self._shared(hidden)
+        return output, routing.report
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        assert self.shared_experts is not None, "asked for only where there are some"
+        output: Tensor = self.shared_experts(hidden)
+        return output if self.shared_gate is None else self.shared_gate(hidden).sigmoid() * output

@@ -1,0 +1,147 @@
+"""Router: which experts compute each token, and with which weights.
+
+See [Note: balance] in docs/moe.md for the losses that keep the experts' loads even.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.dtypes import DTYPES
+from megatron.core.transformer.spec import Balancing, RouterSpec, Scores
+
+_TINY = 1e-20  # keeps a token's weights finite where all its scores are zero
+
+
+class RouterReport(NamedTuple):
+    """What a router has to say besides its choices, for one microbatch.
+
+    Attributes:
+        balance_loss, z_loss: times their coefficients; scalars, fp32, differentiable. Zero where
+            the spec has none.
+        load: tokens that chose each expert, dropped ones too: [experts] int64.
+    """
+
+    balance_loss: Tensor
+    z_loss: Tensor
+    load: Tensor
+
+
+class Routing(NamedTuple):
+    """The choices of all tokens, in the order of the tokens.
+
+    Attributes:
+        experts: [tokens, top_k] int64, different ones in each row.
+        weights: [tokens, top_k], of what each of them gives; fp32 or fp64.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    report: RouterReport
+
+
+class Router(nn.Module):
+    """A linear layer whose outputs, one for each expert, score the experts for a token.
+
+    Attributes:
+        weight: [experts, hidden].
+        bias: [experts], or None.
+        expert_bias: [experts] fp32, a persistent buffer, or None. Added to the scores where experts
+            are chosen, not in the weights.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, spec: RouterSpec, hidden_size: int, *, init_std: float) -> None:
+        super().__init__()
+        self.spec = spec
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.has_bias else None
+        # On the CPU, even where parameters are made on meta: nothing else would fill it.
+        bias = torch.zeros(spec.num_experts, device="cpu") if spec.has_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the initial weights from the default generator of their device."""
+        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """Routes tokens: [batch, seq, hidden]."""
+        batch, seq, width = hidden.shape
+        logits = self._logits(hidden.reshape(batch * seq, width))
+        chosen, weights = self._choose(logits)
+
+        load = torch.bincount(chosen.flatten(), minlength=self.spec.num_experts)
+        report = RouterReport(
+            self._balance_loss(logits, chosen, batch), self._z_loss(logits), load.detach()
+        )
+        return Routing(chosen, weights, report)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """[tokens, experts], fp32 or wider."""
+        dtype = tokens.dtype if self.spec.dtype is None else DTYPES[self.spec.dtype]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+        return logits.float() if logits.dtype.itemsize < 4 else logits
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        if not spec.is_scored_first:
+            chosen = self._largest(logits)
+            return chosen, logits.gather(1, chosen).softmax(dim=-1) * spec.scale
+
+        scores = logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()
+        chosen = self._largest(scores)
+        weights = scores.gather(1, chosen)
+        if spec.is_normalized:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        return chosen, weights * spec.scale
+
+    @torch.no_grad()
+    def _largest(self, scores: Tensor) -> Tensor:
+        """The experts of each token: [tokens, top_k]."""
+        spec = self.spec
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if spec.num_groups > 1:
+            grouped = scores.unflatten(1, (spec.num_groups, -1))
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            taken = best.topk(spec.top_groups, dim=-1).indices
+            is_out = torch.ones_like(best, dtype=torch.bool).scatter(1, taken, False)
+            scores = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+        return scores.topk(spec.top_k, dim=-1).indices
+
+    def _balance_loss(self, logits: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        spec = self.spec
+        if spec.balancing is Balancing.NONE or not spec.balance_coeff or not self.training:
+            return logits.new_zeros(())
+
+        is_softmax = spec.scores is Scores.SOFTMAX
+        scores = logits.softmax(dim=-1) if is_softmax else logits.sigmoid()
+        if not is_softmax:
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+
+        # Over all tokens as over one sequence, or over each sequence by itself.
+        parts = batch if spec.balancing is Balancing.SEQUENCE else 1
+        per_part = len(logits) // parts
+        counts = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+        share = counts.unflatten(0, (parts, per_part)).mean(dim=1) / spec.top_k
+        mean_score = scores.unflatten(0, (parts, per_part)).mean(dim=1)
+        loss = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
+        weighted: Tensor = loss * spec.balance_coeff
+        return weighted
+
+    def _z_loss(self, logits: Tensor) -> Tensor:
+        if not self.spec.z_coeff or not self.training:
+            return logits.new_zeros(())
+        weighted: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
+        return weighted
