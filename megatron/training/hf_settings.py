@@ -30,7 +30,19 @@ _SENTENCEPIECE_FILE = "tokenizer.model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # the owner and the model
 
 # They change how a model is trained, and not what its weights compute.
-_OF_TRAINING = ("attention_dropout", "hidden_dropout", "init_method_std", "recompute_granularity")
+_OF_TRAINING = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "recompute_granularity",
+    "moe_router_dtype",
+    "moe_router_bias_update_rate",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+)
 # A config.json without a length leaves it to the user.
 _NO_LIMIT = ("max_position_embeddings", None)
 

@@ -187,6 +187,8 @@ class _FileRows(Values):
 
     def as_stored(self) -> Stored:
         whole = self._files.mapped(self._rows.name)
+        if self._rows.matrix_rows is not None:
+            whole = whole.flatten(0, 1)
         if whole.dim():
             runs = self._rows.ranges(0, self.shape[0])
             parts = [whole.narrow(0, run.start, run.own_stop - run.own_start) for run in runs]

@@ -31,7 +31,7 @@ from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows, section_names
+from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers, section_names
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import fused_weights
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
@@ -208,7 +208,7 @@ def write_weights(
 
 
 class _Part(NamedTuple):
-    """A weight of the GPT as our checkpoints have it: a parameter, or some of its rows."""
+    """A tensor of the GPT as our checkpoints have it: a parameter or some of its rows, a buffer."""
 
     map: RowMap  # in theirs
     own: str  # ours, of the section
@@ -234,6 +234,8 @@ def _parts(model: GPTModel) -> Iterator[_Part]:
 
         for own, section in zip(section_names(parameter, sections), sections.names, strict=True):
             yield _Part(maps[own], own, parameter, shape, sections.row_range(section))
+    for name, buffer in saved_buffers(model).items():
+        yield _Part(maps[name], name, name, tuple(buffer.shape), None)
 
 
 def _tensors(
@@ -245,7 +247,7 @@ def _tensors(
     """The tensors to write, in the order of the model. CheckpointError for another model's."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size)
-    parts, in_fp32 = list(_parts(model)), names_in_fp32(model)
+    parts, in_fp32 = list(_parts(model)), {*names_in_fp32(model), *saved_buffers(model)}
     stored = tensors_of(checkpoint.metadata)
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):

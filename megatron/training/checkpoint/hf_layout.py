@@ -121,7 +121,7 @@ def tensors_of_parts(parts: Iterable[Part]) -> list[FileTensor]:
 
 def _whole(name: str, parts: Sequence[Part]) -> FileTensor:
     """The tensor that consists of these parts."""
-    kinds = {(part.shape[1:], part.dtype, len(part.shape)) for part in parts}
+    kinds = {(part.shape[1:], part.dtype, len(part.shape), part.rows.matrix_rows) for part in parts}
     if len(kinds) > 1:
         got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
         raise CheckpointError(
@@ -142,7 +142,11 @@ def _whole(name: str, parts: Sequence[Part]) -> FileTensor:
                 f"Expected one part with row {min(row, start)} of {name}, got {got}."
             )
         row += num_rows
-    return FileTensor(name, (row, *first.shape[1:]), first.dtype)
+    if row % (first.rows.matrix_rows or 1):
+        raise CheckpointError(
+            f"Expected matrices of {first.rows.matrix_rows} rows in {name}, got {row} rows."
+        )
+    return FileTensor(name, first.rows.shape_of_rows(row, first.shape[1:]), first.dtype)
 
 
 def _row_runs(part: Part) -> Iterator[tuple[int, int]]:
@@ -325,6 +329,7 @@ def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:
 
     Yields:
         (a box of our tensor, the same elements in the tensor in the file), in the order of rows.
+        In a stack of matrices the second box has one dim more, of one matrix.
     """
     if not box.sizes:
         yield box, box
@@ -333,7 +338,9 @@ def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:
     first, num_rows = box.offsets[0], box.sizes[0]
     for run in rows.ranges(first, first + num_rows):
         sizes = (run.own_stop - run.own_start, *box.sizes[1:])
-        yield (
-            Box((run.own_start, *box.offsets[1:]), sizes),
-            Box((run.start, *box.offsets[1:]), sizes),
-        )
+        own, there = Box((run.own_start, *box.offsets[1:]), sizes), (run.start, *box.offsets[1:])
+        if rows.matrix_rows is None:
+            yield own, Box(there, sizes)
+        else:
+            matrix = divmod(run.start, rows.matrix_rows)
+            yield own, Box((*matrix, *there[1:]), (1, *sizes))

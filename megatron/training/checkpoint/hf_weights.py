@@ -21,7 +21,7 @@ import copy
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,12 @@ from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import config_differences, hf_rows
+from megatron.core.models.gpt.hugging_face import (
+    config_differences,
+    hf_rows,
+    ignored_prefixes,
+    saved_buffers,
+)
 from megatron.training.checkpoint.hf_config_check import their_config_differences
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
@@ -195,18 +200,24 @@ def _collect(model: nn.Module) -> Contents:
     return collect(model, rank=_rank(), world_size=_world_size())
 
 
-def _rows_of(model: nn.Module, contents: Contents) -> dict[str, RowMap]:
-    """Where the rows of each entry lie in the tensors of the folder, by its key."""
+def _rows_of(
+    model: nn.Module, contents: Contents, there: Collection[str] = ()
+) -> dict[str, RowMap]:
+    """Where the rows of each entry lie in the tensors of the folder, by its key.
+
+    Args:
+        there: the names of the folder's tensors, if it has any yet.
+    """
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
         return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
 
-    rows = {f"{_PREFIX}{own}": there for own, there in hf_rows(model).items()}
-    if differing := sorted(set(keys) ^ set(rows)):
+    found = {f"{_PREFIX}{own}": rows for own, rows in hf_rows(model, there).items()}
+    if differing := sorted(set(keys) ^ set(found)):
         raise CheckpointError(
             f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
         )
-    return rows
+    return found
 
 
 # Saving
@@ -226,6 +237,8 @@ def _file_dtypes(
     """In which dtype each entry is written, by its key."""
     in_fp32, parameters = names_in_fp32(model), dict(model.named_parameters())
     kept = {f"{_PREFIX}{own}" for name in in_fp32 for own in contents.names[parameters[name]]}
+    if isinstance(model, GPTModel):
+        kept |= {f"{_PREFIX}{own}" for own in saved_buffers(model)}
     return {
         entry.key: file_dtype(entry.saved_as.dtype, asked, stays_fp32=entry.key in kept)
         for entry in contents.entries
@@ -323,7 +336,7 @@ class _Placed(NamedTuple):
 
 def _found(model: nn.Module, contents: Contents, files: WeightFiles) -> list[_Placed]:
     """Every entry with its rows in the files. CheckpointError for weights of another model."""
-    rows = _rows_of(model, contents)
+    rows = _rows_of(model, contents, files.names)
     sources = _sources(model, contents, files, rows)
     return [
         _Placed(entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
@@ -341,7 +354,10 @@ def _sources(
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
     if isinstance(model, GPTModel):
-        unexpected = {name for name in unexpected if not name.endswith(_DERIVED)}
+        ignored = ignored_prefixes(model)
+        unexpected = {
+            name for name in unexpected if not (name.endswith(_DERIVED) or name.startswith(ignored))
+        }
     for tensor, entries in _tensors(contents, rows):
         name = tensor.name
         there = [other for other in (name, *others.get(name, ())) if other in unexpected]
@@ -452,7 +468,9 @@ def _load(files: WeightFiles, found: Sequence[_Placed]) -> None:
         entry, rows = placed
         part = entry.part_of(entry.values.target())
         for box, there in _pieces(placed):
-            part[box.within(entry.offsets).slices()].copy_(files.read(rows.name, there))
+            # A row of a stack of matrices has come with the dim of the matrices.
+            read = files.read(rows.name, there).view(box.sizes)
+            part[box.within(entry.offsets).slices()].copy_(read)
         entry.values.install()
 
 

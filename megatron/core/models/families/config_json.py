@@ -14,6 +14,7 @@ from megatron.core.models.families.fields import attention_of
 from megatron.core.models.families.gemma import GEMMA3
 from megatron.core.models.families.llama import ARCEE, LLAMA
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
+from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.families.smollm import SMOLLM3
 from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
 from megatron.core.models.families.stablelm import STABLELM
@@ -25,7 +26,18 @@ from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 
 # Where several fit, the first one is taken.
-FAMILIES = (LLAMA, QWEN3, QWEN2, SMOLLM3, STABLELM, STARCODER2, ARCEE, GEMMA3, QWEN3_5)
+FAMILIES = (
+    LLAMA,
+    QWEN3,
+    QWEN2,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+    ARCEE,
+    GEMMA3,
+    QWEN3_5,
+    QWEN3_MOE,
+)
 
 # Fields of any architecture that change nothing in what is computed from tokens and weights: where
 # a file comes from, token ids, dtypes, training, classification, generation.
@@ -37,6 +49,7 @@ _HARMLESS = frozenset(
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
     decoder_start_token_id tokenizer_class prefix
     dtype torch_dtype pretraining_tp torchscript use_cache cache_implementation
+    output_router_logits
     attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout
     gradient_checkpointing
     id2label label2id num_labels problem_type finetuning_task task_specific_params

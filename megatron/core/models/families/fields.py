@@ -77,10 +77,22 @@ def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
     return None
 
 
+def mixture_of(spec: ModelSpec) -> MoeSpec | None:
+    """The mixture of experts of the first layer that has one."""
+    for layer in spec.layers:
+        if isinstance(layer.feed_forward, MoeSpec):
+            return layer.feed_forward
+    return None
+
+
 def dense_of(spec: ModelSpec) -> DenseSpec:
-    """The first layer's dense network, or one of its experts."""
-    first = spec.layers[0].feed_forward
-    return first.expert if isinstance(first, MoeSpec) else first
+    """The dense network of the first layer that has one. An expert if all layers have experts."""
+    for layer in spec.layers:
+        if isinstance(layer.feed_forward, DenseSpec):
+            return layer.feed_forward
+    mixture = mixture_of(spec)
+    assert mixture is not None, "a model has layers, each with either"
+    return mixture.expert
 
 
 @dataclass(frozen=True)

@@ -157,19 +157,28 @@ class SlidingLayers(Field):
 
 @dataclass(frozen=True)
 class WindowEverywhere(Field):
-    """A window in all layers, or in none. A missing field is none in all versions."""
+    """A window in all layers, or in none. A missing field is none in all versions.
+
+    Attributes:
+        switch: the field without which there is none; a missing one is off in all versions.
+    """
+
+    switch: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("sliding_window",)
+        return ("sliding_window",) if self.switch is None else ("sliding_window", self.switch)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        if file.get("sliding_window") is None:
+        is_on = self.switch is None or file.boolean(self.switch, absent=False)
+        if not is_on or file.get("sliding_window") is None:
             return {}
         return window_options(file.integer("sliding_window"), [True] * file.num_layers())
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        return {"sliding_window": windows_of(spec)[0]}
+        window = windows_of(spec)[0]
+        switch = {} if self.switch is None else {self.switch: window is not None}
+        return {**switch, "sliding_window": window}
 
 
 def windows_of(spec: ModelSpec) -> list[int | None]:

@@ -9,6 +9,14 @@ channels:
 
     query: RowMap("q_proj.weight", start=0, block=4, stride=8)
     gate:  RowMap("q_proj.weight", start=4, block=4, stride=8)
+
+A tensor of theirs may also be a stack of matrices, one for each expert of a mixture. Its rows are
+counted through all of them. For two experts, whose gates and ups have three rows each:
+
+    theirs [2, 6, columns]   matrix 0: gate 0, up 0   matrix 1: gate 1, up 1
+    rows                     0 .. 2    3 .. 5         6 .. 8    9 .. 11
+
+    up of expert 1: RowMap("experts.gate_up_proj", start=9, matrix_rows=6)
 """
 
 from __future__ import annotations
@@ -35,15 +43,18 @@ class RowMap:
         start: their row that is our first.
         block: how many rows stay together; None: all of them.
         stride: their rows from the beginning of one block to that of the next.
+        matrix_rows: rows of each matrix of a stack, which has one dim more than ours; None: theirs
+            is no stack.
 
     Raises:
-        ValueError: blocks that would overlap.
+        ValueError: blocks that would overlap, or matrices without rows.
     """
 
     name: str
     start: int = 0
     block: int | None = None
     stride: int | None = None
+    matrix_rows: int | None = None
 
     def __post_init__(self) -> None:
         if (self.block is None) != (self.stride is None):
@@ -54,9 +65,26 @@ class RowMap:
             raise ValueError(
                 f"Expected blocks of 1 to {self.stride} rows, their stride, got {self.block}."
             )
+        if self.matrix_rows is not None and self.matrix_rows < 1:
+            raise ValueError(f"Expected matrices of at least one row, got {self.matrix_rows}.")
 
     def ranges(self, own_start: int, own_stop: int) -> Iterator[RowRange]:
-        """The rows [own_start, own_stop) of ours in runs that are consecutive in theirs."""
+        """The rows [own_start, own_stop) of ours in runs that are consecutive in theirs, and within
+        one matrix of a stack.
+        """
+        for run in self._blocks(own_start, own_stop):
+            if self.matrix_rows is None:
+                yield run
+            else:
+                yield from _within_matrices(run, self.matrix_rows)
+
+    def shape_of_rows(self, rows: int, others: tuple[int, ...]) -> tuple[int, ...]:
+        """Their shape, if it has so many rows, and our other dims."""
+        if self.matrix_rows is None:
+            return (rows, *others)
+        return (rows // self.matrix_rows, self.matrix_rows, *others)
+
+    def _blocks(self, own_start: int, own_stop: int) -> Iterator[RowRange]:
         if self.block is None or self.stride is None:
             if own_start < own_stop:
                 yield RowRange(own_start, own_stop, self.start + own_start)
@@ -67,3 +95,12 @@ class RowMap:
             stop = min(own_stop, (number + 1) * self.block)
             yield RowRange(own_start, stop, self.start + number * self.stride + within)
             own_start = stop
+
+
+def _within_matrices(run: RowRange, matrix_rows: int) -> Iterator[RowRange]:
+    """A run, cut where a matrix of a stack ends."""
+    own_start, own_stop, start = run
+    while own_start < own_stop:
+        stop = min(own_stop, own_start + matrix_rows - start % matrix_rows)
+        yield RowRange(own_start, stop, start)
+        own_start, start = stop, start + stop - own_start

@@ -10,18 +10,35 @@ from typing import NamedTuple
 
 from megatron.core.transformer.spec import (
     AttentionSpec,
+    DenseSpec,
     GatedDeltaNetSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
+    MoeSpec,
     RotaryScaling,
     RotarySpec,
+    RouterSpec,
+    Scores,
     YarnScaling,
 )
 
-# What training draws on, and how long sequences may be, changes no logits.
-_NOT_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
+# What training draws on, and how long sequences may be, changes no logits. A router's dtype is that
+# of a run, as the compute dtype is, and so is a bound of the tokens that an expert takes.
+_NOT_ARITHMETIC = (
+    "dropout",
+    "init_std",
+    "output_init_std",
+    "max_length",
+    "dtype",
+    "balancing",
+    "balance_coeff",
+    "z_coeff",
+    "bias_update_rate",
+    "capacity_factor",
+    "drop_policy",
+)
 
 # The flag that decides each value, by its path in a layer's spec or in the model's.
 _FLAGS = {
@@ -64,6 +81,22 @@ _FLAGS = {
     "mixer.value_head_dim": "--linear-value-head-dim",
     "mixer.conv_kernel": "--linear-conv-kernel-dim",
     "mixer.norm_eps": "--norm-epsilon",
+    "feed_forward": "--num-experts",
+    "feed_forward.router.num_experts": "--num-experts",
+    "feed_forward.router.top_k": "--moe-router-topk",
+    "feed_forward.router.scores": "--moe-router-score-function",
+    "feed_forward.router.is_scored_first": "--moe-router-pre-softmax",
+    "feed_forward.router.is_normalized": "--moe-router-no-norm-topk",
+    "feed_forward.router.scale": "--moe-router-topk-scaling-factor",
+    "feed_forward.router.num_groups": "--moe-router-num-groups",
+    "feed_forward.router.top_groups": "--moe-router-group-topk",
+    "feed_forward.router.has_bias": "--disable-bias-linear",
+    "feed_forward.router.has_expert_bias": "--moe-router-enable-expert-bias",
+    "feed_forward.shared": "--moe-shared-expert-intermediate-size",
+    "feed_forward.shared.size": "--moe-shared-expert-intermediate-size",
+    "feed_forward.has_shared_gate": "--moe-shared-expert-gate",
+    "feed_forward.rows_are_inputs": "--moe-expert-rows",
+    "feed_forward.expert.size": "--moe-ffn-hidden-size",
     "feed_forward.size": "--ffn-hidden-size",
     "feed_forward.activation": "--activation-func",
     "feed_forward.is_gated": "--swiglu",
@@ -71,7 +104,12 @@ _FLAGS = {
     "post_norm": "--post-norm",
 }
 # Flags that turn off what the spec's value turns on.
-_OFF_FLAGS = ("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--no-rope-freq")
+_OFF_FLAGS = (
+    "--untie-embeddings-and-output-weights",
+    "--disable-bias-linear",
+    "--no-rope-freq",
+    "--moe-router-no-norm-topk",
+)
 # The flag for each kind of scaling.
 _SCALING_FLAGS = {
     "linear": "--rotary-seq-len-interpolation-factor",
@@ -86,10 +124,13 @@ _NORM_FLAGS = {
     "is_zero_centered": "--apply-layernorm-1p",
 }
 # Parts of a spec in a message: whether they are there, or the name of their kind.
-_PRESENT = ("mixer.qk_norm", "post_norm")
+_PRESENT = ("mixer.qk_norm", "post_norm", "feed_forward.shared")
+_EXPERTS = "experts"
 _PARTS: dict[type, str] = {
     AttentionSpec: "attention",
     GatedDeltaNetSpec: "gated delta net",
+    DenseSpec: "MLP",
+    MoeSpec: _EXPERTS,
     RotarySpec: "rope",
     LinearScaling: "linear",
     Llama3Scaling: "llama3",
@@ -101,7 +142,7 @@ _CONSEQUENCES = {
     "--swiglu": ("--activation-func",),
 }
 # Flags that decide what kind of layers a model has, which is the last thing to change.
-KIND_FLAGS = ("--linear-attention-freq", "--normalization", "--swiglu")
+KIND_FLAGS = ("--num-experts", "--linear-attention-freq", "--normalization", "--swiglu")
 
 
 class Difference(NamedTuple):
@@ -138,6 +179,10 @@ def _as_given(flag: str, value: object) -> str:
         value = value or "none"
     if flag == "--window-size" and isinstance(value, int):
         value = f"{value - 1},0"  # positions before each one
+    if flag == "--moe-layer-freq":
+        value = value != _EXPERTS  # without the flag all layers have them
+    if flag == "--num-experts" and isinstance(value, str):
+        value = value == _EXPERTS
 
     if value is None or value is False:
         return f"no {flag}"
@@ -180,6 +225,8 @@ def _of_layers(
     windows = {number for number, layer in enumerate(layers) if _has_window(layer)}
     if path == "mixer.rotary":
         flag = "--no-rope-freq"
+    elif path == "feed_forward" and any(isinstance(one.feed_forward, MoeSpec) for one in layers):
+        flag = "--moe-layer-freq"
     elif path == "mixer.rotary.base" and windows.issuperset(by_layer):
         flag = "--window-rotary-base"
     return first._replace(flag=flag, name=f"{first.name} of layer {number}")
@@ -214,7 +261,10 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return {path: False if path in _PRESENT else value}
 
-    found: dict[str, object] = {path: _PARTS.get(type(value), True)} if path else {}
+    if isinstance(value, RouterSpec):
+        value = _canonical(value)
+    kind = True if path in _PRESENT else _PARTS.get(type(value), True)
+    found: dict[str, object] = {path: kind} if path else {}
     if isinstance(value, RotaryScaling):
         path = f"{path}.{_PARTS[type(value)]}"  # kinds have flags of their own
     for field in dataclasses.fields(value):
@@ -229,11 +279,24 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     return found
 
 
+def _canonical(router: RouterSpec) -> RouterSpec:
+    """One form for what is computed in two ways: a softmax over all experts that is divided by the
+    sum of the chosen ones is one over these, unless what is added to it decides which are chosen.
+    """
+    is_plain = router.num_groups == 1 and not router.has_expert_bias
+    if router.scores is Scores.SOFTMAX and router.is_normalized and is_plain:
+        return dataclasses.replace(router, is_scored_first=False, is_normalized=False)
+    return router
+
+
 def _flag_of(path: str, expected: object, got: object) -> str:
     if path == "mixer.rotary.scaling":
         return _SCALING_FLAGS[str(got or expected)]
-    if path in _FLAGS:
-        return _FLAGS[path]
+    # The networks in a mixture have what is not their size from the flags of all networks.
+    of_all = path.replace(".expert.", ".").replace(".shared.", ".")
+    for known in (path, of_all):
+        if known in _FLAGS:
+            return _FLAGS[known]
     return _NORM_FLAGS[path.rpartition(".")[2]]
 
 

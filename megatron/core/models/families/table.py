@@ -11,12 +11,21 @@ A family is a value. One more architecture is one more table, as long as its par
         attention={"self_attention.query": "self_attn.q_proj", ...},
         dense={"mlp.gate": "mlp.gate_proj", ...},
     )
+
+An architecture with mixtures of experts adds the names of a mixture's modules, and those of the
+experts' matrices, which files may have in several forms:
+
+    Family(
+        ...,
+        mixture={"mlp.router": "mlp.gate"},
+        experts=(EXPERTS, STACKED_EXPERTS),
+    )
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +61,46 @@ GATED_MLP = {
 }
 PLAIN_MLP = {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
 
+_EXPERTS = "mlp.experts."  # before an expert's number
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """Their names for one matrix of every expert.
+
+    Attributes:
+        name: of the module in one expert, whose number takes the place of `{}`. Without that, of
+            one tensor [experts, rows, columns] of all experts, beside which `<name>_bias`
+            [experts, rows] has their biases.
+        part, num_parts: which of the equal parts of that tensor's rows are ours.
+    """
+
+    name: str
+    part: int = 0
+    num_parts: int = 1
+
+    def rows(self, expert: int, kind: str, num_rows: int) -> RowMap:
+        """Where our matrix, or its bias, of `num_rows` rows lies."""
+        if "{}" in self.name:
+            return RowMap(f"{self.name.format(expert)}.{kind}")
+        start = (expert * self.num_parts + self.part) * num_rows
+        name = self.name if kind == "weight" else f"{self.name}_{kind}"
+        return RowMap(name, start, matrix_rows=self.num_parts * num_rows)
+
+
+# As files of most architectures have them, and as the library does in memory. A folder has the
+# latter if the library has read such a one.
+EXPERTS = {
+    "gate": ExpertMatrix("mlp.experts.{}.gate_proj"),
+    "up": ExpertMatrix("mlp.experts.{}.up_proj"),
+    "linear_fc2": ExpertMatrix("mlp.experts.{}.down_proj"),
+}
+STACKED_EXPERTS = {
+    "gate": ExpertMatrix("mlp.experts.gate_up_proj", part=0, num_parts=2),
+    "up": ExpertMatrix("mlp.experts.gate_up_proj", part=1, num_parts=2),
+    "linear_fc2": ExpertMatrix("mlp.experts.down_proj"),
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -65,7 +114,13 @@ class Family:
         norms, attention, delta_net, dense: its names of modules of a layer, by ours; a module that
             it does not have is missing. One of ours that is only some rows of one of theirs has a
             function of the mixer, whose result names their module.
+        mixture: the same of a mixture's router and shared experts; a tensor of ours whose own name
+            is another one there stands here by itself.
+        experts: the forms in which files may have the matrices of experts, each by our names of
+            them. The first is written.
         harmless: fields of its own that change nothing here.
+        ignored: how the names of tensors begin that files may have besides and the library does not
+            load either, with the number of layers in the place of `{num_layers}`.
         has_even_heads: whether the hidden size must be a multiple of the number of heads, though
             heads may be of another width.
     """
@@ -80,15 +135,28 @@ class Family:
     delta_net: Mapping[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = field(
         default_factory=dict
     )
+    mixture: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[Mapping[str, ExpertMatrix], ...] = ()
     harmless: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
     has_even_heads: bool = False
 
-    def rows_of(self, own: str, layers: tuple[LayerSpec, ...]) -> RowMap:
+    def rows_of(
+        self,
+        own: str,
+        num_rows: int,
+        layers: tuple[LayerSpec, ...],
+        there: Collection[str] = (),
+    ) -> RowMap:
         """Where one of our tensors lies in theirs.
 
         Args:
-            own: a parameter, or a section of one, as our checkpoints name it without "model.".
+            own: a parameter, a section of one, or a buffer, as our checkpoints name it without
+                "model.".
+            num_rows: of it.
             layers: of the model.
+            there: the names of tensors in files. Of several forms in which files may have experts,
+                they decide; without them it is the form that is written.
 
         Raises:
             KeyError: for a module that the family does not have.
@@ -99,12 +167,30 @@ class Family:
 
         _, _, number, within = module.split(".", 3)  # decoder.layers.<number>.<within>
         prefix = f"model.layers.{number}."
-        rows = self._module_rows(within, layers[int(number)].mixer)
-        return dataclasses.replace(rows, name=f"{prefix}{rows.name}.{kind}")
+        if not within.startswith(_EXPERTS):
+            rows = self._module_rows(within, kind, layers[int(number)].mixer)
+            return dataclasses.replace(rows, name=f"{prefix}{rows.name}")
 
-    def _module_rows(self, within: str, mixer: Mixer) -> RowMap:
+        expert, matrix = within.removeprefix(_EXPERTS).split(".")
+        forms = [form[matrix].rows(int(expert), kind, num_rows) for form in self.experts]
+        named = [dataclasses.replace(rows, name=f"{prefix}{rows.name}") for rows in forms]
+        return next((rows for rows in named if rows.name in there), named[0])
+
+    def ignored_prefixes(self, num_layers: int) -> tuple[str, ...]:
+        """How the names of tensors begin that the library does not load either."""
+        return tuple(prefix.format(num_layers=num_layers) for prefix in self.ignored)
+
+    def _module_rows(self, within: str, kind: str, mixer: Mixer) -> RowMap:
+        """Where a tensor of a module lies; the name is without that of the layer."""
+        if (tensor := f"{within}.{kind}") in self.mixture:
+            return RowMap(self.mixture[tensor])
+
+        place = self._module_place(within, mixer)
+        return dataclasses.replace(place, name=f"{place.name}.{kind}")
+
+    def _module_place(self, within: str, mixer: Mixer) -> RowMap:
         """Where a module of a layer lies; the name is that of their module."""
-        for names in (self.norms, self.dense):
+        for names in (self.norms, self.dense, self.mixture):
             if within in names:
                 return RowMap(names[within])
 

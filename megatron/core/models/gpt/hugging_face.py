@@ -7,8 +7,10 @@ Dropout is left out, since it concerns training only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from megatron.core.models.families import config_json
 from megatron.core.models.families.config_json import family_of, read_config, write_config
@@ -60,19 +62,45 @@ def config_differences(
     return config_json.config_differences(content, source, model_spec(config), vocab_size)
 
 
-def hf_rows(model: GPTModel) -> dict[str, RowMap]:
-    """Where the rows of all weights and sections of fused weights lie in the tensors of the
-    transformers library, by their names in our checkpoints without "model.". Several of ours may
-    lie in one of theirs.
+def hf_rows(model: GPTModel, there: Collection[str] = ()) -> dict[str, RowMap]:
+    """Where the rows of all weights, sections of fused weights and buffers lie in the tensors of
+    the transformers library, by their names in our checkpoints without "model.". Several of ours
+    may lie in one of theirs.
+
+    Args:
+        there: the names of tensors in files to load, which may have experts in more than one form;
+            empty: the form that is written.
 
     Raises:
         ConfigError: as `hf_config`.
     """
-    family, fused = family_of(model.spec), fused_weights(model)
+    family, fused, there = family_of(model.spec), fused_weights(model), frozenset(there)
+    rows: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        sections = fused.get(name)
+        sizes = parameter.shape[:1] if sections is None else sections.sizes
+        rows |= zip(section_names(name, sections), sizes, strict=True)
+    rows |= {name: len(buffer) for name, buffer in saved_buffers(model).items()}
     return {
-        own: family.rows_of(own, model.spec.layers)
-        for name, _ in model.named_parameters()
-        for own in section_names(name, fused.get(name))
+        own: family.rows_of(own, num_rows, model.spec.layers, there)
+        for own, num_rows in rows.items()
+    }
+
+
+def ignored_prefixes(model: GPTModel) -> tuple[str, ...]:
+    """How the names of tensors in a folder begin that the transformers library does not load into
+    such a model either.
+    """
+    return family_of(model.spec).ignored_prefixes(len(model.spec.layers))
+
+
+def saved_buffers(model: GPTModel) -> dict[str, Tensor]:
+    """The buffers that belong to a state dict, by name: biases of experts, fp32."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
     }
 
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.layer_specs import model_spec
 from tests.unit_tests.core.models.families.helpers.their_models import (
     CASES,
     VOCAB,
+    build,
     content_of,
     copy_from_theirs,
     copy_to_theirs,
@@ -73,8 +74,8 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     train(model)
     own = json.loads(json.dumps(hf_config(config, vocab_size)))
     assert own["architectures"] == [type(theirs).__name__]
-    again = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(own.pop("model_type"), **own), attn_implementation="eager"
+    again = build(
+        transformers, transformers.AutoConfig.for_model(own.pop("model_type"), **own)
     ).eval()
     copy_to_theirs(model, again)
     trained = logits_of(again)

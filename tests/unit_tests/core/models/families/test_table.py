@@ -35,7 +35,7 @@ HYBRID = TransformerConfig(
 
 
 def place(own: str) -> RowMap:
-    return QWEN3_5.rows_of(own, model_spec(HYBRID).layers)
+    return QWEN3_5.rows_of(own, 1, model_spec(HYBRID).layers)
 
 
 def test_a_query_is_followed_by_its_gate() -> None:

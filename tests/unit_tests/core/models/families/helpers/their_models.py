@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.models.families.row_map import RowRange
+from megatron.core.models.families.row_map import RowMap, RowRange
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows, section_names
+from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers, section_names
 from megatron.core.transformer.fused_weight import fused_weights
 
 VOCAB = 61
@@ -68,6 +68,16 @@ _QWEN3_5 = {
         "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
+}
+_QWEN3_MOE = {
+    "head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
 }
 
 # Of each architecture, models that use each field that it has. Values are never the defaults.
@@ -173,14 +183,29 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": YARN,
     },
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe not normalized": {
+        **_QWEN3_MOE,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+    },
 }
+
+
+def build(transformers: Any, config: Any) -> nn.Module:
+    """A model of the library in its plain arithmetic, on any device."""
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model
 
 
 def their_model(transformers: Any, case: str) -> nn.Module:
     """With random weights, none of which is as it begins: norms are not ones, biases not zero."""
     config = transformers.AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = build(transformers, config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -197,42 +222,51 @@ class Piece(NamedTuple):
     """Rows of one of our tensors and the rows of theirs that they are."""
 
     own: Tensor
-    name: str
+    place: RowMap
     rows: RowRange
 
 
-def pieces(model: GPTModel) -> Iterator[Piece]:
-    """All rows of all weights of ours, in pieces that are consecutive in theirs."""
-    places, fused = hf_rows(model), fused_weights(model)
-    for name, parameter in model.named_parameters():
+def pieces(model: GPTModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """All rows of all tensors of ours, in pieces that are consecutive in theirs."""
+    places, fused = hf_rows(model, there), fused_weights(model)
+    tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+    for name, whole in tensors.items():
         sections = fused.get(name)
-        for own in section_names(name, sections):
-            tensor = parameter.data
-            if sections is not None:
-                start, stop = sections.row_range(own.split(".")[-2])
-                tensor = tensor[start:stop]
+        parts = [whole.data] if sections is None else whole.data.split(sections.sizes)
+        for own, tensor in zip(section_names(name, sections), parts, strict=True):
             for rows in places[own].ranges(0, len(tensor)):
-                yield Piece(tensor[rows.own_start : rows.own_stop], places[own].name, rows)
+                yield Piece(tensor[rows.own_start : rows.own_stop], places[own], rows)
+
+
+def rows_of(piece: Piece, there: Mapping[str, Tensor]) -> Tensor:
+    """The rows of theirs, as a view."""
+    whole = there[piece.place.name]
+    if piece.place.matrix_rows is not None:
+        assert whole.shape[1] == piece.place.matrix_rows
+        whole = whole.flatten(0, 1)
+    return whole[piece.rows.start : piece.rows.start + len(piece.own)]
 
 
 def copy_from_theirs(model: GPTModel, theirs: nn.Module) -> None:
-    """Every weight of ours, and every row of theirs once: a row that nothing takes is an error."""
+    """Every tensor of ours, and every row of theirs once: a row that nothing takes is an error."""
     state = theirs.state_dict()
-    taken = {name: torch.zeros(len(tensor), dtype=torch.int64) for name, tensor in state.items()}
-    for piece in pieces(model):
-        part = slice(piece.rows.start, piece.rows.start + len(piece.own))
-        assert state[piece.name][part].shape == piece.own.shape, piece.name
-        piece.own.copy_(state[piece.name][part])
-        taken[piece.name][part] += 1
+    taken = {
+        name: torch.zeros(tensor.shape[:2] if tensor.dim() == 3 else tensor.shape[:1])
+        for name, tensor in state.items()
+    }
+    for piece in pieces(model, state):
+        there = rows_of(piece, state)
+        assert there.shape == piece.own.shape, piece.place
+        piece.own.copy_(there)
+        rows_of(piece, taken).add_(1)
     if model.output_layer is None:  # the library lists a tied weight twice
         assert taken.pop("lm_head.weight").sum() == 0
     assert all(bool((rows == 1).all()) for rows in taken.values())
 
 
 def copy_to_theirs(model: GPTModel, theirs: nn.Module) -> None:
-    """Every weight of ours into a model with weights of its own."""
+    """Every tensor of ours into a model with weights of its own."""
     state = theirs.state_dict()
     with torch.no_grad():
-        for piece in pieces(model):
-            part = slice(piece.rows.start, piece.rows.start + len(piece.own))
-            state[piece.name][part].copy_(piece.own)
+        for piece in pieces(model, state):
+            rows_of(piece, state).copy_(piece.own)
